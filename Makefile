@@ -1,0 +1,42 @@
+# `make test` or `make demo` is all a fresh machine with Python 3.11+ needs: .venv is made on the way.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.stamp
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.DEFAULT_GOAL := test
+.PHONY: demo test lint bench clean .venv
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+# One thread per worker: two workers keep two cores busy without fighting over them.
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/pyright
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/select_cpu.py
+	$(BIN)/python benchmarks/train_step.py
+
+.venv: $(STAMP)
+
+# torch goes first and alone, at the pinned version, so that the later resolve finds it in place.
+# For the small CPU build from pytorch.org: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) torch
+	$(PIP) -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist out .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,67 @@
+"""Secateur: pruning for PyTorch. Score elements, fold them into units, let units compete in pools, keep what the budget
+allows, and remember the result as masks outside the model."""
+
+from ._axes import input_first
+from .budgets import erk, owl, uniform
+from .criteria import (
+    Criterion,
+    criterion,
+    fisher,
+    grad,
+    grad_square,
+    input_norm,
+    lamp,
+    magnitude,
+    movement,
+    random,
+    ria,
+    snip,
+    synflow,
+    taylor,
+    wanda,
+    weight,
+)
+from .masks import Masks
+from .patterns import Pattern
+from .plan import Plan, plan
+from .prune import Pruner, prune_
+from .schedules import cosine, cubic, exponential, join, linear, one_shot
+from .targets import targets
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Criterion",
+    "Masks",
+    "Pattern",
+    "Plan",
+    "Pruner",
+    "cosine",
+    "criterion",
+    "cubic",
+    "erk",
+    "exponential",
+    "fisher",
+    "grad",
+    "grad_square",
+    "input_first",
+    "input_norm",
+    "join",
+    "lamp",
+    "linear",
+    "magnitude",
+    "movement",
+    "one_shot",
+    "owl",
+    "plan",
+    "prune_",
+    "random",
+    "ria",
+    "snip",
+    "synflow",
+    "targets",
+    "taylor",
+    "uniform",
+    "wanda",
+    "weight",
+]

@@ -1,0 +1,71 @@
+"""Budgets: how one number is spread over tensors. A spread keeps the whole at what was asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+
+from .select import Scores
+
+
+class Spread(Protocol):
+    """Gives each tensor its own sparsity, from the scores of all and the sparsity of the whole."""
+
+    def __call__(self, scores: Mapping[str, Scores], sparsity: float) -> dict[str, float]: ...
+
+
+def uniform(scores: Mapping[str, Scores], sparsity: float) -> dict[str, float]:
+    """The same for every tensor."""
+    return dict.fromkeys(scores, sparsity)
+
+
+def erk(scores: Mapping[str, Scores], sparsity: float) -> dict[str, float]:
+    """Larger tensors sparser, by the sum of their dimensions over their product (Erdős-Rényi-Kernel: Evci et al., 2020)."""
+    sizes = {name: one.numel for name, one in scores.items()}
+    raw = {name: sum(one.layout.shape) / math.prod(one.layout.shape) for name, one in scores.items()}
+    return _at_least_dense(sizes, sparsity, lambda name, scale: scale * raw[name])
+
+
+def owl(strength: float = 0.08, outlier: float = 5.0) -> Spread:
+    """Tensors with more outliers denser (Yin et al., 2024): an outlier scores over `outlier` times its tensor's mean.
+
+    Sparsities differ by at most twice `strength`.
+    """
+
+    def spread(scores: Mapping[str, Scores], sparsity: float) -> dict[str, float]:
+        share = {name: _outliers(one, outlier) for name, one in scores.items()}
+        low, high = min(share.values()), max(share.values())
+        if high == low:
+            return uniform(scores, sparsity)
+        sizes = {name: one.numel for name, one in scores.items()}
+        extra = {name: 2 * strength * (s - low) / (high - low) for name, s in share.items()}
+        return _at_least_dense(sizes, sparsity, lambda name, shift: shift + extra[name], additive=True)
+
+    return spread
+
+
+def _outliers(scores: Scores, times: float) -> float:
+    total = sum(float(slab.sum(dtype=torch.float64)) for _, _, slab in scores.slabs())
+    bar = times * total / max(scores.numel, 1)
+    return sum(int((slab > bar).count_nonzero()) for _, _, slab in scores.slabs()) / max(scores.numel, 1)
+
+
+def _at_least_dense(
+    sizes: Mapping[str, int], sparsity: float, density: Callable[[str, float], float], *, additive: bool = False
+) -> dict[str, float]:
+    """Finds the scale (or shift) at which the densities, held within [0, 1], keep exactly the asked share of all elements."""
+    asked = (1 - sparsity) * sum(sizes.values())
+
+    def kept(x: float) -> float:
+        return sum(size * min(max(density(name, x), 0.0), 1.0) for name, size in sizes.items())
+
+    low, high = (-2.0, 2.0) if additive else (0.0, 1.0)
+    while kept(high) < asked and high < 1e18:
+        high *= 2
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if kept(middle) < asked else (low, middle)
+    return {name: 1 - min(max(density(name, high), 0.0), 1.0) for name in sizes}

@@ -1,0 +1,131 @@
+"""The arithmetic of ranking, for the device a slab lies on: numpy on the CPU, torch elsewhere, Triton where it helps.
+
+numpy because it compares, counts and partitions vectorised, in one pass over slabs that fit the cache, with nothing to
+compile. Every function means the same on every device; `select` decides what to ask.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def slab_elements(device: torch.device) -> int:
+    """How many elements to look at in one go: what fits the second-level cache on a CPU, what fills a GPU."""
+    return 1 << 16 if device.type == "cpu" else 1 << 26
+
+
+def magnitude(slab: Tensor) -> Tensor:
+    """|slab|, exact in every dtype."""
+    if slab.device.type == "cpu" and slab.dtype in (torch.float32, torch.float64):
+        return torch.from_numpy(np.abs(slab.numpy()))
+    if slab.device.type == "cpu" and slab.dtype in (torch.bfloat16, torch.float16):
+        return torch.from_numpy(slab.view(torch.int16).numpy() & np.int16(0x7FFF)).view(slab.dtype)
+    return slab.abs()
+
+
+def _array(slab: Tensor) -> np.ndarray:
+    """The slab as a numpy array of float32 or float64, whose order and equality are those of the slab."""
+    if slab.dtype == torch.bfloat16:  # bfloat16 is the upper half of a float32
+        return np.left_shift(slab.view(torch.int16).numpy(), np.uint32(16), dtype=np.uint32, casting="unsafe").view(np.float32)
+    return (slab if slab.dtype in (torch.float32, torch.float64) else slab.float()).numpy()
+
+
+def _count(flags: np.ndarray) -> int:
+    return int(np.count_nonzero(flags))
+
+
+def tally(slab: Tensor, low: float, high: float) -> tuple[int, int, int, Tensor]:
+    """How many are below low, at most low, above low, and the values strictly between low and high. NaN is in none."""
+    if slab.device.type == "cpu":
+        x = _array(slab)
+        low, high = x.dtype.type(low), x.dtype.type(high)
+        above = x > low
+        between = torch.from_numpy(x[above & (x < high)])
+        return _count(x < low), _count(x <= low), _count(above), between
+    between = slab[(slab > low) & (slab < high)]
+    counts = torch.stack([(slab < low).count_nonzero(), (slab <= low).count_nonzero(), (slab > low).count_nonzero()])
+    below, upto, above = counts.tolist()
+    return below, upto, above, between
+
+
+def kth(values: Tensor, k: int) -> float:
+    """The k-th smallest of the values, counted from 1."""
+    if values.device.type == "cpu":
+        return float(np.partition(values.numpy(), k - 1)[k - 1])
+    return float(values.sort().values[k - 1])
+
+
+def keep_above(slab: Tensor, threshold: float, kept: Tensor, *, count_equal: bool) -> int:
+    """Writes slab > threshold into `kept`; on request counts the elements that equal the threshold."""
+    if slab.device.type == "cpu":
+        x = _array(slab)
+        np.greater(x, x.dtype.type(threshold), out=kept.numpy())
+        return _count(x == x.dtype.type(threshold)) if count_equal else 0
+    torch.gt(slab, threshold, out=kept)
+    return int((slab == threshold).count_nonzero()) if count_equal else 0
+
+
+def keep_ties(slab: Tensor, threshold: float, kept: Tensor, goes: int) -> int:
+    """Keeps the elements that equal the threshold but for the first `goes` of them; gives how many are left to go."""
+    equal = (slab == threshold).reshape(-1).nonzero().reshape(-1)
+    stay = equal[goes:]
+    kept.view(-1)[stay] = True
+    return max(goes - equal.numel(), 0)
+
+
+def keep_rows(groups: Tensor, drop: int) -> Tensor:
+    """Each row is a pool of which the `drop` lowest go, the lowest index first among equals."""
+    size = groups.shape[1]
+    if drop <= 0 or drop >= size:
+        return torch.full(groups.shape, drop <= 0, dtype=torch.bool, device=groups.device)
+    if groups.device.type == "cpu":
+        x = _array(groups)
+        return torch.from_numpy(_duel(x, drop) if size <= 16 else _partition(x, drop))
+    order = groups.argsort(dim=1, stable=True)
+    return torch.ones(groups.shape, dtype=torch.bool, device=groups.device).scatter_(1, order[:, :drop], False)
+
+
+def _duel(x: np.ndarray, drop: int) -> np.ndarray:
+    """Rank by pairwise comparison, one column of all pools at a time: for small pools."""
+    columns = np.ascontiguousarray(x.T)
+    wins = np.zeros(columns.shape, np.uint8)
+    for i in range(len(columns)):
+        for j in range(i + 1, len(columns)):
+            first = (columns[i] > columns[j]).view(np.uint8)
+            wins[i] += first
+            wins[j] += 1
+            wins[j] -= first
+    return np.ascontiguousarray((wins >= drop).T)
+
+
+def _partition(x: np.ndarray, drop: int) -> np.ndarray:
+    threshold = np.partition(x, drop - 1, axis=1)[:, drop - 1 : drop]
+    kept = x > threshold
+    spare = drop - np.count_nonzero(x < threshold, axis=1)
+    for row in np.flatnonzero(x.shape[1] - np.count_nonzero(kept, axis=1) > drop):
+        kept[row, np.flatnonzero(x[row] == threshold[row])[spare[row] :]] = True
+    return kept
+
+
+def group_magnitude(weight: Tensor, size: int, drop: int, kept: Tensor) -> bool:
+    """n:m on |weight| in one kernel, where there is one for it; False where there is not."""
+    return False
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ZERO_CHUNK = 1 << 19
+
+
+def zero_(weight: Tensor, mask: Tensor) -> None:
+    """Writes +0 wherever the mask is False, also over NaN and infinity, and leaves every other bit alone.
+
+    Multiplying the bits as integers does that in one vectorised pass; chunks keep the widened mask in the cache.
+    """
+    bits = weight.view(_BITS[weight.element_size()])
+    if weight.device.type == "cpu" and weight.is_contiguous() and mask.is_contiguous():
+        for part, kept in zip(bits.view(-1).split(_ZERO_CHUNK), mask.view(-1).split(_ZERO_CHUNK), strict=True):
+            part.mul_(kept)
+    else:
+        bits.mul_(mask)

@@ -1,0 +1,110 @@
+"""Patterns: which elements go together (the unit) and, for n:m, who competes with whom (the pool).
+
+One grammar, printed and parsed: ``unstructured``, ``2:4``, ``16x1``, ``32x32``, ``16x1/2:4``, ``out``, ``in``.
+``n:m`` keeps n of every m neighbouring units along the input axis, always. The matrix a pattern sees is (out, in x kernel).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._axes import Layout
+
+_GRAMMAR = re.compile(r"(?:(?P<a>\d+)x(?P<b>\d+)|(?P<slice>out|in))?(?:(?:^|/)(?P<n>\d+):(?P<m>\d+))?")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A unit (a block of `a` outputs by `b` inputs, or a whole output or input channel) and, optionally, n:m.
+
+    A shape that blocks do not divide ends in smaller blocks, and a row that m does not divide in a smaller pool, which
+    keeps up to n like any other. Nothing is padded.
+    """
+
+    unit: tuple[int, int] | str = (1, 1)
+    keep: tuple[int, int] | None = None
+
+    @staticmethod
+    def parse(text: str | Pattern) -> Pattern:
+        """The pattern that `text` names; a Pattern is given back as it is."""
+        if isinstance(text, Pattern):
+            return text
+        found = _GRAMMAR.fullmatch(text) if isinstance(text, str) else None
+        if text == "unstructured":
+            return Pattern()
+        if not found or not text or text.startswith("/"):
+            raise ValueError(
+                f"pattern {text!r} is not understood; write 'unstructured', 'n:m' (keeps n of m), 'AxB' (blocks of A outputs "
+                "by B inputs), 'out', 'in', or a block with n:m such as '16x1/2:4'"
+            )
+        unit = found["slice"] or (int(found["a"] or 1), int(found["b"] or 1))
+        keep = (int(found["n"]), int(found["m"])) if found["n"] else None
+        return Pattern(unit, keep)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.unit, tuple) and min(self.unit) < 1:
+            raise ValueError(f"pattern {self}: a block has at least one row and one column")
+        if self.keep and not 0 < self.keep[0] <= self.keep[1]:
+            raise ValueError(f"pattern {self}: n:m keeps n of m, so n is from 1 to m")
+        if self.keep and self.unit == "out":
+            raise ValueError("pattern 'out' with n:m: whole outputs leave no input axis to group along; use 'in/n:m' or 'n:m'")
+
+    def __str__(self) -> str:
+        unit = self.unit if isinstance(self.unit, str) else f"{self.unit[0]}x{self.unit[1]}"
+        pool = f"{self.keep[0]}:{self.keep[1]}" if self.keep else ""
+        if self.unit == (1, 1):
+            return pool or "unstructured"
+        return f"{unit}/{pool}" if pool else unit
+
+    @property
+    def elementwise(self) -> bool:
+        """True when every element is its own unit, so that nothing has to be folded."""
+        return self.unit == (1, 1)
+
+    def block(self, layout: Layout) -> tuple[int, int]:
+        """The size of a unit in the matrix of this layout."""
+        if self.unit == "out":
+            return 1, max(layout.cols, 1)
+        if self.unit == "in":
+            return max(layout.rows // layout.groups, 1), layout.span
+        assert isinstance(self.unit, tuple)
+        return self.unit
+
+    @staticmethod
+    def fold(matrix: Tensor, block: tuple[int, int]) -> Tensor:
+        """Element scores to unit scores: the mean over each block, added up in float64 so that every device agrees."""
+        a, b = block
+        total = _sum_runs(_sum_runs(matrix, b, 1), a, 0)
+        total /= _run_sizes(matrix.shape[0], a, matrix.device)[:, None] * _run_sizes(matrix.shape[1], b, matrix.device)
+        return total if matrix.dtype == torch.float64 else total.float()
+
+    def sizes(self, layout: Layout) -> Tensor:
+        """How many elements each unit holds, as a grid."""
+        a, b = self.block(layout)
+        return _run_sizes(layout.rows, a)[:, None] * _run_sizes(layout.cols, b)
+
+    def unfold(self, kept: Tensor, layout: Layout) -> Tensor:
+        """A mask of units to a mask of elements."""
+        a, b = self.block(layout)
+        return kept.repeat_interleave(a, 0)[: layout.rows].repeat_interleave(b, 1)[:, : layout.cols]
+
+
+def _sum_runs(matrix: Tensor, run: int, dim: int) -> Tensor:
+    """Sums of `run` neighbours along `dim`, the last run shorter where it must be."""
+    size = matrix.shape[dim]
+    whole = size - size % run
+    parts = [matrix.narrow(dim, 0, whole).unflatten(dim, (whole // run, run)).sum(dim + 1, dtype=torch.float64)]
+    if whole < size:
+        parts.append(matrix.narrow(dim, whole, size - whole).sum(dim, keepdim=True, dtype=torch.float64))
+    return torch.cat(parts, dim)
+
+
+def _run_sizes(size: int, run: int, device: torch.device | None = None) -> Tensor:
+    sizes = torch.full((-(-size // run),), run, dtype=torch.int64, device=device)
+    if size % run:
+        sizes[-1] = size % run
+    return sizes

@@ -1,0 +1,349 @@
+"""Pruning in place: `prune_` once, `Pruner` through training. Zeros live in the weights, masks live here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from . import kernels
+from ._dist import count as count_true
+from ._dist import like, local
+from .budgets import Spread
+from .criteria import Criterion, magnitude
+from .masks import Masks
+from .methods.dropgrow import drop_and_grow
+from .patterns import Pattern
+from .plan import Layer, Plan, describe, make_plan, plan
+from .recipe import Recipe
+from .schedules import Joined, Number, Schedule
+from .stats import Loss, Table, TensorEvidence, collect
+from .targets import Globs, targets
+
+
+def prune_(
+    model: nn.Module,
+    criterion: Criterion | Callable[..., Tensor] = magnitude,
+    *,
+    sparsity: float | None = None,
+    count: int | None = None,
+    pattern: str | Pattern = "unstructured",
+    scope: str | None = None,
+    include: Globs = (),
+    exclude: Globs = (),
+    types: Sequence[type[nn.Module]] | None = None,
+    data: Iterable[Any] | None = None,
+    loss: Loss | None = None,
+    spread: Spread | Mapping[str, float] | None = None,
+    keep_dense: bool = False,
+) -> Plan:
+    """Prunes a model in place, once, and gives the plan that was carried out. `print(plan)` is a table of its layers.
+
+    `criterion` scores every element, the lowest go. `sparsity` is the fraction of the original weights to prune, `count` the
+    number of units to prune in each pool. `pattern` says what goes together ("unstructured", "2:4", "16x1", "out", ...) and
+    `scope` who competes: the units of a "tensor" (the default), of a "row", or of all tensors ("global"). `include`, `exclude`
+    and `types` choose tensors. `data` and `loss` feed criteria that need inputs or gradients. `spread` gives each tensor its
+    own sparsity. `keep_dense=True` remembers what the zeros replaced, so that `plan.undo_(model)` brings it back.
+
+    Either all of it is done or, when anything raises, nothing.
+    """
+    made = plan(
+        model,
+        criterion,
+        sparsity=sparsity,
+        count=count,
+        pattern=pattern,
+        scope=scope,
+        include=include,
+        exclude=exclude,
+        types=types,
+        data=data,
+        loss=loss,
+        spread=spread,
+    )
+    return made.apply_(model, keep_dense=keep_dense)
+
+
+class Pruner:
+    """Prunes a model while it trains.
+
+    The arguments are those of `prune_`, and `sparsity` may be a schedule::
+
+        pruner = Pruner(model, magnitude, sparsity=cubic(0.9, start=1_000, end=10_000, every=100))
+        pruner.attach(optimizer)      # the training loop stays yours
+        ...
+        print(pruner.finish())
+
+    A hook that runs after each `optimizer.step` puts the zeros back and, when the schedule says so, makes new masks. What was
+    pruned stays pruned. Criteria that need gradients use those of the training itself, averaged since the last masks, unless
+    `data` and `loss` are given.
+
+    `grow` turns on dynamic sparse training: whenever the schedule `swap` says so, that fraction of the kept weights is dropped
+    and as many of the pruned ones that score highest by `grow` come in (`abs(grad)`: RigL; `random()`: SET). `ste=True` keeps
+    training the dense weights and masks them only in the forward pass, with gradients passed straight through.
+    `keep_dense=True` remembers what the zeros replaced, for `undo`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        criterion: Criterion | Callable[..., Tensor] = magnitude,
+        *,
+        sparsity: Number | None = None,
+        count: int | None = None,
+        pattern: str | Pattern = "unstructured",
+        scope: str | None = None,
+        include: Globs = (),
+        exclude: Globs = (),
+        types: Sequence[type[nn.Module]] | None = None,
+        data: Iterable[Any] | None = None,
+        loss: Loss | None = None,
+        spread: Spread | Mapping[str, float] | None = None,
+        grow: Criterion | None = None,
+        swap: Schedule | Joined | None = None,
+        ste: bool = False,
+        keep_dense: bool = False,
+    ):
+        self.model = model
+        self.recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread)
+        self._grow, self._swap = grow, swap
+        needs = self.recipe.criterion.needs | (grow.needs if grow is not None else frozenset())
+        self._check(needs, data, ste)
+        self._targets, self.skipped = targets(model, include=include, exclude=exclude, types=types)
+        self._data, self._loss = data, loss
+        self._gathers = bool(needs) and data is None  # gradients come from the training loop
+        self._gathered: Table = {target.name: {} for target in self._targets}
+        self._batches = 0
+        self._step = 0
+        self._due = self.recipe.due(0)  # masks are wanted and not made yet
+        self._masks = Masks({t.name: like(torch.ones_like(t.weight, dtype=torch.bool), t.tensor) for t in self._targets})
+        self._keep_dense = keep_dense
+        self._dense: dict[str, Tensor] = {t.name: t.weight.clone() for t in self._targets} if keep_dense else {}
+        self._handles: list[RemovableHandle] = []
+        self._first: Optimizer | None = None
+        self._ste = ste
+        for slot in (target.slot for target in self._targets if ste):
+            parametrize.register_parametrization(slot.module, slot.attribute, _StraightThrough(self._masks[slot.name]))
+
+    def _check(self, needs: frozenset[str], data: object, ste: bool) -> None:
+        if data is None and needs - {"grad", "grad_square"}:
+            raise ValueError(f"this criterion needs {' and '.join(sorted(needs))}, so pass data= (an iterable of batches)")
+        if self._grow is None:
+            if self._swap is not None:
+                raise ValueError("swap= goes with grow=, the criterion by which pruned weights come back")
+            return
+        if self.recipe.pattern.keep or self.recipe.scope != "tensor":
+            raise ValueError('grow= swaps units within each tensor; it goes with scope="tensor" and a pattern without n:m')
+        if ste:
+            raise ValueError("grow= and ste=True are two ways for pruned weights to come back; choose one")
+        if not isinstance(self._swap, Schedule | Joined):
+            raise ValueError(
+                "grow= needs swap=, a schedule of the fraction of kept weights to swap, and when: for instance "
+                "swap=sc.cosine(0.0, initial=0.3, end=10_000, every=100)"
+            )
+
+    # --- training ----------------------------------------------------------------------------------------------------
+    def attach(self, *optimizers: Optimizer) -> Pruner:
+        """Follows these optimizers: zeros are put back after a step of any of them, the schedule advances with the first."""
+        mine = {id(target.tensor) for target in self._targets}
+        for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer):
+                raise TypeError(
+                    f"attach takes torch optimizers, not {type(optimizer).__name__}; call pruner.step() by hand for others"
+                )
+            if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+                raise ValueError(
+                    f"{type(optimizer).__name__} updates none of the pruned tensors; attach the one that trains them"
+                )
+        for optimizer in optimizers:
+            self._first = self._first or optimizer
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        if self._due and not self._gathers:
+            self._update()
+        return self
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer is self._first:
+            self.step()
+        else:
+            self.apply_()
+
+    def step(self) -> None:
+        """One training step is done: gathers gradients, makes new masks when they are due, puts the zeros back."""
+        self._step += 1
+        if self._gathers:
+            self._gather()
+        swap_due = self._swap is not None and self._swap.due(self._step)
+        if self._due or swap_due or self.recipe.due(self._step):
+            self._update()
+        self.apply_()
+
+    @torch.no_grad()
+    def apply_(self) -> None:
+        """Puts the zeros back into the weights."""
+        if not self._ste:
+            for target in self._targets:
+                kernels.zero_(target.weight, local(self._masks[target.name]))
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        kinds = self.recipe.criterion.needs | (self._grow.needs if self._grow is not None else frozenset())
+        for target in self._targets:
+            if target.tensor.grad is None:
+                raise RuntimeError(
+                    f"{target.name!r} has no gradient after optimizer.step; the criterion needs it (exclude the tensor?)"
+                )
+            matrix = target.layout.matrix(local(target.tensor.grad)).float()
+            entry = self._gathered[target.name]
+            for kind, value in (("grad", matrix), ("grad_square", matrix**2 if "grad_square" in kinds else matrix)):
+                if kind in kinds:
+                    entry[kind] = entry[kind].add_(value) if kind in entry else value.clone()
+        self._batches += 1
+
+    def _evidence(self) -> Table:
+        if not self._gathers:
+            return collect(self.model, self._targets, self.recipe.criterion.needs, self._data, self._loss)
+        table = {name: {kind: value / self._batches for kind, value in entry.items()} for name, entry in self._gathered.items()}
+        self._gathered, self._batches = {name: {} for name in self._gathered}, 0
+        return table
+
+    def _update(self) -> None:
+        first, self._due = self._due, False
+        table = self._evidence()
+        if self._grow is not None and not first:
+            masks = self._swapped(table)
+        else:
+            held = None if self._ste else self._masks
+            masks = make_plan(self.recipe, self._targets, self.skipped, table, step=self._step, previous=held).masks
+        if self._keep_dense:
+            self._remember(masks)
+        for target in self._targets:
+            local(self._masks[target.name]).copy_(local(masks[target.name]))
+        self.apply_()
+
+    @torch.no_grad()
+    def _swapped(self, table: Table) -> Masks:
+        assert self._grow is not None
+        assert self._swap is not None
+        evidence = {t.name: TensorEvidence(t, table[t.name], self._step) for t in self._targets}
+        kept = drop_and_grow(
+            {name: self.recipe.criterion.scores(e) for name, e in evidence.items()},
+            {name: self._grow.scores(e) for name, e in evidence.items()},
+            {t.name: t.layout.matrix(local(self._masks[t.name])) for t in self._targets},
+            self.recipe.pattern,
+            self._swap(self._step),
+        )
+        return Masks({t.name: like(t.layout.restore(kept[t.name]), t.tensor) for t in self._targets})
+
+    @torch.no_grad()
+    def _remember(self, masks: Masks) -> None:
+        """Dense values follow the weights as long as these are kept, and stay at the last value once they are pruned."""
+        for target in self._targets:
+            self._dense[target.name] = torch.where(local(self._masks[target.name]), target.weight, self._dense[target.name])
+
+    # --- looking, saving, ending -------------------------------------------------------------------------------------
+    @property
+    def masks(self) -> Masks:
+        """The masks as they are now (True = kept)."""
+        return self._masks
+
+    @property
+    def sparsity(self) -> float:
+        """The pruned fraction of the targets, now."""
+        return self._masks.sparsity
+
+    def plan(self) -> Plan:
+        """What has been pruned so far, as a plan to print or to apply to a copy of the model."""
+        layers = [
+            Layer(t.name, tuple(t.tensor.shape), count_true(self._masks[t.name]), t.tensor.numel()) for t in self._targets
+        ]
+        masks = Masks({name: mask.clone() for name, mask in self._masks.items()})
+        dense = {name: self._dense[name][~local(masks[name])] for name in self._dense}
+        return Plan(masks, layers, self.skipped, describe(self.recipe, self._step), dense)
+
+    @torch.no_grad()
+    def verify(self) -> None:
+        """Raises unless every pruned weight is zero. It is not after a step that no hook saw."""
+        if self._ste:
+            return
+        alive = {t.name: int((t.weight[~local(self._masks[t.name])] != 0).count_nonzero()) for t in self._targets}
+        if broken := {name: number for name, number in alive.items() if number}:
+            raise RuntimeError(
+                f"pruned weights are not zero: {broken}. Something changed them after the last pruner.step(): an optimizer "
+                "that is not attached, one that steps in the backward pass, or a checkpoint. Attach it, or call pruner.apply_()."
+            )
+
+    def finish(self) -> Plan:
+        """Stops following the optimizers, leaves plain weights with exact zeros in the model, and gives the plan."""
+        made = self.plan()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for slot in (target.slot for target in self._targets if self._ste):
+            parametrize.remove_parametrizations(slot.module, slot.attribute, leave_parametrized=False)
+        self._ste = False
+        self.apply_()
+        return made
+
+    def undo(self) -> None:
+        """Stops, and puts back what the zeros replaced (needs `keep_dense=True`)."""
+        if not self._keep_dense:
+            raise ValueError("this pruner kept no dense values; make it with keep_dense=True to be able to undo it")
+        self.finish().undo_(self.model)
+        self._masks = Masks({name: torch.ones_like(mask) for name, mask in self._masks.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on exactly here: plain tensors and numbers, one bit per mask element."""
+        return {
+            "version": 1,
+            "step": self._step,
+            "due": self._due,
+            "masks": self._masks.pack(),
+            "gathered": {name: dict(entry) for name, entry in self._gathered.items()},
+            "batches": self._batches,
+            "dense": dict(self._dense),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken, on a model with the same tensors."""
+        if state.get("version") != 1:
+            raise ValueError(f"this is version {state.get('version')!r} of a pruner's state; this package reads version 1")
+        masks = Masks.unpack(state["masks"])
+        if odd := masks.keys() ^ self._masks.keys():
+            raise ValueError(f"the state and this pruner speak of different tensors: {sorted(odd)}")
+        for name, mask in masks.items():
+            if mask.shape != local(self._masks[name]).shape:
+                raise ValueError(
+                    f"the mask of {name!r} is {tuple(mask.shape)}, the tensor {tuple(local(self._masks[name]).shape)}"
+                )
+        for target in self._targets:
+            local(self._masks[target.name]).copy_(masks[target.name])
+            device = target.weight.device
+            self._gathered[target.name] = {k: v.to(device, copy=True) for k, v in state["gathered"][target.name].items()}
+            if self._keep_dense and target.name in state["dense"]:
+                self._dense[target.name] = state["dense"][target.name].to(device, copy=True)
+        self._step, self._due, self._batches = state["step"], state["due"], state["batches"]
+        self.apply_()
+
+    def __repr__(self) -> str:
+        now = f"step {self._step}, {len(self._targets)} tensors, {self.sparsity:.2%} sparse"
+        return f"Pruner({describe(self.recipe, self._step)}; {now})"
+
+
+class _StraightThrough(nn.Module):
+    """A parametrization: the masked weight in the forward pass, the dense weight's gradient in the backward pass."""
+
+    mask: Tensor
+
+    def __init__(self, mask: Tensor):
+        super().__init__()
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return (weight * self.mask).detach() + (weight - weight.detach())

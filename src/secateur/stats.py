@@ -1,0 +1,251 @@
+"""Evidence: what a criterion knows of each tensor, collected once, in one pass over the data.
+
+The model comes out as it went in: mode, gradients, buffers and hooks. Where evidence is missing, the error says what to pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ._axes import Layout
+from ._dist import local, row_offset
+from .targets import Target
+
+Loss = Callable[[Any, Any], Tensor]
+Table = dict[str, dict[str, Tensor]]
+
+
+@dataclass
+class TensorEvidence:
+    """What is known of one target: its weight, and what `collect` found, as matrices."""
+
+    target: Target
+    table: Mapping[str, Tensor]
+    step: int = 0
+    drawn: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> Layout:
+        return self.target.layout
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.weight.device
+
+    def rows(self, leaf: str, first: int, last: int) -> Tensor:
+        if leaf == "weight":
+            return self.layout.matrix(self.target.weight)[first:last]
+        found = self.table[leaf]
+        if leaf != "input_norm":
+            return found[first:last]
+        per_group = self.layout.rows // found.shape[0]  # one row of norms for each group of outputs
+        return found[torch.arange(first, last, device=found.device) // per_group]
+
+    def random(self, seed: int, first: int, last: int) -> Tensor:
+        if seed not in self.drawn:
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{self.target.name}".encode()))
+            skip = row_offset(self.target.tensor)  # a shard sees the rows that the whole tensor would
+            whole = torch.rand(skip + self.layout.rows, self.layout.cols, generator=generator)
+            self.drawn[seed] = whole[skip:].to(self.device)
+        return self.drawn[seed][first:last]
+
+
+def collect(
+    model: nn.Module, targets: Sequence[Target], needs: Iterable[str], data: Iterable[Any] | None, loss: Loss | None
+) -> Table:
+    """Target name to evidence name to matrix, for the evidence that is needed.
+
+    A batch of `data` is a tensor (`model(batch)`), a mapping (`model(**batch)`) or a pair (inputs, target); `loss` gets the
+    model's output and the target, or the batch itself when it is no pair. Gradients are averaged over batches.
+    """
+    needs = frozenset(needs)
+    table: Table = {target.name: {} for target in targets}
+    if not needs:
+        return table
+    if data is None:
+        raise ValueError(f"this criterion needs {_list(needs)}, so pass data= (an iterable of batches)")
+    if isinstance(data, Tensor | Mapping | str):
+        raise TypeError(f"data= is an iterable of batches, not one {type(data).__name__}; pass [batch]")
+    if needs & {"grad", "grad_square"} and loss is None:
+        raise ValueError(
+            f"this criterion needs {_list(needs)}, so pass loss= (a function of the model's output and the target, "
+            "such as torch.nn.functional.cross_entropy)"
+        )
+    with _as_it_was(model):
+        if "linear_grad" in needs:
+            data = list(data)
+            _linearised(model, targets, data, table)
+        if needs - {"linear_grad"}:
+            _one_pass(model, targets, needs, data, loss, table)
+    return table
+
+
+def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """A batch as (positional inputs, keyword inputs, target)."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch), batch
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        inputs, target = batch
+        if isinstance(inputs, Mapping):
+            return (), dict(inputs), target
+        return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}, target
+    if isinstance(batch, Tensor):
+        return (batch,), {}, batch
+    raise TypeError(f"a batch is a tensor, a mapping or a pair (inputs, target), not {type(batch).__name__}")
+
+
+def _list(needs: Iterable[str]) -> str:
+    return " and ".join(sorted(needs))
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; mode and buffers as they were afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = {buffer: buffer.clone() for buffer in model.buffers() if not buffer.is_meta}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        with torch.no_grad():
+            for buffer, before in buffers.items():
+                buffer.copy_(before)
+
+
+def _one_pass(
+    model: nn.Module,
+    targets: Sequence[Target],
+    needs: frozenset[str],
+    data: Iterable[Any],
+    loss: Loss | None,
+    table: Table,
+) -> None:
+    gradients = needs & {"grad", "grad_square"}
+    parameters = [target.tensor for target in targets]
+    frozen = [p for p in parameters if not p.requires_grad] if gradients else []
+    batches = 0
+    with contextlib.ExitStack() as stack:
+        for parameter in frozen:
+            stack.callback(parameter.requires_grad_, False)
+            parameter.requires_grad_(True)
+        if "input_norm" in needs:
+            for target in targets:
+                stack.enter_context(_input_squares(target, table[target.name]))
+        stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
+        for batch in data:
+            batches += 1
+            args, kwargs, target_value = split_batch(batch)
+            output = model(*args, **kwargs)
+            if gradients:
+                assert loss is not None
+                found = torch.autograd.grad(loss(output, target_value), parameters, allow_unused=True)
+                _add_gradients(targets, found, gradients, table)
+    if not batches:
+        raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
+    for target in targets:
+        _finish(target, needs, batches, table[target.name])
+
+
+def _add_gradients(targets: Sequence[Target], found: Sequence[Tensor | None], kinds: frozenset[str], table: Table) -> None:
+    for target, gradient in zip(targets, found, strict=True):
+        if gradient is None:
+            raise ValueError(f"the loss does not depend on {target.name!r}; exclude it, or use a criterion without gradients")
+        matrix = target.layout.matrix(local(gradient.detach())).float()
+        for kind, value in (("grad", matrix), ("grad_square", matrix**2)):
+            if kind in kinds:
+                entry = table[target.name]
+                entry[kind] = entry[kind] + value if kind in entry else value
+
+
+def _finish(target: Target, needs: frozenset[str], batches: int, entry: dict[str, Tensor]) -> None:
+    """Sums become means and norms."""
+    for kind in needs & {"grad", "grad_square"}:
+        entry[kind] /= batches
+    if "input_norm" in needs:
+        if "input_norm" not in entry:
+            raise ValueError(f"{target.name!r} saw no input while the data ran through; exclude it, or use another criterion")
+        entry["input_norm"] = entry["input_norm"].sqrt_()
+
+
+@contextlib.contextmanager
+def _input_squares(target: Target, entry: dict[str, Tensor]) -> Iterator[None]:
+    """While inside, add up the squares of what each weight of the target is multiplied with.
+
+    For a layer that is linear in its weight, that sum is the derivative of its summed output by the weight, when the squares
+    of the inputs go in. One output per group is enough. So no layer type needs a branch here.
+    """
+    module, attribute, layout = target.slot.module, target.slot.attribute, target.layout
+    busy = False
+
+    def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal busy
+        if busy:
+            return
+        busy = True
+        try:
+            inputs = tuple(a.detach().float() ** 2 if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+            probe = layout.probe(torch.empty(layout.shape, device="meta"))
+            ones = torch.ones(probe.shape, device=target.weight.device, requires_grad=True)
+            stand_in: dict[str, Any] = {attribute: ones}
+            if getattr(module, "bias", None) is not None:
+                stand_in["bias"] = None
+            with torch.enable_grad(), torch.autocast(target.weight.device.type, enabled=False):
+                output = functional_call(module, stand_in, inputs, kwargs)
+                (squares,) = torch.autograd.grad(output.sum(), ones)
+        except Exception as error:
+            kind = type(module).__name__
+            raise ValueError(f"the input norm of {target.name!r} cannot be measured: {kind} is not linear in it") from error
+        finally:
+            busy = False
+        matrix = Layout(tuple(probe.shape), layout.flip, layout.groups).matrix(squares)
+        entry["input_norm"] = entry["input_norm"] + matrix if "input_norm" in entry else matrix
+
+    handle = module.register_forward_pre_hook(see, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _linearised(model: nn.Module, targets: Sequence[Target], data: list[Any], table: Table) -> None:
+    """SynFlow's pass (Tanaka et al., 2020): weights made positive, an input of ones, the output's sum differentiated."""
+    if not data:
+        raise ValueError("data= gave no batch; one is needed for the shape of the model's input")
+
+    def positive(tensor: Tensor) -> Tensor:
+        return tensor.detach().abs().double() if tensor.is_floating_point() else tensor.detach()
+
+    def ones(value: Any) -> Any:
+        return (
+            torch.ones_like(value[:1], dtype=torch.float64)
+            if isinstance(value, Tensor) and value.is_floating_point()
+            else value
+        )
+
+    state = {name: positive(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    leaves = [state[target.name].requires_grad_() for target in targets]
+    args, kwargs, _ = split_batch(data[0])
+    with torch.enable_grad():
+        output = functional_call(model, state, tuple(map(ones, args)), {key: ones(value) for key, value in kwargs.items()})
+        gradients = torch.autograd.grad(_total(output), leaves, allow_unused=True)
+    for target, gradient in zip(targets, gradients, strict=True):
+        if gradient is None:
+            raise ValueError(f"the output does not depend on {target.name!r}; exclude it")
+        table[target.name]["linear_grad"] = target.layout.matrix(gradient)
+
+
+def _total(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output.sum()
+    values = output.values() if isinstance(output, Mapping) else output
+    return torch.stack([_total(v) for v in values if isinstance(v, Tensor | tuple | list | Mapping)]).sum()

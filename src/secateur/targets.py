@@ -1,0 +1,146 @@
+"""Targets: which tensors of a model are pruned, and why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ._axes import Layout, layout_of
+from ._dist import local
+from ._tree import Slot, nearest, slots
+
+DEFAULT_TYPES: tuple[type[nn.Module], ...] = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+Globs = str | Iterable[str]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One tensor to prune: a parameter of a model, seen as a matrix (outputs, inputs x kernel)."""
+
+    slot: Slot
+    layout: Layout
+
+    @property
+    def name(self) -> str:
+        return self.slot.name
+
+    @property
+    def tensor(self) -> Tensor:
+        """The parameter itself, sharded or not."""
+        return self.slot.tensor
+
+    @property
+    def weight(self) -> Tensor:
+        """What this process holds of the parameter, detached."""
+        return local(self.slot.tensor.detach())
+
+
+def targets(
+    model: nn.Module,
+    *,
+    include: Globs = (),
+    exclude: Globs = (),
+    types: Sequence[type[nn.Module]] | None = None,
+) -> tuple[list[Target], dict[str, str]]:
+    """The targets of a model, and the reason for each parameter that is not one.
+
+    `include` and `exclude` are globs over parameter and module names ("encoder.*", "*.bias", "head"). By default the weights of
+    linear and convolution layers are targets; `types` names other layer types, and an `include` without a wildcard names a
+    parameter or a module whatever its type. Tied parameters are one target.
+    """
+    include, exclude = _globs(include), _globs(exclude)
+    kinds = DEFAULT_TYPES if types is None else tuple(types)
+    everything = list(slots(model))
+    if not everything:
+        raise ValueError(f"{type(model).__name__} has no parameters, so there is nothing to prune")
+    _all_match(model, everything, include, "include")
+    _all_match(model, everything, exclude, "exclude")
+    found: list[Target] = []
+    skipped: dict[str, str] = {}
+    for slot in everything:
+        reason = _reason(slot, include, exclude, kinds)
+        if reason is None:
+            found.append(Target(slot, layout_of(slot.module, tuple(local(slot.tensor).shape))))
+        else:
+            skipped[slot.name] = reason
+    if not found:
+        why = "; ".join(sorted(set(skipped.values())))
+        raise ValueError(f"no tensor of {type(model).__name__} is left to prune ({why}); widen include=, types= or exclude=")
+    return found, skipped
+
+
+def _globs(given: Globs) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _names(slot: Slot) -> list[str]:
+    """Every name under which a slot can be meant: the parameter's, its module's, and those it is tied to."""
+    parameters = [slot.name, *slot.also]
+    return [*parameters, *(name.rpartition(".")[0] for name in parameters)]
+
+
+def _matches(slot: Slot, globs: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs for name in _names(slot))
+
+
+def _all_match(model: nn.Module, everything: list[Slot], globs: Iterable[str], which: str) -> None:
+    modules = {name for name, _ in model.named_modules() if name}
+    for glob in globs:
+        if not any(_matches(slot, [glob]) for slot in everything) and not any(fnmatchcase(m, glob) for m in modules):
+            names = [slot.name for slot in everything] + sorted(modules)
+            raise ValueError(f"{which}={glob!r} matches no parameter and no module of the model.{nearest(glob, names)}")
+
+
+def _under(slot: Slot, globs: Iterable[str]) -> bool:
+    """Whether a glob names the slot or one of the modules around it."""
+    parents = {
+        ".".join(parts[:n]) for name in (slot.name, *slot.also) for parts in [name.split(".")] for n in range(1, len(parts))
+    }
+    return _matches(slot, globs) or any(fnmatchcase(parent, glob) for glob in globs for parent in parents)
+
+
+def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[type[nn.Module], ...]) -> str | None:
+    """Why a parameter is left alone, or None if it is a target."""
+    kind = type(slot.module).__name__
+    tensor = slot.tensor
+    if _under(slot, exclude):
+        return "excluded"
+    if isinstance(slot.module, parametrize.ParametrizationList):
+        return "parametrized: its values are computed; remove the parametrization first"
+    if any(hasattr(slot.module, slot.attribute + suffix) for suffix in ("_mask",)) or slot.attribute.endswith(
+        ("_g", "_v", "_orig")
+    ):
+        return "computed by a reparametrization hook: remove that first"
+    if not tensor.is_floating_point():
+        return f"{tensor.dtype} values cannot be ranked"
+    if tensor.is_meta:
+        return "on the meta device: it has no values yet"
+    named = include and any(not set(glob) & set("*?[") and _under(slot, [glob]) for glob in include)
+    if include and not _under(slot, include):
+        return "not included"
+    if not named and not isinstance(slot.module, kinds):
+        return f"{kind} is not among the types; pass types= or name it in include="
+    if tensor.ndim < 2 and slot.name not in include:
+        return "a vector (bias or scale); name it in include= to prune it"
+    if tensor.numel() == 0:
+        return "empty"
+    return None
+
+
+def same_device(found: Iterable[Target]) -> torch.device | None:
+    """The device that all targets share, None when they lie on several."""
+    devices = {target.weight.device for target in found}
+    return devices.pop() if len(devices) == 1 else None

@@ -1,0 +1,78 @@
+"""House rules that ruff, pyright and import-linter cannot state."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import secateur
+
+SRC = Path(__file__).parents[1] / "src" / "secateur"
+FILES = sorted(SRC.rglob("*.py"))
+MAX_LINES = 450
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(SRC).as_posix()
+
+
+def uses_of_torch_distributed(source: str) -> list[int]:
+    """Lines that import torch.distributed, or reach it as an attribute of torch."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                dotted = [alias.name for alias in names]
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                dotted = [f"{module}.{alias.name}" for alias in names]
+            case ast.Attribute(value=ast.Name(id="torch"), attr=attr):
+                dotted = [f"torch.{attr}"]
+            case _:
+                continue
+        if any(f"{name}.".startswith("torch.distributed.") for name in dotted):
+            lines.append(node.lineno)
+    return sorted(set(lines))
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("import torch.distributed", [1]),
+        ("import torch.distributed as dist", [1]),
+        ("import torch.distributed.tensor", [1]),
+        ("from torch import nn, distributed", [1]),
+        ("from torch.distributed.tensor import DTensor", [1]),
+        ("import torch\ntorch.distributed.is_initialized()", [2]),
+        ("def f():\n    from torch.distributed import all_reduce", [2]),
+        ("import torch\nfrom torch import distributions\ntorch.distributions", []),
+        ("from .torch.distributed import x", []),
+    ],
+)
+def test_uses_of_torch_distributed_are_found(source, lines):
+    assert uses_of_torch_distributed(source) == lines
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_only_dist_uses_torch_distributed(file):
+    if name_of(file) == "_dist.py":
+        return
+    lines = uses_of_torch_distributed(file.read_text(encoding="utf-8"))
+    assert not lines, f"{name_of(file)}, lines {lines}: torch.distributed belongs in secateur/_dist.py only"
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_file_is_short_enough_to_be_one_thing(file):
+    count = len(file.read_text(encoding="utf-8").splitlines())
+    assert count <= MAX_LINES, f"{name_of(file)} has {count} lines; above {MAX_LINES} it is two things"
+
+
+def test_every_public_function_and_class_has_a_docstring():
+    bare = []
+    for name in getattr(secateur, "__all__", ()):
+        thing = getattr(secateur, name)
+        if inspect.isroutine(thing) or inspect.isclass(thing):
+            doc = (thing.__doc__ or "").strip()
+            if not doc or doc.startswith(f"{thing.__name__}("):  # the second: what @dataclass writes by itself
+                bare.append(name)
+    assert not bare, f"public names without a docstring: {', '.join(bare)}"
