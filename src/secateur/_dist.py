@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def _is_dtensor(tensor: Any) -> bool:
@@ -43,6 +44,25 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
     )
 
 
+def sharded(tensor: Tensor) -> bool:
+    """Whether other processes hold parts of this tensor."""
+    return _is_dtensor(tensor)
+
+
+def reshard_(model: nn.Module) -> None:
+    """Has FSDP2 drop the gathered copies that a forward pass without a backward pass leaves in a model.
+
+    While they are there, they are the model's parameters, and what is written to them is lost.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def row_offset(tensor: Tensor) -> int:
     """The row of the whole tensor at which this process's share begins (shares are those of `torch.chunk`)."""
     if not _is_dtensor(tensor):
@@ -54,9 +74,15 @@ def row_offset(tensor: Tensor) -> int:
     return min(comm.rank * share, tensor.shape[0])
 
 
+def _count(mask: Tensor) -> int:
+    if mask.device.type == "cpu":
+        return int(np.count_nonzero(mask.numpy()))
+    return int(mask.sum())  # count_nonzero would take eight bytes an element there
+
+
 def count(mask: Tensor) -> int:
     """How many elements are true, over every process that holds a part (which then must all ask)."""
-    (total,) = comm_of([("mask", mask)]).sum(int(local(mask).count_nonzero()))
+    (total,) = comm_of([("mask", mask)]).sum(_count(local(mask)))
     return total
 
 
@@ -78,10 +104,13 @@ class Comm:
         return tuple(int(total) for total in self._gather(torch.tensor(counts, dtype=torch.int64)).sum(0))
 
     def cat(self, values: Tensor) -> Tensor:
-        """The 1-D values of every process, one after the other in rank order."""
+        """The 1-D values of every process, one after the other in rank order; float64 if any of them brings that."""
         if self.group is None:
             return values
-        sizes = self._gather(torch.tensor([values.numel()], dtype=torch.int64))[:, 0].tolist()
+        # A process without rows does not know the dtype of the others, and gloo needs the same bytes from all.
+        about = torch.tensor([values.numel(), values.dtype == torch.float64], dtype=torch.int64)
+        sizes, wide = self._gather(about).unbind(1)
+        sizes, values = sizes.tolist(), values.double() if wide.any() else values
         padded = values.new_zeros(max(sizes))
         padded[: values.numel()] = values
         return torch.cat([row[:size] for row, size in zip(self._gather(padded), sizes, strict=True)])

@@ -42,10 +42,9 @@ class Layer:
 
 @dataclass
 class Plan:
-    """What pruning does to a model: `masks` (True = kept), a line for each tensor, and what was skipped, with the reason."""
+    """What pruning does to a model: `masks` (True = kept), and what was skipped, with the reason."""
 
     masks: Masks
-    layers: list[Layer]
     skipped: dict[str, str]
     recipe: str
     dense: dict[str, Tensor] = field(default_factory=dict, repr=False)
@@ -76,11 +75,17 @@ class Plan:
                 raise ValueError(f"{name!r} is {tuple(found[name].shape)} in the model and {tuple(mask.shape)} in the plan")
         return {name: local(found[name].detach()) for name in self.masks}
 
+    @property
+    def layers(self) -> list[Layer]:
+        """A line for each tensor."""
+        return [Layer(name, tuple(mask.shape), count_true(mask), mask.numel()) for name, mask in self.masks.items()]
+
     def metrics(self) -> dict[str, Any]:
         """The counts, as plain numbers: in all, and for each tensor."""
-        total, kept = sum(layer.total for layer in self.layers), sum(layer.kept for layer in self.layers)
+        layers = self.layers
+        total, kept = sum(layer.total for layer in layers), sum(layer.kept for layer in layers)
         return {
-            "tensors": len(self.layers),
+            "tensors": len(layers),
             "total": total,
             "kept": kept,
             "pruned": total - kept,
@@ -185,8 +190,7 @@ def make_plan(
             comm=comm,
         )
     masks = Masks({t.name: like(t.layout.restore(kept[t.name]), t.tensor) for t in found})
-    layers = [Layer(t.name, tuple(t.tensor.shape), count_true(masks[t.name]), t.tensor.numel()) for t in found]
-    return Plan(masks, layers, skipped, describe(recipe, step))
+    return Plan(masks, skipped, describe(recipe, step))
 
 
 def describe(recipe: Recipe, step: int) -> str:

@@ -12,14 +12,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from . import kernels
-from ._dist import count as count_true
 from ._dist import like, local
 from .budgets import Spread
 from .criteria import Criterion, magnitude
 from .masks import Masks
 from .methods.dropgrow import drop_and_grow
 from .patterns import Pattern
-from .plan import Layer, Plan, describe, make_plan, plan
+from .plan import Plan, describe, make_plan, plan
 from .recipe import Recipe
 from .schedules import Joined, Number, Schedule
 from .stats import Loss, Table, TensorEvidence, collect
@@ -127,6 +126,7 @@ class Pruner:
         self._handles: list[RemovableHandle] = []
         self._first: Optimizer | None = None
         self._ste = ste
+        self._order = {t.slot.module: list(t.slot.module._parameters) for t in self._targets} if ste else {}
         for slot in (target.slot for target in self._targets if ste):
             parametrize.register_parametrization(slot.module, slot.attribute, _StraightThrough(self._masks[slot.name]))
 
@@ -259,12 +259,9 @@ class Pruner:
 
     def plan(self) -> Plan:
         """What has been pruned so far, as a plan to print or to apply to a copy of the model."""
-        layers = [
-            Layer(t.name, tuple(t.tensor.shape), count_true(self._masks[t.name]), t.tensor.numel()) for t in self._targets
-        ]
         masks = Masks({name: mask.clone() for name, mask in self._masks.items()})
         dense = {name: self._dense[name][~local(masks[name])] for name in self._dense}
-        return Plan(masks, layers, self.skipped, describe(self.recipe, self._step), dense)
+        return Plan(masks, self.skipped, describe(self.recipe, self._step), dense)
 
     @torch.no_grad()
     def verify(self) -> None:
@@ -274,8 +271,8 @@ class Pruner:
         alive = {t.name: int((t.weight[~local(self._masks[t.name])] != 0).count_nonzero()) for t in self._targets}
         if broken := {name: number for name, number in alive.items() if number}:
             raise RuntimeError(
-                f"pruned weights are not zero: {broken}. Something changed them after the last pruner.step(): an optimizer "
-                "that is not attached, one that steps in the backward pass, or a checkpoint. Attach it, or call pruner.apply_()."
+                f"pruned weights are not zero: {broken}. Something changed them after the last pruner.step(): an "
+                "optimizer that is not attached, one that steps in the backward pass, or a checkpoint. Attach it, or call pruner.apply_()."
             )
 
     def finish(self) -> Plan:
@@ -286,7 +283,10 @@ class Pruner:
         self._handles.clear()
         for slot in (target.slot for target in self._targets if self._ste):
             parametrize.remove_parametrizations(slot.module, slot.attribute, leave_parametrized=False)
-        self._ste = False
+        for module, order in self._order.items():  # parameters come back last; optimizer states and checkpoints go by order
+            for name in order:
+                module._parameters[name] = module._parameters.pop(name)
+        self._ste, self._order = False, {}
         self.apply_()
         return made
 

@@ -65,9 +65,7 @@ class Scores:
         if self.numel <= size:
             return self.rows(0, rows).reshape(-1)
         if self.magnitude_of is not None and self.magnitude_of.is_contiguous():
-            stride = self.numel // size
-            at = torch.arange(size, device=self.device)
-            return self.magnitude_of.view(-1)[at * stride + at * 40503 % stride].abs()  # one from each stretch, jittered
+            return self.magnitude_of.view(-1)[:: self.numel // size | 1].abs()  # an odd stride visits all columns
         picks = min(rows, 64, max(size // max(cols, 1), 1))
         return torch.cat([self.rows(r, r + 1).reshape(-1) for r in (i * rows // picks for i in range(picks))])
 
@@ -196,8 +194,11 @@ def _keep_each(name: str, units: Scores, size: int, drop: Callable[[int], int]) 
     kept = torch.empty(rows, cols, dtype=torch.bool, device=units.device)
     size = max(size, 1)
     whole = cols - cols % size
-    if units.magnitude_of is not None and kernels.group_magnitude(units.magnitude_of, size, drop(size), kept):
-        return kept
+    try:
+        if units.magnitude_of is not None and kernels.keep_groups(units.magnitude_of, size, drop(size), kept):
+            return kept
+    except kernels.NaNFound:
+        raise _nan(name) from None
     for first, last, slab in units.slabs():
         _no_nan(name, slab)
         for begin, end, pool in ((0, whole, size), (whole, cols, cols - whole)):
@@ -222,6 +223,14 @@ def _nan(name: str) -> ValueError:
 
 
 def _keep_pool(pool: Mapping[str, Scores], drop: int, comm: Comm) -> dict[str, Tensor]:
+    magnitudes = [one.magnitude_of for one in pool.values() if one.magnitude_of is not None]
+    if comm.alone and len(magnitudes) == len(pool):
+        try:
+            masks = kernels.keep_magnitudes(magnitudes, lambda: _sample(pool, sum(one.numel for one in pool.values())), drop)
+        except kernels.NaNFound as found:
+            raise _nan(list(pool)[found.position]) from None
+        if masks is not None:
+            return dict(zip(pool, masks, strict=True))
     cut = find_cut(pool, drop, comm)
     kept, equal = {}, []
     for name, one in pool.items():
@@ -266,8 +275,7 @@ def _sample(pool: Mapping[str, Scores], total: int) -> Tensor:
     parts = [one.sample(max(_SAMPLE * one.numel // max(total, 1), 1)) for one in pool.values() if one.numel]
     wide = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
     device = parts[0].device if parts else torch.device("cpu")
-    values = torch.cat([part.to(device, wide) for part in parts]) if parts else torch.empty(0)
-    return values[~values.isnan()]
+    return torch.cat([part.to(device, wide) for part in parts]) if parts else torch.empty(0)
 
 
 def _quantile(ordered: Tensor, share: float) -> float:

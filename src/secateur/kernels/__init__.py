@@ -6,6 +6,9 @@ compile. Every function means the same on every device; `select` decides what to
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -109,9 +112,40 @@ def _partition(x: np.ndarray, drop: int) -> np.ndarray:
     return kept
 
 
-def group_magnitude(weight: Tensor, size: int, drop: int, kept: Tensor) -> bool:
-    """n:m on |weight| in one kernel, where there is one for it; False where there is not."""
-    return False
+class NaNFound(ValueError):
+    """A kernel met NaN in the tensor at this position."""
+
+    def __init__(self, position: int):
+        super().__init__(f"NaN in tensor {position}")
+        self.position = position
+
+
+def _triton(weights: Sequence[Tensor]) -> bool:
+    """Whether the Triton kernels can read these tensors."""
+    fits = all(w.device.type == "cuda" and w.is_contiguous() and w.dtype in _TRITON_DTYPES for w in weights)
+    return fits and len({w.device for w in weights}) == 1 and importlib.util.find_spec("triton") is not None
+
+
+_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def keep_magnitudes(weights: Sequence[Tensor], sample: Callable[[], Tensor], drop: int) -> list[Tensor] | None:
+    """The masks of a pool of magnitudes in two passes, where there is a kernel for it; None where there is not."""
+    if not 0 < drop < sum(weight.numel() for weight in weights) or not _triton(weights):
+        return None
+    from . import cuda
+
+    return cuda.keep_magnitudes(weights, sample(), drop)
+
+
+def keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor) -> bool:
+    """n:m of magnitudes in one pass into `kept`, where there is a kernel for it; False where there is not."""
+    if size not in (2, 4, 8, 16) or weight.shape[1] % size or not 0 < drop < size or not _triton([weight]):
+        return False
+    from . import cuda
+
+    cuda.keep_groups(weight, size, drop, kept)
+    return True
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

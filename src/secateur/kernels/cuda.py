@@ -1,0 +1,200 @@
+"""Triton kernels for magnitudes on a GPU: the threshold of a pool, its mask with ties in order, and n:m.
+
+The threshold is found by counting at a ladder of values, block by block. The counts of each block also say how many ties come
+before it, so the mask needs one more pass and no sort. bfloat16 has so few values that one ladder is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import NaNFound
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TILE = 1024  # what a program of the counting kernel reads at a time
+_TURNS = 32  # how often: its counters have a byte per rung, so at most 255
+_BLOCK = _TILE * _TURNS
+_MASK_TILE = 2048
+_RUNGS = 8
+
+
+@triton.jit
+def _count_kernel(x, ladder, counts, n, TILE: tl.constexpr, TURNS: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64)
+    t0, t1, t2, t3 = tl.load(ladder), tl.load(ladder + 1), tl.load(ladder + 2), tl.load(ladder + 3)
+    t4, t5, t6, t7 = tl.load(ladder + 4), tl.load(ladder + 5), tl.load(ladder + 6), tl.load(ladder + 7)
+    lower = tl.zeros([TILE], tl.int32)  # four counters of a byte each, for the first four rungs
+    upper = tl.zeros([TILE], tl.int32)
+    nan = tl.zeros([TILE], tl.int32)
+    first = block * (TILE * TURNS)
+    for turn in range(TURNS):
+        at = first + turn * TILE + tl.arange(0, TILE)
+        s = tl.abs(tl.load(x + at, mask=at < n, other=float("inf")).to(tl.float32))
+        lower += (
+            tl.where(s < t0, 1, 0) + tl.where(s < t1, 1 << 8, 0) + tl.where(s < t2, 1 << 16, 0) + tl.where(s < t3, 1 << 24, 0)
+        )
+        upper += (
+            tl.where(s < t4, 1, 0) + tl.where(s < t5, 1 << 8, 0) + tl.where(s < t6, 1 << 16, 0) + tl.where(s < t7, 1 << 24, 0)
+        )
+        nan += (s != s).to(tl.int32)
+    row = counts + block * 9
+    for j in tl.static_range(4):
+        tl.store(row + j, tl.sum((lower >> (8 * j)) & 255))
+        tl.store(row + 4 + j, tl.sum((upper >> (8 * j)) & 255))
+    tl.store(row + 8, tl.sum(nan))
+
+
+@triton.jit
+def _mask_kernel(x, kept, before, threshold, goes, n, TILE: tl.constexpr, TILES: tl.constexpr):
+    tile = tl.program_id(0)
+    block = tile // TILES
+    first = tile.to(tl.int64) * TILE
+    at = first + tl.arange(0, TILE)
+    s = tl.abs(tl.load(x + at, mask=at < n, other=0.0).to(tl.float32))
+    t = tl.load(threshold)
+    start = tl.load(before + block)
+    left = tl.load(goes) - start  # how many ties of this block go
+    if left <= 0:
+        keep = s >= t
+    elif left >= tl.load(before + block + 1) - start:
+        keep = s > t
+    else:  # the one block in which some ties go and some stay: count those in the tiles before this one
+        for earlier in range(tile % TILES):
+            there = first - (earlier + 1) * TILE + tl.arange(0, TILE)
+            left -= tl.sum((tl.abs(tl.load(x + there).to(tl.float32)) == t).to(tl.int32))
+        equal = (s == t) & (at < n)
+        keep = (s > t) | (equal & (tl.cumsum(equal.to(tl.int32), 0) > left))
+    tl.store(kept + at, keep.to(tl.int8), mask=at < n)
+
+
+@triton.jit
+def _group_kernel(x, kept, nan, groups, drop, M: tl.constexpr, GROUPS: tl.constexpr):
+    g = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    i = tl.arange(0, M)
+    at = g[:, None] * M + i[None, :]
+    inside = (g < groups)[:, None]
+    s = tl.abs(tl.load(x + at, mask=inside, other=0.0).to(tl.float32))
+    rank = tl.zeros([GROUPS, M], tl.int32)
+    for j in tl.static_range(M):
+        other = tl.abs(tl.load(x + g * M + j, mask=g < groups, other=0.0).to(tl.float32))[:, None]
+        rank += ((other < s) | ((other == s) & (j < i)[None, :])).to(tl.int32)
+    tl.store(kept + at, (rank >= drop).to(tl.int8), mask=inside)
+    bad = tl.max(tl.max((s != s).to(tl.int32), 1), 0)
+    if bad > 0:
+        tl.atomic_max(nan, bad)
+
+
+@triton.jit
+def _quad_kernel(x, kept, nan, groups, drop, INFINITY: tl.constexpr, TILE: tl.constexpr):
+    """n of 4 in two bytes each: a group is one 64-bit word, its mask one 32-bit word, magnitudes compare as 15-bit integers."""
+    g = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    v = tl.load(x + g, mask=g < groups, other=0)
+    a = (v & 0x7FFF).to(tl.int32)
+    b = ((v >> 16) & 0x7FFF).to(tl.int32)
+    c = ((v >> 32) & 0x7FFF).to(tl.int32)
+    d = ((v >> 48) & 0x7FFF).to(tl.int32)
+    ab, ac, ad = (a > b).to(tl.int32), (a > c).to(tl.int32), (a > d).to(tl.int32)
+    bc, bd, cd = (b > c).to(tl.int32), (b > d).to(tl.int32), (c > d).to(tl.int32)
+    first = (ab + ac + ad >= drop).to(tl.int32) | ((1 - ab + bc + bd >= drop).to(tl.int32) << 8)
+    second = ((2 - ac - bc + cd >= drop).to(tl.int32) << 16) | ((3 - ad - bd - cd >= drop).to(tl.int32) << 24)
+    tl.store(kept + g, first | second, mask=g < groups)
+    if tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), 0) > INFINITY:
+        tl.atomic_max(nan, 1)
+
+
+def _keys(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Non-negative values of a dtype as integers in the same order, neighbours one apart."""
+    if dtype == torch.float16:
+        return values.astype(np.float16).view(np.uint16).astype(np.int64)
+    bits = values.astype(np.float32).view(np.uint32).astype(np.int64)
+    return bits >> 16 if dtype == torch.bfloat16 else bits
+
+
+def _values(keys: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    if dtype == torch.float16:
+        return keys.astype(np.uint16).view(np.float16).astype(np.float32)
+    return ((keys << 16) if dtype == torch.bfloat16 else keys).astype(np.uint32).view(np.float32)
+
+
+def keep_magnitudes(weights: Sequence[Tensor], sample: Tensor, drop: int) -> list[Tensor] | None:
+    """Masks of contiguous tensors on one device without the `drop` lowest magnitudes of all, the lowest index first.
+
+    `drop` is at least 1 and less than all. None when the threshold is infinite, which a ladder cannot bracket.
+    """
+    device = weights[0].device
+    dtypes = {weight.dtype for weight in weights}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    starts = np.concatenate([[0], np.cumsum([triton.cdiv(weight.numel(), _BLOCK) for weight in weights])]).tolist()
+    counts = torch.empty(starts[-1], _RUNGS + 1, dtype=torch.int32, device=device)
+    infinity = int(_keys(np.array([np.inf]), dtype)[0])
+    low, high = 0, infinity + 1  # fewer than `drop` are below low, at least `drop` below high
+    ladder = _sampled_rungs(sample, drop / sum(weight.numel() for weight in weights), dtype, infinity)
+    while True:
+        rungs = torch.from_numpy(_values(ladder, dtype)).to(device)
+        for weight, start, end in zip(weights, starts, starts[1:], strict=False):
+            if end > start:
+                _count_kernel[(end - start,)](weight, rungs, counts[start:], weight.numel(), _TILE, _TURNS, num_warps=4)
+        below = counts.sum(0, dtype=torch.int64).tolist()
+        if below.pop():
+            block = int(counts[:, -1].nonzero()[0, 0])
+            raise NaNFound(int(np.searchsorted(starts, block, side="right")) - 1)
+        at = int(np.searchsorted(below, drop))  # the first rung with at least `drop` below it
+        low = int(ladder[at - 1]) if at > 0 else low
+        high = int(ladder[at]) if at < _RUNGS else high
+        if low == infinity:
+            return None
+        if 0 < at < _RUNGS and high - low == 1:
+            break
+        ladder = _rungs(low, high, infinity)
+    before = torch.zeros(starts[-1] + 1, dtype=torch.int64, device=device)
+    torch.cumsum(counts[:, at] - counts[:, at - 1], 0, out=before[1:])
+    goes = torch.tensor([drop - below[at - 1]], device=device)
+    masks = [torch.empty(weight.shape, dtype=torch.bool, device=device) for weight in weights]
+    for weight, mask, start, end in zip(weights, masks, starts, starts[1:], strict=False):
+        if end > start:
+            arguments = weight, mask.view(torch.int8), before[start:], rungs[at - 1 :], goes, weight.numel()
+            tiles = triton.cdiv(weight.numel(), _MASK_TILE)
+            _mask_kernel[(tiles,)](*arguments, _MASK_TILE, _BLOCK // _MASK_TILE, num_warps=8)
+    return masks
+
+
+def _sampled_rungs(sample: Tensor, share: float, dtype: torch.dtype, infinity: int) -> np.ndarray:
+    """Rungs around the sampled quantile, about as wide as its error."""
+    ordered, size = sample.sort().values, sample.numel()
+    spread = 4 * (share * (1 - share) / size) ** 0.5 + 2 / size
+    ends = [min(max(int((share + sign * spread) * size), 0), size - 1) for sign in (-1, 1)]
+    first, last = _keys(ordered[ends].cpu().numpy(), dtype).tolist()
+    return _rungs(first, last + 1, infinity)
+
+
+def _rungs(low: int, high: int, infinity: int) -> np.ndarray:
+    """Evenly spaced keys from low to high, both included; every key from low on where there are that few."""
+    keys = low + np.arange(_RUNGS) if high - low < _RUNGS else np.linspace(low, high, _RUNGS)
+    return np.minimum(keys.astype(np.int64), infinity)
+
+
+_flags: dict[torch.device, Tensor] = {}  # zero between calls; a kernel sets it when it meets NaN
+
+
+def keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor) -> None:
+    """n:m over a contiguous matrix whose rows `size` divides: of every `size` neighbours the `drop` lowest magnitudes go."""
+    groups = weight.numel() // size
+    if weight.device not in _flags:
+        _flags[weight.device] = torch.zeros(1, dtype=torch.int32, device=weight.device)
+    nan = _flags[weight.device]
+    if size == 4 and weight.element_size() == 2:
+        infinity = 0x7F80 if weight.dtype == torch.bfloat16 else 0x7C00
+        quads, words = weight.view(torch.int64), kept.view(torch.int32)
+        _quad_kernel[(triton.cdiv(groups, 1024),)](quads, words, nan, groups, drop, infinity, 1024, num_warps=4)
+    else:
+        tile = 2048 // size
+        _group_kernel[(triton.cdiv(groups, tile),)](weight, kept.view(torch.int8), nan, groups, drop, size, tile, num_warps=8)
+    if nan.item():
+        nan.zero_()
+        raise NaNFound(0)
