@@ -48,9 +48,9 @@ def owl(strength: float = 0.08, outlier: float = 5.0) -> Spread:
 
 
 def _outliers(scores: Scores, times: float) -> float:
-    total = sum(float(slab.sum(dtype=torch.float64)) for _, _, slab in scores.slabs())
+    total = sum(scores.each(lambda slab, *_: float(slab.sum(dtype=torch.float64))))
     bar = times * total / max(scores.numel, 1)
-    return sum(int((slab > bar).count_nonzero()) for _, _, slab in scores.slabs()) / max(scores.numel, 1)
+    return sum(scores.each(lambda slab, *_: int((slab > bar).sum()))) / max(scores.numel, 1)
 
 
 def _at_least_dense(

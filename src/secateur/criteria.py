@@ -117,8 +117,8 @@ class Criterion:
     def parse(text: str, functions: Mapping[str, Callable[..., Tensor]] | None = None) -> Criterion:
         """The criterion that prints as `text`. Functions of your own that occur in it are named in `functions`."""
         try:
-            return _read(ast.parse(text, mode="eval").body, {**TRANSFORMS, **(functions or {})})
-        except (SyntaxError, KeyError, TypeError, ValueError) as error:
+            return _scores(_read(ast.parse(text, mode="eval").body, {**TRANSFORMS, **(functions or {})}))
+        except (SyntaxError, KeyError, TypeError, ValueError, RecursionError, MemoryError) as error:
             raise ValueError(f"cannot read the criterion {text!r}: {error}") from None
 
     # --- composing ---------------------------------------------------------------------------------------------------
@@ -147,6 +147,8 @@ class Criterion:
         return Criterion("neg", (self,))
 
     def __pow__(self, power: float) -> Criterion:
+        if isinstance(power, Criterion):
+            raise TypeError("the power of a criterion is a number")
         return Criterion("pow", (self, _operand(power)))
 
     def __abs__(self) -> Criterion:
@@ -154,10 +156,14 @@ class Criterion:
 
     def map(self, transform: Callable[[Tensor], Tensor]) -> Criterion:
         """These scores through a function of the whole score matrix (outputs, inputs x kernel) of a tensor."""
+        if not callable(transform):
+            raise TypeError(f"map takes a function of a score matrix, not {type(transform).__name__}")
         return Criterion("map", (self, transform))
 
     def after(self, step: int, first: Criterion) -> Criterion:
         """`first` before this step of a `Pruner`, this criterion from it on."""
+        if not isinstance(first, Criterion) or not isinstance(step, int):
+            raise TypeError("after takes a step and the criterion that holds before it: movement.after(1000, magnitude)")
         return Criterion("after", (self, step, first))
 
     # --- scoring -----------------------------------------------------------------------------------------------------
@@ -209,6 +215,8 @@ def criterion(function: Criterion | Callable[..., Tensor]) -> Criterion:
 
 def random(seed: int = 0) -> Criterion:
     """Scores drawn from [0, 1), the same for the same seed and tensor name on every device and in every process."""
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TypeError(f"the seed of random() is a whole number, not {seed!r}")
     return Criterion("random", (seed,))
 
 
@@ -244,6 +252,18 @@ def _same_shape(result: Any, shape: torch.Size, function: Callable[..., Any]) ->
     return result.detach()
 
 
+def _scores(value: Any) -> Criterion:
+    if not isinstance(value, Criterion):
+        raise ValueError(f"{value!r} scores nothing")
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, Criterion):
+        raise ValueError(f"{value} is not a number")
+    return value
+
+
 _BINARY = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow"}
 
 
@@ -262,17 +282,21 @@ def _read(node: ast.expr, functions: Mapping[str, Callable[..., Tensor]]) -> Any
             value = _read(inner, functions)
             return -value
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return Criterion(_BINARY[type(op)], (_read(left, functions), _read(right, functions)))
+            pair = _read(left, functions), _read(right, functions)
+            if isinstance(op, ast.Pow):
+                return _scores(pair[0]) ** _number(pair[1])
+            if any(isinstance(side, Criterion) for side in pair):
+                return Criterion(_BINARY[type(op)], pair)
         case ast.Call(func=ast.Name(id="abs"), args=[inner], keywords=[]):
-            return abs(_read(inner, functions))
+            return abs(_scores(_read(inner, functions)))
         case ast.Call(func=ast.Name(id="random"), args=[ast.Constant(value=int() as seed)], keywords=[]):
             return random(seed)
         case ast.Call(func=ast.Attribute(value=inner, attr="map"), args=[ast.Name(id=name)], keywords=[]):
-            return _read(inner, functions).map(functions[name])
+            return _scores(_read(inner, functions)).map(functions[name])
         case ast.Call(
             func=ast.Attribute(value=inner, attr="after"), args=[ast.Constant(value=int() as step), first], keywords=[]
         ):
-            return _read(inner, functions).after(step, _read(first, functions))
+            return _scores(_read(inner, functions)).after(step, _scores(_read(first, functions)))
     raise ValueError(f"{ast.unparse(node)!r} is not part of a criterion")
 
 

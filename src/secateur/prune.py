@@ -272,7 +272,8 @@ class Pruner:
         if broken := {name: number for name, number in alive.items() if number}:
             raise RuntimeError(
                 f"pruned weights are not zero: {broken}. Something changed them after the last pruner.step(): an "
-                "optimizer that is not attached, one that steps in the backward pass, or a checkpoint. Attach it, or call pruner.apply_()."
+                "optimizer that is not attached, one that steps in the backward pass, or a checkpoint. Attach it, or call "
+                "pruner.apply_()."
             )
 
     def finish(self) -> Plan:

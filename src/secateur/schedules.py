@@ -70,7 +70,8 @@ class Joined:
         return self._part(step)(step)
 
     def due(self, step: int) -> bool:
-        return step >= self.parts[0][0] and self._part(step).due(step)
+        begins = [begin for begin, _ in self.parts]
+        return step in begins or (step > begins[0] and self._part(step).due(step))
 
     def __str__(self) -> str:
         return f"join({', '.join(f'({begin}, {part})' for begin, part in self.parts)})"

@@ -10,8 +10,11 @@ weights twice and needs no memory but the mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +25,7 @@ from ._dist import Comm
 from .patterns import Pattern
 
 SCOPES = ("tensor", "global", "row")
+Result = TypeVar("Result")
 _SAMPLE = 1 << 17  # brackets the threshold to about 1 % of the pool
 
 
@@ -52,12 +56,19 @@ class Scores:
     def numel(self) -> int:
         return self.layout.rows * self.layout.cols
 
-    def slabs(self, multiple: int = 1) -> Iterator[tuple[int, int, Tensor]]:
-        """(first row, last row, scores) over all rows, `multiple` rows at a time or more, sized for the device."""
+    def slabs(self, multiple: int = 1) -> list[tuple[int, int]]:
+        """(first row, last row) over all rows, `multiple` rows at a time or more, sized for the device."""
         step = max(kernels.slab_elements(self.device) // max(self.layout.cols, 1) // multiple, 1) * multiple
-        for first in range(0, self.layout.rows, step):
-            last = min(first + step, self.layout.rows)
-            yield first, last, self.rows(first, last)
+        return [(first, min(first + step, self.layout.rows)) for first in range(0, self.layout.rows, step)]
+
+    def each(self, look: Callable[[Tensor, int, int], Result], multiple: int = 1) -> list[Result]:
+        """`look(scores, first row, last row)` for every slab, in order; magnitudes on as many threads as torch has."""
+        slabs = self.slabs(multiple)
+        workers = min(torch.get_num_threads(), len(slabs)) if self.magnitude_of is not None and self.device.type == "cpu" else 1
+        if workers <= 1:
+            return [look(self.rows(first, last), first, last) for first, last in slabs]
+        with ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(lambda slab: look(self.rows(*slab), *slab), slabs))
 
     def sample(self, size: int) -> Tensor:
         """About `size` scores from all over the tensor, the same ones every time."""
@@ -129,7 +140,9 @@ def _held(scores: Scores, allowed: Tensor) -> Scores:
 
     def rows(first: int, last: int) -> Tensor:
         slab = scores.rows(first, last)
-        return slab.clamp(min=torch.finfo(slab.dtype).min).masked_fill(~allowed[first:last], -torch.inf)
+        if bool((slab == -torch.inf).any()):  # stays below every number, and above what is not allowed
+            slab = slab.double().clamp(min=torch.finfo(torch.float64).min)
+        return slab.masked_fill(~allowed[first:last], -torch.inf)
 
     return replace(scores, rows=rows, magnitude_of=None)
 
@@ -138,8 +151,8 @@ def _fold(scores: Scores, pattern: Pattern) -> Scores:
     if pattern.elementwise:
         return scores
     block = pattern.block(scores.layout)
-    folded = [pattern.fold(slab, block) for _, _, slab in scores.slabs(multiple=block[0])]
-    return Scores.of(torch.cat(folded))
+    folded = scores.each(lambda slab, *_: pattern.fold(slab, block), multiple=block[0])
+    return Scores.of(torch.cat(folded) if folded else torch.empty(0, 0, device=scores.device))
 
 
 def _budget(
@@ -199,18 +212,22 @@ def _keep_each(name: str, units: Scores, size: int, drop: Callable[[int], int]) 
             return kept
     except kernels.NaNFound:
         raise _nan(name) from None
-    for first, last, slab in units.slabs():
-        _no_nan(name, slab)
+
+    def keep(slab: Tensor, first: int, last: int) -> None:
+        if slab.numel() and bool(slab.max().isnan()):
+            raise _nan(name)
         for begin, end, pool in ((0, whole, size), (whole, cols, cols - whole)):
-            if begin < end and last > first:
+            if begin < end:
                 groups = slab[:, begin:end].reshape(-1, pool)
-                kept[first:last, begin:end] = kernels.keep_rows(groups, max(drop(pool), 0)).view(last - first, end - begin)
+                if end - begin == cols:
+                    kernels.keep_rows(groups, drop(pool), kept[first:last].view(-1, pool))
+                else:
+                    part = torch.empty(groups.shape, dtype=torch.bool, device=kept.device)
+                    kernels.keep_rows(groups, drop(pool), part)
+                    kept[first:last, begin:end] = part.view(last - first, end - begin)
+
+    units.each(keep)
     return kept
-
-
-def _no_nan(name: str, slab: Tensor) -> None:
-    if slab.numel() and bool(slab.max().isnan()):
-        raise _nan(name)
 
 
 def _nan(name: str) -> ValueError:
@@ -232,17 +249,21 @@ def _keep_pool(pool: Mapping[str, Scores], drop: int, comm: Comm) -> dict[str, T
         if masks is not None:
             return dict(zip(pool, masks, strict=True))
     cut = find_cut(pool, drop, comm)
-    kept, equal = {}, []
-    for name, one in pool.items():
-        kept[name] = torch.empty(one.layout.rows, one.layout.cols, dtype=torch.bool, device=one.device)
-        equal.append(0)
-        for first, last, slab in one.slabs():
-            equal[-1] += kernels.keep_above(slab, cut.threshold, kept[name][first:last], count_equal=cut.ties < cut.equal)
-    if cut.ties < cut.equal:  # some of those that equal the threshold stay: all but the first `ties` of them
-        for (name, one), before, here in zip(pool.items(), comm.before(equal), equal, strict=True):
-            goes = min(max(cut.ties - before, 0), here)
-            for first, last, slab in one.slabs() if goes < here else ():
-                goes = kernels.keep_ties(slab, cut.threshold, kept[name][first:last], goes)
+    goes: list[int] | None = None  # of those that equal the threshold: how many are still to go where a tensor begins
+    if cut.ties < cut.equal:
+        equal = [sum(one.each(lambda slab, *_: kernels.count_equal(slab, cut.threshold))) for one in pool.values()]
+        goes = [min(max(cut.ties - before, 0), here) for before, here in zip(comm.before(equal), equal, strict=True)]
+    return {name: _keep_above(one, cut.threshold, goes[i] if goes else None) for i, (name, one) in enumerate(pool.items())}
+
+
+def _keep_above(scores: Scores, threshold: float, goes: int | None) -> Tensor:
+    """What is above the threshold, and all but the first `goes` of what equals it (None: all of that goes)."""
+    kept = torch.empty(scores.layout.rows, scores.layout.cols, dtype=torch.bool, device=scores.device)
+    scores.each(lambda slab, a, b: kernels.keep_above(slab, threshold, kept[a:b], ties=goes is not None))
+    for first, last in scores.slabs():
+        if not goes:
+            break
+        goes = kernels.drop_ties(scores.rows(first, last), threshold, kept[first:last], goes)
     return kept
 
 
@@ -251,24 +272,28 @@ def find_cut(pool: Mapping[str, Scores], drop: int, comm: Comm) -> Cut:
     (total,) = comm.sum(sum(one.numel for one in pool.values()))
     sample = comm.cat(_sample(pool, total)).sort().values
     share, width = drop / max(total, 1), 4.0
-    low = high = None
+    low = high = torch.nan  # not known
     while True:
-        if low is None or high is None:
-            spread = width * ((share * (1 - share) / max(sample.numel(), 1)) ** 0.5) + 2 / max(sample.numel(), 1)
-            low = _quantile(sample, share - spread) if low is None else low
-            high = _quantile(sample, share + spread) if high is None else high
-        below, upto, inside = _tally(pool, low, high, comm)
-        if drop <= below and drop > 0:
-            low, high = None, low
-        elif drop <= upto:
-            return Cut(low, drop - below, upto - below)
+        spread = width * (share * (1 - share) / max(sample.numel(), 1)) ** 0.5 + 2 / max(sample.numel(), 1)
+        low = _quantile(sample, share - spread) if math.isnan(low) else low
+        high = _quantile(sample, share + spread) if math.isnan(high) else high
+        upto, inside = _tally(pool, low, high, comm)
+        if drop <= upto:
+            (equal,) = comm.sum(_equal(pool, low))
+            if drop > upto - equal or drop == 0:
+                return Cut(low, max(drop - (upto - equal), 0), equal)
+            low, high = torch.nan, low
         elif drop <= upto + inside.numel():
             threshold = kernels.kth(inside, drop - upto)
             under, equal = int((inside < threshold).count_nonzero()), int((inside == threshold).count_nonzero())
             return Cut(threshold, drop - upto - under, equal)
         else:
-            low, high = high, None
+            low, high = high, torch.nan
         width *= 8
+
+
+def _equal(pool: Mapping[str, Scores], value: float) -> int:
+    return sum(sum(one.each(lambda slab, *_: kernels.count_equal(slab, value))) for one in pool.values())
 
 
 def _sample(pool: Mapping[str, Scores], total: int) -> Tensor:
@@ -285,18 +310,17 @@ def _quantile(ordered: Tensor, share: float) -> float:
     return float(ordered[at]) if at < ordered.numel() else torch.inf
 
 
-def _tally(pool: Mapping[str, Scores], low: float, high: float, comm: Comm) -> tuple[int, int, Tensor]:
-    """How many scores are below `low`, how many up to it, and the values strictly between `low` and `high`."""
-    below = upto = 0
+def _tally(pool: Mapping[str, Scores], low: float, high: float, comm: Comm) -> tuple[int, Tensor]:
+    """How many scores are at most `low`, and the values strictly between `low` and `high`."""
+    upto = 0
     inside: list[Tensor] = []
     for name, one in pool.items():
-        for _, _, slab in one.slabs():
-            under, at_most, above, between = kernels.tally(slab, low, high)
-            if at_most + above != slab.numel():
-                raise _nan(name)
-            below, upto = below + under, upto + at_most
-            inside.append(between)
-    below, upto = comm.sum(below, upto)
+        found = one.each(lambda slab, *_: kernels.tally(slab, low, high))
+        if sum(at_most + above for at_most, above, _ in found) != one.numel:
+            raise _nan(name)
+        upto += sum(at_most for at_most, _, _ in found)
+        inside += [between for _, _, between in found]
+    (upto,) = comm.sum(upto)
     wide = torch.float64 if any(part.dtype == torch.float64 for part in inside) else torch.float32
     device = inside[0].device if inside else torch.device("cpu")
-    return below, upto, comm.cat(torch.cat([part.to(device, wide) for part in inside]) if inside else torch.empty(0))
+    return upto, comm.cat(torch.cat([part.to(device, wide) for part in inside]) if inside else torch.empty(0))

@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 def slab_elements(device: torch.device) -> int:
-    """How many elements to look at in one go: what fits the second-level cache on a CPU, what fills a GPU."""
-    return 1 << 16 if device.type == "cpu" else 1 << 26
+    """How many elements to look at in one go: what fits the caches of a CPU, what fills a GPU."""
+    return 1 << 18 if device.type == "cpu" else 1 << 26
 
 
 def magnitude(slab: Tensor) -> Tensor:
@@ -35,22 +35,39 @@ def _array(slab: Tensor) -> np.ndarray:
     return (slab if slab.dtype in (torch.float32, torch.float64) else slab.float()).numpy()
 
 
+def _limit(x: np.ndarray, value: float) -> np.floating:
+    """The value to compare an array with; in the array's own precision unless that would round it."""
+    own = x.dtype.type(value)
+    return own if float(own) == value else np.float64(value)
+
+
+def _exact(slab: Tensor, *values: float) -> Tensor:
+    """The slab in a precision in which none of the values is rounded when it is compared with them."""
+    return slab if all(torch.tensor(v, dtype=slab.dtype).item() == v for v in values) else slab.double()
+
+
 def _count(flags: np.ndarray) -> int:
     return int(np.count_nonzero(flags))
 
 
-def tally(slab: Tensor, low: float, high: float) -> tuple[int, int, int, Tensor]:
-    """How many are below low, at most low, above low, and the values strictly between low and high. NaN is in none."""
+def tally(slab: Tensor, low: float, high: float) -> tuple[int, int, Tensor]:
+    """How many are at most low, how many above it, and the values strictly between low and high. NaN is in none."""
     if slab.device.type == "cpu":
         x = _array(slab)
-        low, high = x.dtype.type(low), x.dtype.type(high)
-        above = x > low
-        between = torch.from_numpy(x[above & (x < high)])
-        return _count(x < low), _count(x <= low), _count(above), between
-    between = slab[(slab > low) & (slab < high)]
-    counts = torch.stack([(slab < low).count_nonzero(), (slab <= low).count_nonzero(), (slab > low).count_nonzero()])
-    below, upto, above = counts.tolist()
-    return below, upto, above, between
+        above = x > _limit(x, low)
+        between = torch.from_numpy(x[above & (x < _limit(x, high))])
+        return _count(x <= _limit(x, low)), _count(above), between
+    own, slab = slab, _exact(slab, low, high)
+    upto, above = torch.stack([(slab <= low).sum(), (slab > low).sum()]).tolist()
+    return upto, above, own[(slab > low) & (slab < high)]
+
+
+def count_equal(slab: Tensor, value: float) -> int:
+    """How many elements equal the value."""
+    if slab.device.type == "cpu":
+        x = _array(slab)
+        return _count(x == _limit(x, value))
+    return int((_exact(slab, value) == value).sum())
 
 
 def kth(values: Tensor, k: int) -> float:
@@ -60,56 +77,55 @@ def kth(values: Tensor, k: int) -> float:
     return float(values.sort().values[k - 1])
 
 
-def keep_above(slab: Tensor, threshold: float, kept: Tensor, *, count_equal: bool) -> int:
-    """Writes slab > threshold into `kept`; on request counts the elements that equal the threshold."""
+def keep_above(slab: Tensor, threshold: float, kept: Tensor, *, ties: bool) -> None:
+    """Marks in `kept` what is above the threshold, and with `ties` what equals it."""
     if slab.device.type == "cpu":
         x = _array(slab)
-        np.greater(x, x.dtype.type(threshold), out=kept.numpy())
-        return _count(x == x.dtype.type(threshold)) if count_equal else 0
-    torch.gt(slab, threshold, out=kept)
-    return int((slab == threshold).count_nonzero()) if count_equal else 0
+        (np.greater_equal if ties else np.greater)(x, _limit(x, threshold), out=kept.numpy())
+    else:
+        (torch.ge if ties else torch.gt)(_exact(slab, threshold), threshold, out=kept)
 
 
-def keep_ties(slab: Tensor, threshold: float, kept: Tensor, goes: int) -> int:
-    """Keeps the elements that equal the threshold but for the first `goes` of them; gives how many are left to go."""
-    equal = (slab == threshold).reshape(-1).nonzero().reshape(-1)
-    stay = equal[goes:]
-    kept.view(-1)[stay] = True
-    return max(goes - equal.numel(), 0)
+def drop_ties(slab: Tensor, threshold: float, kept: Tensor, goes: int) -> int:
+    """Unmarks the first `goes` of those that equal the threshold; gives how many are still to go after this slab."""
+    if slab.device.type == "cpu":
+        x = _array(slab)
+        equal = torch.from_numpy(np.flatnonzero(x == _limit(x, threshold)))
+    else:
+        equal = (_exact(slab, threshold) == threshold).reshape(-1).nonzero().reshape(-1)
+    kept.view(-1)[equal[:goes]] = False
+    return max(goes - len(equal), 0)
 
 
-def keep_rows(groups: Tensor, drop: int) -> Tensor:
-    """Each row is a pool of which the `drop` lowest go, the lowest index first among equals."""
+def keep_rows(groups: Tensor, drop: int, kept: Tensor) -> None:
+    """Each row is a pool of which the `drop` lowest go, the lowest index first among equals; the rest is marked in `kept`."""
     size = groups.shape[1]
     if drop <= 0 or drop >= size:
-        return torch.full(groups.shape, drop <= 0, dtype=torch.bool, device=groups.device)
-    if groups.device.type == "cpu":
-        x = _array(groups)
-        return torch.from_numpy(_duel(x, drop) if size <= 16 else _partition(x, drop))
-    order = groups.argsort(dim=1, stable=True)
-    return torch.ones(groups.shape, dtype=torch.bool, device=groups.device).scatter_(1, order[:, :drop], False)
+        kept.fill_(drop <= 0)
+    elif groups.device.type == "cpu":
+        (_duel if size <= 16 else _partition)(_array(groups), drop, kept.numpy())
+    else:
+        kept.fill_(True).scatter_(1, groups.argsort(dim=1, stable=True)[:, :drop], False)
 
 
-def _duel(x: np.ndarray, drop: int) -> np.ndarray:
+def _duel(x: np.ndarray, drop: int, out: np.ndarray) -> None:
     """Rank by pairwise comparison, one column of all pools at a time: for small pools."""
     columns = np.ascontiguousarray(x.T)
-    wins = np.zeros(columns.shape, np.uint8)
+    wins = np.repeat(np.arange(len(columns), dtype=np.uint8)[:, None], columns.shape[1], 1)  # a later one beats its equals
     for i in range(len(columns)):
         for j in range(i + 1, len(columns)):
             first = (columns[i] > columns[j]).view(np.uint8)
             wins[i] += first
-            wins[j] += 1
             wins[j] -= first
-    return np.ascontiguousarray((wins >= drop).T)
+    np.greater_equal(wins.T, drop, out=out)
 
 
-def _partition(x: np.ndarray, drop: int) -> np.ndarray:
+def _partition(x: np.ndarray, drop: int, out: np.ndarray) -> None:
     threshold = np.partition(x, drop - 1, axis=1)[:, drop - 1 : drop]
-    kept = x > threshold
+    np.greater(x, threshold, out=out)
     spare = drop - np.count_nonzero(x < threshold, axis=1)
-    for row in np.flatnonzero(x.shape[1] - np.count_nonzero(kept, axis=1) > drop):
-        kept[row, np.flatnonzero(x[row] == threshold[row])[spare[row] :]] = True
-    return kept
+    for row in np.flatnonzero(x.shape[1] - np.count_nonzero(out, axis=1) > drop):
+        out[row, np.flatnonzero(x[row] == threshold[row])[spare[row] :]] = True
 
 
 class NaNFound(ValueError):

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false
 """Triton kernels for magnitudes on a GPU: the threshold of a pool, its mask with ties in order, and n:m.
 
 The threshold is found by counting at a ladder of values, block by block. The counts of each block also say how many ties come
