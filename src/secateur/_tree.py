@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter of a model: its full name, the module that owns it, its name there, and its other names if tied."""
+    """One parameter of a model: its full name, the module that owns it, its name there; if tied, its other names and owners."""
 
     name: str
     module: nn.Module
     attribute: str
     also: tuple[str, ...] = ()
+    owners: tuple[nn.Module, ...] = ()
 
     @property
     def tensor(self) -> Tensor:
@@ -34,7 +35,7 @@ def slots(model: nn.Module) -> Iterator[Slot]:
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             found.setdefault(id(parameter), []).append((f"{path}.{attribute}" if path else attribute, module, attribute))
     for (name, module, attribute), *others in found.values():
-        yield Slot(name, module, attribute, tuple(other for other, _, _ in others))
+        yield Slot(name, module, attribute, tuple(o[0] for o in others), (module, *(o[1] for o in others)))
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Protocol
 
 import torch
@@ -34,6 +35,11 @@ def owl(strength: float = 0.08, outlier: float = 5.0) -> Spread:
 
     Sparsities differ by at most twice `strength`.
     """
+    for name, value, most in (("strength", strength, 1.0), ("outlier", outlier, math.inf)):
+        if not isinstance(value, Real) or not 0 <= float(value) <= most:
+            raise ValueError(
+                f"{name}={value!r} must be a number from 0 to {most}; a spread is made by calling: spread=sc.owl()"
+            )
 
     def spread(scores: Mapping[str, Scores], sparsity: float) -> dict[str, float]:
         share = {name: _outliers(one, outlier) for name, one in scores.items()}

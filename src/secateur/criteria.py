@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,6 +34,8 @@ class Evidence(Protocol):
 
     step: int
 
+    @property
+    def name(self) -> str: ...
     @property
     def layout(self) -> Layout: ...
     @property
@@ -79,7 +82,7 @@ class Criterion:
         if self.op == "leaf":
             return frozenset(self.args) - {"weight"}
         if self.op == "function":
-            return frozenset(inspect.signature(self.args[0]).parameters) - {"weight"}
+            return frozenset(_arguments(self.args[0])) - {"weight"}
         return frozenset().union(*(arg.needs for arg in self.args if isinstance(arg, Criterion)))
 
     @property
@@ -99,10 +102,10 @@ class Criterion:
         if self.op == "random":
             return f"random({self.args[0]})"
         if self.op == "function":
-            return self.args[0].__name__
+            return _name(self.args[0])
         inner, *rest = self.args
         if self.op == "map":
-            return f"{_inside(inner, 6)}.map({rest[0].__name__})"
+            return f"{_inside(inner, 6)}.map({_name(rest[0])})"
         return f"{_inside(inner, 6)}.after({rest[0]}, {rest[1]})"
 
     __repr__ = __str__
@@ -191,7 +194,8 @@ class Criterion:
             return (then if evidence.step >= step else before)._rows(evidence, first, last)
         values = [arg._rows(evidence, first, last) if isinstance(arg, Criterion) else arg for arg in self.args]
         if self.op == "map":
-            return _same_shape(values[1](_wide(values[0])), values[0].shape, values[1])
+            own = values[0].to(torch.promote_types(values[0].dtype, torch.float32), copy=True)  # safe to work on in place
+            return _same_shape(values[1](own), evidence, values[1])
         return _OPS[self.op][2](*values)
 
 
@@ -206,10 +210,10 @@ def criterion(function: Criterion | Callable[..., Tensor]) -> Criterion:
         return function
     if not callable(function):
         raise TypeError(f"a criterion is an expression such as sc.magnitude, or a function; not {type(function).__name__}")
-    unknown = [name for name in inspect.signature(function).parameters if name not in EVIDENCE]
-    if unknown or not inspect.signature(function).parameters:
+    names = _arguments(function)
+    if not names or not set(names) <= set(EVIDENCE):
         known = ", ".join(EVIDENCE)
-        raise TypeError(f"{_name(function)} asks for {unknown or 'nothing'}; the arguments of a criterion are among: {known}")
+        raise TypeError(f"{_name(function)} asks for {names or 'nothing'}; the arguments of a criterion are among: {known}")
     return Criterion("function", (function,))
 
 
@@ -224,10 +228,21 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
+def _arguments(function: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except ValueError:  # some builtins do not tell
+        return []
+
+
 def _operand(value: Any) -> Any:
-    if isinstance(value, Criterion) or (isinstance(value, int | float) and not isinstance(value, bool)):
+    if isinstance(value, Criterion):
         return value
-    raise TypeError(f"a criterion combines with criteria and numbers, not with {type(value).__name__}")
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"a criterion combines with criteria and numbers, not with {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"a criterion combines with finite numbers, not with {value}")
+    return value
 
 
 def _inside(arg: Any, strength: int, *, right: bool = False) -> str:
@@ -240,15 +255,17 @@ def _inside(arg: Any, strength: int, *, right: bool = False) -> str:
 
 
 def _call(function: Callable[..., Tensor], evidence: Evidence) -> Tensor:
-    rows, cols = evidence.layout.rows, evidence.layout.cols
-    names = inspect.signature(function).parameters
-    return _same_shape(function(*(evidence.rows(name, 0, rows) for name in names)), torch.Size((rows, cols)), function)
+    rows = evidence.layout.rows
+    matrices = {name: evidence.rows(name, 0, rows).clone() for name in _arguments(function)}  # safe to work on in place
+    return _same_shape(function(**matrices), evidence, function)
 
 
-def _same_shape(result: Any, shape: torch.Size, function: Callable[..., Any]) -> Tensor:
+def _same_shape(result: Any, evidence: Evidence, function: Callable[..., Any]) -> Tensor:
+    shape = (evidence.layout.rows, evidence.layout.cols)
     if not isinstance(result, Tensor) or result.shape != shape or not result.is_floating_point():
         given = f"{tuple(result.shape)} of {result.dtype}" if isinstance(result, Tensor) else type(result).__name__
-        raise ValueError(f"{_name(function)} must give float scores of shape {tuple(shape)}, one per element; it gave {given}")
+        wanted = f"must give float scores of shape {shape}, one for each element of {evidence.name!r}"
+        raise ValueError(f"{_name(function)} {wanted}; it gave {given}")
     return result.detach()
 
 
@@ -289,8 +306,8 @@ def _read(node: ast.expr, functions: Mapping[str, Callable[..., Tensor]]) -> Any
                 return Criterion(_BINARY[type(op)], pair)
         case ast.Call(func=ast.Name(id="abs"), args=[inner], keywords=[]):
             return abs(_scores(_read(inner, functions)))
-        case ast.Call(func=ast.Name(id="random"), args=[ast.Constant(value=int() as seed)], keywords=[]):
-            return random(seed)
+        case ast.Call(func=ast.Name(id="random"), args=[seed], keywords=[]):
+            return random(_read(seed, functions))
         case ast.Call(func=ast.Attribute(value=inner, attr="map"), args=[ast.Name(id=name)], keywords=[]):
             return _scores(_read(inner, functions)).map(functions[name])
         case ast.Call(

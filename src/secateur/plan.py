@@ -155,7 +155,7 @@ def plan(
     types: Sequence[type[nn.Module]] | None = None,
     data: Iterable[Any] | None = None,
     loss: Loss | None = None,
-    spread: Spread | Mapping[str, float] | None = None,
+    spread: Spread | Mapping[str, Number] | None = None,
 ) -> Plan:
     """What `prune_` with the same arguments would do. The model is not touched."""
     recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread)

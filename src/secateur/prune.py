@@ -38,7 +38,7 @@ def prune_(
     types: Sequence[type[nn.Module]] | None = None,
     data: Iterable[Any] | None = None,
     loss: Loss | None = None,
-    spread: Spread | Mapping[str, float] | None = None,
+    spread: Spread | Mapping[str, Number] | None = None,
     keep_dense: bool = False,
 ) -> Plan:
     """Prunes a model in place, once, and gives the plan that was carried out. `print(plan)` is a table of its layers.
@@ -102,7 +102,7 @@ class Pruner:
         types: Sequence[type[nn.Module]] | None = None,
         data: Iterable[Any] | None = None,
         loss: Loss | None = None,
-        spread: Spread | Mapping[str, float] | None = None,
+        spread: Spread | Mapping[str, Number] | None = None,
         grow: Criterion | None = None,
         swap: Schedule | Joined | None = None,
         ste: bool = False,

@@ -26,7 +26,7 @@ class Recipe:
     scope: str
     sparsity: Number | None
     count: int | None
-    spread: Spread | Mapping[str, float] | None
+    spread: Spread | Mapping[str, Number] | None
 
     @staticmethod
     def of(
@@ -35,7 +35,7 @@ class Recipe:
         scope: str | None,
         sparsity: Number | None,
         count: int | None,
-        spread: Spread | Mapping[str, float] | None,
+        spread: Spread | Mapping[str, Number] | None,
     ) -> Recipe:
         """The recipe these arguments describe; a conflict among them is an error that says what to do."""
         shape = Pattern.parse(pattern)
@@ -67,11 +67,13 @@ class Recipe:
 
     def at(self, step: int) -> float | None:
         """The sparsity at a step."""
-        return self.sparsity(step) if isinstance(self.sparsity, Schedule | Joined) else self.sparsity
+        return _at(self.sparsity, step)
 
     def due(self, step: int) -> bool:
         """Whether masks are to be made anew at this step."""
-        return self.sparsity.due(step) if isinstance(self.sparsity, Schedule | Joined) else step == 0
+        numbers = [self.sparsity, *(self.spread.values() if isinstance(self.spread, Mapping) else ())]
+        schedules = [number for number in numbers if isinstance(number, Schedule | Joined)]
+        return any(schedule.due(step) for schedule in schedules) or (step == 0 and not schedules)
 
     def shares(self, scores: Mapping[str, Scores], step: int) -> float | dict[str, float] | None:
         """The sparsity of each tensor, or the one number that holds for all."""
@@ -79,9 +81,18 @@ class Recipe:
         if self.pattern.keep or self.count is not None or self.spread is None:
             return sparsity
         if isinstance(self.spread, Mapping):
-            return _by_name(self.spread, list(scores), sparsity)
+            return _by_name({glob: _at(share, step) for glob, share in self.spread.items()}, list(scores), sparsity)
         assert sparsity is not None
-        return self.spread(scores, sparsity)
+        shares = self.spread(scores, sparsity)
+        if not isinstance(shares, Mapping) or shares.keys() != scores.keys():
+            raise ValueError(f"spread= must give a mapping of every tensor's name to its sparsity; it gave {shares!r}")
+        for name, share in shares.items():
+            _fraction(f"the spread= of {name!r}", share)
+        return dict(shares)
+
+
+def _at(number: Number | None, step: int) -> float | None:
+    return number(step) if isinstance(number, Schedule | Joined) else number
 
 
 def _fraction(name: str, value: object) -> None:
@@ -117,7 +128,7 @@ def _one_budget(sparsity: Number | None, count: int | None, spread: object) -> N
         )
 
 
-def _by_name(spread: Mapping[str, float], names: list[str], rest: float | None) -> dict[str, float]:
+def _by_name(spread: Mapping[str, float | None], names: list[str], rest: float | None) -> dict[str, float]:
     """A mapping of names or globs to numbers, over the targets; what it does not name gets `rest`."""
     for glob in spread:
         if not any(fnmatchcase(name, glob) for name in names):
@@ -127,5 +138,5 @@ def _by_name(spread: Mapping[str, float], names: list[str], rest: float | None) 
         found = [share for glob, share in spread.items() if fnmatchcase(name, glob)]
         if not found and rest is None:
             raise ValueError(f"spread= has no number for {name!r}; add it, exclude the tensor, or pass sparsity= for the rest")
-        shares[name] = float(found[-1]) if found else float(rest or 0.0)
+        shares[name] = float((found[-1] if found else rest) or 0.0)
     return shares

@@ -6,6 +6,7 @@ The model comes out as it went in: mode, gradients, buffers and hooks. Where evi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,10 @@ class TensorEvidence:
     table: Mapping[str, Tensor]
     step: int = 0
     drawn: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.target.name
 
     @property
     def layout(self) -> Layout:
@@ -74,15 +79,23 @@ def collect(
         raise ValueError(f"this criterion needs {_list(needs)}, so pass data= (an iterable of batches)")
     if isinstance(data, Tensor | Mapping | str):
         raise TypeError(f"data= is an iterable of batches, not one {type(data).__name__}; pass [batch]")
+    if not isinstance(data, Iterable):
+        raise TypeError(f"data= is an iterable of batches, not {type(data).__name__}")
     if needs & {"grad", "grad_square"} and loss is None:
         raise ValueError(
             f"this criterion needs {_list(needs)}, so pass loss= (a function of the model's output and the target, "
             "such as torch.nn.functional.cross_entropy)"
         )
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss={loss!r} must be a function of the model's output and the target")
     with _as_it_was(model):
         if "linear_grad" in needs:
-            data = list(data)
-            _linearised(model, targets, data, table)
+            data = iter(data)
+            batch = next(data, None)
+            if batch is None:
+                raise ValueError("data= gave no batch; one is needed for the shape of the model's input")
+            _linearised(model, targets, batch, table)
+            data = itertools.chain([batch], data)
         if needs - {"linear_grad"}:
             _one_pass(model, targets, needs, data, loss, table)
     return table
@@ -140,7 +153,8 @@ def _one_pass(
             parameter.requires_grad_(True)
         if "input_norm" in needs:
             for target in targets:
-                stack.enter_context(_input_squares(target, table[target.name]))
+                for owner in target.slot.owners:
+                    stack.enter_context(_input_squares(owner, target, table[target.name]))
         stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
         for batch in data:
             batches += 1
@@ -148,12 +162,20 @@ def _one_pass(
             output = model(*args, **kwargs)
             if gradients:
                 assert loss is not None
-                found = torch.autograd.grad(loss(output, target_value), parameters, allow_unused=True)
+                value = _differentiable(loss(output, target_value))
+                found = torch.autograd.grad(value, parameters, allow_unused=True)
                 _add_gradients(targets, found, gradients, table)
     if not batches:
         raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
     for target in targets:
         _finish(target, needs, batches, table[target.name])
+
+
+def _differentiable(value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"loss= must give one number that depends on the weights; it gave {given}")
+    return value
 
 
 def _add_gradients(targets: Sequence[Target], found: Sequence[Tensor | None], kinds: frozenset[str], table: Table) -> None:
@@ -164,7 +186,7 @@ def _add_gradients(targets: Sequence[Target], found: Sequence[Tensor | None], ki
         for kind, value in (("grad", matrix), ("grad_square", matrix**2)):
             if kind in kinds:
                 entry = table[target.name]
-                entry[kind] = entry[kind] + value if kind in entry else value
+                entry[kind] = entry[kind].add_(value) if kind in entry else value.clone()
 
 
 def _finish(target: Target, needs: frozenset[str], batches: int, entry: dict[str, Tensor]) -> None:
@@ -178,35 +200,31 @@ def _finish(target: Target, needs: frozenset[str], batches: int, entry: dict[str
 
 
 @contextlib.contextmanager
-def _input_squares(target: Target, entry: dict[str, Tensor]) -> Iterator[None]:
-    """While inside, add up the squares of what each weight of the target is multiplied with.
+def _input_squares(module: nn.Module, target: Target, entry: dict[str, Tensor]) -> Iterator[None]:
+    """While inside, add up the squares of what the module multiplies each weight of the target with.
 
     For a layer that is linear in its weight, that sum is the derivative of its summed output by the weight, when the squares
     of the inputs go in. One output per group is enough. So no layer type needs a branch here.
     """
-    module, attribute, layout = target.slot.module, target.slot.attribute, target.layout
-    busy = False
+    attribute, layout = target.slot.attribute, target.layout
 
     def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal busy
-        if busy:
-            return
-        busy = True
+        if not any(_is_float(value) for value in (*args, *kwargs.values())):
+            return  # a look-up by index: nothing is multiplied here
         try:
-            inputs = tuple(a.detach().float() ** 2 if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+            inputs = tuple(_squared(value) for value in args)
+            named = {key: _squared(value) for key, value in kwargs.items()}
             probe = layout.probe(torch.empty(layout.shape, device="meta"))
             ones = torch.ones(probe.shape, device=target.weight.device, requires_grad=True)
-            stand_in: dict[str, Any] = {attribute: ones}
+            stand_in: dict[str, Any] = {f"layer.{attribute}": ones}
             if getattr(module, "bias", None) is not None:
-                stand_in["bias"] = None
+                stand_in["layer.bias"] = None
             with torch.enable_grad(), torch.autocast(target.weight.device.type, enabled=False):
-                output = functional_call(module, stand_in, inputs, kwargs)
+                output = functional_call(_Bare(module), stand_in, inputs, named)
                 (squares,) = torch.autograd.grad(output.sum(), ones)
         except Exception as error:
             kind = type(module).__name__
             raise ValueError(f"the input norm of {target.name!r} cannot be measured: {kind} is not linear in it") from error
-        finally:
-            busy = False
         matrix = Layout(tuple(probe.shape), layout.flip, layout.groups).matrix(squares)
         entry["input_norm"] = entry["input_norm"] + matrix if "input_norm" in entry else matrix
 
@@ -217,10 +235,27 @@ def _input_squares(target: Target, entry: dict[str, Tensor]) -> Iterator[None]:
         handle.remove()
 
 
-def _linearised(model: nn.Module, targets: Sequence[Target], data: list[Any], table: Table) -> None:
+class _Bare(nn.Module):
+    """A layer without its hooks."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer.forward(*args, **kwargs)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _squared(value: Any) -> Any:
+    return value.detach().float() ** 2 if _is_float(value) else value
+
+
+def _linearised(model: nn.Module, targets: Sequence[Target], batch: Any, table: Table) -> None:
     """SynFlow's pass (Tanaka et al., 2020): weights made positive, an input of ones, the output's sum differentiated."""
-    if not data:
-        raise ValueError("data= gave no batch; one is needed for the shape of the model's input")
 
     def positive(tensor: Tensor) -> Tensor:
         return tensor.detach().abs().double() if tensor.is_floating_point() else tensor.detach()
@@ -234,7 +269,7 @@ def _linearised(model: nn.Module, targets: Sequence[Target], data: list[Any], ta
 
     state = {name: positive(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
     leaves = [state[target.name].requires_grad_() for target in targets]
-    args, kwargs, _ = split_batch(data[0])
+    args, kwargs, _ = split_batch(batch)
     with torch.enable_grad():
         output = functional_call(model, state, tuple(map(ones, args)), {key: ones(value) for key, value in kwargs.items()})
         gradients = torch.autograd.grad(_total(output), leaves, allow_unused=True)

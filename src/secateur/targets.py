@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.nn.utils import parametrize
 
 from ._axes import Layout, layout_of
@@ -61,8 +62,10 @@ def targets(
     linear and convolution layers are targets; `types` names other layer types, and an `include` without a wildcard names a
     parameter or a module whatever its type. Tied parameters are one target.
     """
-    include, exclude = _globs(include), _globs(exclude)
-    kinds = DEFAULT_TYPES if types is None else tuple(types)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+    include, exclude = _globs("include", include), _globs("exclude", exclude)
+    kinds = DEFAULT_TYPES if types is None else _kinds(types)
     everything = list(slots(model))
     if not everything:
         raise ValueError(f"{type(model).__name__} has no parameters, so there is nothing to prune")
@@ -82,8 +85,18 @@ def targets(
     return found, skipped
 
 
-def _globs(given: Globs) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+def _globs(argument: str, given: Globs) -> tuple[str, ...]:
+    globs = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(f"{argument}={given!r} must be a name or glob such as 'encoder.*', or several of them")
+    return globs
+
+
+def _kinds(given: Iterable[type[nn.Module]]) -> tuple[type[nn.Module], ...]:
+    kinds = tuple(given) if isinstance(given, Iterable) else (given,)
+    if not kinds or isinstance(given, type) or not all(isinstance(kind, type) for kind in kinds):
+        raise TypeError(f"types={given!r} must be a sequence of layer types such as [nn.Linear, nn.Embedding]")
+    return kinds
 
 
 def _names(slot: Slot) -> list[str]:
@@ -120,10 +133,11 @@ def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: t
         return "excluded"
     if isinstance(slot.module, parametrize.ParametrizationList):
         return "parametrized: its values are computed; remove the parametrization first"
-    if any(hasattr(slot.module, slot.attribute + suffix) for suffix in ("_mask",)) or slot.attribute.endswith(
-        ("_g", "_v", "_orig")
-    ):
-        return "computed by a reparametrization hook: remove that first"
+    base, _, suffix = slot.attribute.rpartition("_")
+    if suffix in ("g", "v", "orig", "bar") and isinstance(slot.module.__dict__.get(base), Tensor):
+        return f"{base!r} is computed from it by a hook (weight_norm, nn.utils.prune): remove that first"
+    if isinstance(tensor, UninitializedTensorMixin):
+        return "not initialised: it has no values yet"
     if not tensor.is_floating_point():
         return f"{tensor.dtype} values cannot be ranked"
     if tensor.is_meta:
