@@ -24,8 +24,9 @@ lint: $(STAMP)
 	$(BIN)/pyright
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/select_cpu.py
-	$(BIN)/python benchmarks/train_step.py
+	@set -e; for script in benchmarks/*_cpu.py benchmarks/train_step.py; do \
+	  echo "--- $$script"; $(BIN)/python $$script; echo; \
+	done
 
 .venv: $(STAMP)
 

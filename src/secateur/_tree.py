@@ -17,7 +17,7 @@ class Slot:
     module: nn.Module
     attribute: str
     also: tuple[str, ...] = ()
-    owners: tuple[nn.Module, ...] = ()
+    owners: tuple[tuple[nn.Module, str], ...] = ()
 
     @property
     def tensor(self) -> Tensor:
@@ -31,11 +31,12 @@ class Slot:
 def slots(model: nn.Module) -> Iterator[Slot]:
     """Every parameter once, in registration order. A tied parameter comes under its first name, the rest in `also`."""
     found: dict[int, list[tuple[str, nn.Module, str]]] = {}
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             found.setdefault(id(parameter), []).append((f"{path}.{attribute}" if path else attribute, module, attribute))
     for (name, module, attribute), *others in found.values():
-        yield Slot(name, module, attribute, tuple(o[0] for o in others), (module, *(o[1] for o in others)))
+        owners = {(id(owner), own): (owner, own) for _, owner, own in ((name, module, attribute), *others)}
+        yield Slot(name, module, attribute, tuple(other for other, _, _ in others), tuple(owners.values()))
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

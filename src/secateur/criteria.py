@@ -321,11 +321,10 @@ def _read(node: ast.expr, functions: Mapping[str, Callable[..., Tensor]]) -> Any
 
 
 def share_of_larger(scores: Tensor) -> Tensor:
-    """Each score over the sum of those not smaller, so that tensors can be compared (LAMP: Lee et al., 2021)."""
-    ordered, index = scores.reshape(-1).sort(stable=True)
-    tail = ordered.double().flip(0).cumsum(0).flip(0)
-    share = torch.where(ordered == 0, torch.zeros((), dtype=tail.dtype, device=tail.device), ordered / tail)
-    return torch.empty_like(ordered).scatter_(0, index, share.to(ordered.dtype)).view_as(scores)
+    """The square of each score over those of all not smaller: tensors become comparable (LAMP: Lee et al., 2021)."""
+    ordered, index = scores.reshape(-1).double().square().sort(stable=True)
+    share = torch.where(ordered == 0, 0.0, ordered / ordered.flip(0).cumsum(0).flip(0))
+    return torch.empty_like(ordered).scatter_(0, index, share).view_as(scores)
 
 
 def share_of_row_and_column(scores: Tensor) -> Tensor:
@@ -348,7 +347,7 @@ fisher = weight**2 * grad_square  # second order, empirical Fisher (Theis et al.
 movement = -(weight * grad)  # away from zero is good (Sanh et al., 2020)
 wanda = magnitude * input_norm  # with scope="row" (Sun et al., 2024)
 ria = magnitude.map(share_of_row_and_column) * input_norm**0.5  # relative importance (Zhang et al., 2024)
-lamp = (weight**2).map(share_of_larger)  # with scope="global" (Lee et al., 2021)
+lamp = magnitude.map(share_of_larger)  # with scope="global" (Lee et al., 2021)
 synflow = abs(weight * linear_grad)  # no data, only its shape (Tanaka et al., 2020)
 
 NAMED = {

@@ -46,9 +46,13 @@ class Pattern:
         return Pattern(unit, keep)
 
     def __post_init__(self) -> None:
-        if isinstance(self.unit, tuple) and min(self.unit) < 1:
-            raise ValueError(f"pattern {self}: a block has at least one row and one column")
-        if self.keep and not 0 < self.keep[0] <= self.keep[1]:
+        if self.unit not in ("out", "in") and not _two_counts(self.unit):
+            raise ValueError(
+                f"pattern with unit {self.unit!r}: a unit is 'out', 'in', or (rows, columns), at least one of each"
+            )
+        if self.keep is not None and not _two_counts(self.keep):
+            raise ValueError(f"pattern that keeps {self.keep!r}: it keeps (n, m), whole numbers from 1 up")
+        if self.keep and not self.keep[0] <= self.keep[1]:
             raise ValueError(f"pattern {self}: n:m keeps n of m, so n is from 1 to m")
         if self.keep and self.unit == "out":
             raise ValueError("pattern 'out' with n:m: whole outputs leave no input axis to group along; use 'in/n:m' or 'n:m'")
@@ -91,6 +95,10 @@ class Pattern:
         """A mask of units to a mask of elements."""
         a, b = self.block(layout)
         return kept.repeat_interleave(a, 0)[: layout.rows].repeat_interleave(b, 1)[:, : layout.cols]
+
+
+def _two_counts(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(type(n) is int and n > 0 for n in value)
 
 
 def _sum_runs(matrix: Tensor, run: int, dim: int) -> Tensor:

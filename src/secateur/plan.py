@@ -52,7 +52,7 @@ class Plan:
     def apply_(self, model: nn.Module, *, keep_dense: bool = False) -> Plan:
         """Writes the zeros into the model. With `keep_dense`, remembers what they replace, for `undo_`."""
         weights = self._weights(model)
-        if keep_dense:
+        if keep_dense and not self.dense:
             self.dense = {name: weight[~local(self.masks[name])].clone() for name, weight in weights.items()}
         for name, weight in weights.items():
             kernels.zero_(weight, local(self.masks[name]))
@@ -159,6 +159,8 @@ def plan(
 ) -> Plan:
     """What `prune_` with the same arguments would do. The model is not touched."""
     recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread)
+    if recipe.scheduled:
+        raise TypeError(f"{recipe.scheduled[0]} changes with the step; use sc.Pruner for it, and a number to prune once")
     found, skipped = targets(model, include=include, exclude=exclude, types=types)
     table = collect(model, found, recipe.criterion.needs, data, loss)
     return make_plan(recipe, found, skipped, table)
@@ -195,9 +197,10 @@ def make_plan(
 
 def describe(recipe: Recipe, step: int) -> str:
     """The recipe in one line."""
-    budget = f"count {recipe.count}" if recipe.count is not None else f"sparsity {recipe.at(step)}"
     if recipe.pattern.keep:
         return f"{recipe.criterion}, {recipe.pattern}"
+    budget = f"count {recipe.count}" if recipe.count is not None else f"sparsity {recipe.at(step)}"
+    budget = "sparsity by name" if recipe.sparsity is None and recipe.count is None else budget
     return f"{recipe.criterion}, {recipe.pattern}, {budget}, scope {recipe.scope}"
 
 

@@ -15,14 +15,15 @@ from . import kernels
 from ._dist import like, local
 from .budgets import Spread
 from .criteria import Criterion, magnitude
+from .criteria import criterion as as_criterion
 from .masks import Masks
 from .methods.dropgrow import drop_and_grow
 from .patterns import Pattern
 from .plan import Plan, describe, make_plan, plan
 from .recipe import Recipe
 from .schedules import Joined, Number, Schedule
-from .stats import Loss, Table, TensorEvidence, collect
-from .targets import Globs, targets
+from .stats import Loss, Table, TensorEvidence, add_gradient, check_evidence, collect
+from .targets import Globs, Target, targets
 
 
 def prune_(
@@ -103,43 +104,49 @@ class Pruner:
         data: Iterable[Any] | None = None,
         loss: Loss | None = None,
         spread: Spread | Mapping[str, Number] | None = None,
-        grow: Criterion | None = None,
+        grow: Criterion | Callable[..., Tensor] | None = None,
         swap: Schedule | Joined | None = None,
         ste: bool = False,
         keep_dense: bool = False,
     ):
         self.model = model
         self.recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread)
-        self._grow, self._swap = grow, swap
-        needs = self.recipe.criterion.needs | (grow.needs if grow is not None else frozenset())
-        self._check(needs, data, ste)
+        self._grow = as_criterion(grow) if grow is not None else None
+        self._swap, self._ste = swap, ste
+        self._needs = self.recipe.criterion.needs | (self._grow.needs if self._grow is not None else frozenset())
+        if data is not None or self._needs - {"grad", "grad_square"}:
+            check_evidence(self._needs, data, loss)
+        self._check_growth()
         self._targets, self.skipped = targets(model, include=include, exclude=exclude, types=types)
         self._data, self._loss = data, loss
-        self._gathers = bool(needs) and data is None  # gradients come from the training loop
+        self._gathers = bool(self._needs) and data is None  # gradients come from the training loop
         self._gathered: Table = {target.name: {} for target in self._targets}
         self._batches = 0
         self._step = 0
         self._due = self.recipe.due(0)  # masks are wanted and not made yet
+        self._pruned_by_attach = False
         self._masks = Masks({t.name: like(torch.ones_like(t.weight, dtype=torch.bool), t.tensor) for t in self._targets})
         self._keep_dense = keep_dense
-        self._dense: dict[str, Tensor] = {t.name: t.weight.clone() for t in self._targets} if keep_dense else {}
-        self._handles: list[RemovableHandle] = []
-        self._first: Optimizer | None = None
-        self._ste = ste
-        self._order = {t.slot.module: list(t.slot.module._parameters) for t in self._targets} if ste else {}
-        for slot in (target.slot for target in self._targets if ste):
-            parametrize.register_parametrization(slot.module, slot.attribute, _StraightThrough(self._masks[slot.name]))
+        self._dense: dict[str, Tensor] = {t.name: t.weight.clone() for t in self._targets} if keep_dense and not ste else {}
+        self._followed: dict[Optimizer, RemovableHandle] = {}
+        self._leader: Optimizer | None = None  # the optimizer with which the schedule advances
+        self._soft = _SoftMasks(self._targets, self._masks) if ste else None
 
-    def _check(self, needs: frozenset[str], data: object, ste: bool) -> None:
-        if data is None and needs - {"grad", "grad_square"}:
-            raise ValueError(f"this criterion needs {' and '.join(sorted(needs))}, so pass data= (an iterable of batches)")
+    def _check_growth(self) -> None:
         if self._grow is None:
             if self._swap is not None:
                 raise ValueError("swap= goes with grow=, the criterion by which pruned weights come back")
+            if not self._ste and any(number.falls for number in self.recipe.scheduled):
+                raise ValueError(
+                    f"{self.recipe.scheduled[0]} falls, and what was pruned stays pruned; use ste=True or grow= for weights "
+                    "that come back"
+                )
             return
         if self.recipe.pattern.keep or self.recipe.scope != "tensor":
             raise ValueError('grow= swaps units within each tensor; it goes with scope="tensor" and a pattern without n:m')
-        if ste:
+        if self.recipe.scheduled:
+            raise ValueError(f"grow= swaps weights at a constant sparsity, not with {self.recipe.scheduled[0]}; pass a number")
+        if self._ste:
             raise ValueError("grow= and ste=True are two ways for pruned weights to come back; choose one")
         if not isinstance(self._swap, Schedule | Joined):
             raise ValueError(
@@ -149,65 +156,73 @@ class Pruner:
 
     # --- training ----------------------------------------------------------------------------------------------------
     def attach(self, *optimizers: Optimizer) -> Pruner:
-        """Follows these optimizers: zeros are put back after a step of any of them, the schedule advances with the first."""
-        mine = {id(target.tensor) for target in self._targets}
+        """Follows these optimizers: zeros are put back after a step of any, and the schedule advances with the first.
+
+        Masks that are due from the start are made now, so that training begins with them.
+        """
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
-                raise TypeError(
-                    f"attach takes torch optimizers, not {type(optimizer).__name__}; call pruner.step() by hand for others"
-                )
-            if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+                given = type(optimizer).__name__
+                raise TypeError(f"attach takes torch optimizers, not {given}; for others call pruner.step() after each step")
+            if optimizer in self._followed or optimizers.count(optimizer) > 1:
+                raise ValueError(f"this {type(optimizer).__name__} is attached already")
+            if not self._trains(optimizer):
                 raise ValueError(
                     f"{type(optimizer).__name__} updates none of the pruned tensors; attach the one that trains them"
                 )
         for optimizer in optimizers:
-            self._first = self._first or optimizer
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            if self._leader is None or not self._trains(self._leader):
+                self._leader = optimizer
+            self._followed[optimizer] = optimizer.register_step_post_hook(self._after_step)
         if self._due and not self._gathers:
             self._update()
+            self._pruned_by_attach = self.sparsity > 0
         return self
 
+    def _trains(self, optimizer: Optimizer) -> bool:
+        mine = {id(target.tensor) for target in self._targets}
+        return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
+
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizer is self._first:
+        overflow = getattr(optimizer, "found_inf", None)  # a fused optimizer is called, but changes nothing, on overflow
+        if overflow is not None and bool(overflow):
+            return
+        if optimizer is self._leader:
             self.step()
         else:
             self.apply_()
 
     def step(self) -> None:
-        """One training step is done: gathers gradients, makes new masks when they are due, puts the zeros back."""
+        """One training step is done: gathers gradients, puts the zeros back, and makes new masks when they are due."""
         self._step += 1
+        self._pruned_by_attach = False
         if self._gathers:
             self._gather()
-        swap_due = self._swap is not None and self._swap.due(self._step)
-        if self._due or swap_due or self.recipe.due(self._step):
-            self._update()
         self.apply_()
+        if self._due or self.recipe.due(self._step) or (self._swap is not None and self._swap.due(self._step)):
+            self._update()
 
     @torch.no_grad()
     def apply_(self) -> None:
         """Puts the zeros back into the weights."""
-        if not self._ste:
+        if self._soft is None:
             for target in self._targets:
                 kernels.zero_(target.weight, local(self._masks[target.name]))
 
     @torch.no_grad()
     def _gather(self) -> None:
-        kinds = self.recipe.criterion.needs | (self._grow.needs if self._grow is not None else frozenset())
         for target in self._targets:
-            if target.tensor.grad is None:
+            gradient = target.tensor.grad
+            if gradient is None:
                 raise RuntimeError(
-                    f"{target.name!r} has no gradient after optimizer.step; the criterion needs it (exclude the tensor?)"
+                    f"{target.name!r} has no gradient after optimizer.step, and the criterion needs it; exclude it"
                 )
-            matrix = target.layout.matrix(local(target.tensor.grad)).float()
-            entry = self._gathered[target.name]
-            for kind, value in (("grad", matrix), ("grad_square", matrix**2 if "grad_square" in kinds else matrix)):
-                if kind in kinds:
-                    entry[kind] = entry[kind].add_(value) if kind in entry else value.clone()
+            add_gradient(target, gradient, self._needs, self._gathered[target.name])
         self._batches += 1
 
     def _evidence(self) -> Table:
         if not self._gathers:
-            return collect(self.model, self._targets, self.recipe.criterion.needs, self._data, self._loss)
+            return collect(self.model, self._targets, self._needs, self._data, self._loss)
         table = {name: {kind: value / self._batches for kind, value in entry.items()} for name, entry in self._gathered.items()}
         self._gathered, self._batches = {name: {} for name in self._gathered}, 0
         return table
@@ -218,12 +233,14 @@ class Pruner:
         if self._grow is not None and not first:
             masks = self._swapped(table)
         else:
-            held = None if self._ste else self._masks
+            held = self._masks if self._soft is None else None
             masks = make_plan(self.recipe, self._targets, self.skipped, table, step=self._step, previous=held).masks
-        if self._keep_dense:
-            self._remember(masks)
-        for target in self._targets:
-            local(self._masks[target.name]).copy_(local(masks[target.name]))
+        for name, dense in self._dense.items():  # follows a weight while it is kept, and stays where it was pruned
+            weight = next(target.weight for target in self._targets if target.name == name)
+            self._dense[name] = torch.where(local(self._masks[name]), weight, dense)
+        self._masks = masks
+        if self._soft is not None:
+            self._soft.set(masks)
         self.apply_()
 
     @torch.no_grad()
@@ -240,12 +257,6 @@ class Pruner:
         )
         return Masks({t.name: like(t.layout.restore(kept[t.name]), t.tensor) for t in self._targets})
 
-    @torch.no_grad()
-    def _remember(self, masks: Masks) -> None:
-        """Dense values follow the weights as long as these are kept, and stay at the last value once they are pruned."""
-        for target in self._targets:
-            self._dense[target.name] = torch.where(local(self._masks[target.name]), target.weight, self._dense[target.name])
-
     # --- looking, saving, ending -------------------------------------------------------------------------------------
     @property
     def masks(self) -> Masks:
@@ -259,16 +270,15 @@ class Pruner:
 
     def plan(self) -> Plan:
         """What has been pruned so far, as a plan to print or to apply to a copy of the model."""
-        masks = Masks({name: mask.clone() for name, mask in self._masks.items()})
-        dense = {name: self._dense[name][~local(masks[name])] for name in self._dense}
-        return Plan(masks, self.skipped, describe(self.recipe, self._step), dense)
+        dense = {name: self._dense[name][~local(self._masks[name])] for name in self._dense}
+        return Plan(self._masks, self.skipped, describe(self.recipe, self._step), dense)
 
     @torch.no_grad()
     def verify(self) -> None:
         """Raises unless every pruned weight is zero. It is not after a step that no hook saw."""
-        if self._ste:
+        if self._soft is not None:
             return
-        alive = {t.name: int((t.weight[~local(self._masks[t.name])] != 0).count_nonzero()) for t in self._targets}
+        alive = {t.name: int((t.weight[~local(self._masks[t.name])] != 0).sum()) for t in self._targets}
         if broken := {name: number for name, number in alive.items() if number}:
             raise RuntimeError(
                 f"pruned weights are not zero: {broken}. Something changed them after the last pruner.step(): an "
@@ -278,25 +288,27 @@ class Pruner:
 
     def finish(self) -> Plan:
         """Stops following the optimizers, leaves plain weights with exact zeros in the model, and gives the plan."""
-        made = self.plan()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for slot in (target.slot for target in self._targets if self._ste):
-            parametrize.remove_parametrizations(slot.module, slot.attribute, leave_parametrized=False)
-        for module, order in self._order.items():  # parameters come back last; optimizer states and checkpoints go by order
-            for name in order:
-                module._parameters[name] = module._parameters.pop(name)
-        self._ste, self._order = False, {}
+        self._release()
         self.apply_()
-        return made
+        return self.plan()
 
     def undo(self) -> None:
         """Stops, and puts back what the zeros replaced (needs `keep_dense=True`)."""
         if not self._keep_dense:
             raise ValueError("this pruner kept no dense values; make it with keep_dense=True to be able to undo it")
-        self.finish().undo_(self.model)
+        soft = self._soft is not None  # soft masks replaced nothing
+        self._release()
+        if not soft:
+            self.plan().undo_(self.model)
         self._masks = Masks({name: torch.ones_like(mask) for name, mask in self._masks.items()})
+
+    def _release(self) -> None:
+        for handle in self._followed.values():
+            handle.remove()
+        self._followed, self._leader = {}, None
+        if self._soft is not None:
+            self._soft.remove()
+            self._soft = None
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on exactly here: plain tensors and numbers, one bit per mask element."""
@@ -305,36 +317,72 @@ class Pruner:
             "step": self._step,
             "due": self._due,
             "masks": self._masks.pack(),
-            "gathered": {name: dict(entry) for name, entry in self._gathered.items()},
+            "gathered": {name: {k: v.clone() for k, v in entry.items()} for name, entry in self._gathered.items()},
             "batches": self._batches,
-            "dense": dict(self._dense),
+            "dense": {name: dense.clone() for name, dense in self._dense.items()},
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, on a model with the same tensors."""
+        """Goes on where `state_dict` was taken, on a model with the same tensors. Load first, then attach."""
+        masks = self._check_state(state)
+        if self._pruned_by_attach:
+            raise RuntimeError(
+                "attach() has pruned this model already; load the model's and the pruner's state first, then attach"
+            )
+        self._masks = Masks({t.name: like(masks[t.name].to(t.weight.device), t.tensor) for t in self._targets})
+        for target in self._targets:
+            device = target.weight.device
+            self._gathered[target.name] = {k: v.to(device, copy=True) for k, v in state["gathered"][target.name].items()}
+            if target.name in self._dense:
+                self._dense[target.name] = state["dense"][target.name].to(device, copy=True)
+        self._step, self._due, self._batches = state["step"], state["due"], state["batches"]
+        if self._soft is not None:
+            self._soft.set(self._masks)
+        self.apply_()
+
+    def _check_state(self, state: Mapping[str, Any]) -> Masks:
+        """The masks of a state that fits this pruner; raises before anything changes where it does not."""
         if state.get("version") != 1:
             raise ValueError(f"this is version {state.get('version')!r} of a pruner's state; this package reads version 1")
+        if missing := {"step", "due", "masks", "gathered", "batches", "dense"} - state.keys():
+            raise ValueError(f"this is no whole state of a pruner: {sorted(missing)} missing")
         masks = Masks.unpack(state["masks"])
-        if odd := masks.keys() ^ self._masks.keys():
+        if odd := (masks.keys() ^ self._masks.keys()) | (state["gathered"].keys() ^ self._masks.keys()):
             raise ValueError(f"the state and this pruner speak of different tensors: {sorted(odd)}")
+        if absent := self._dense.keys() - state["dense"].keys():
+            raise ValueError(f"the state holds no dense values of {sorted(absent)}; it is of a pruner without keep_dense=True")
         for name, mask in masks.items():
             if mask.shape != local(self._masks[name]).shape:
                 raise ValueError(
                     f"the mask of {name!r} is {tuple(mask.shape)}, the tensor {tuple(local(self._masks[name]).shape)}"
                 )
-        for target in self._targets:
-            local(self._masks[target.name]).copy_(masks[target.name])
-            device = target.weight.device
-            self._gathered[target.name] = {k: v.to(device, copy=True) for k, v in state["gathered"][target.name].items()}
-            if self._keep_dense and target.name in state["dense"]:
-                self._dense[target.name] = state["dense"][target.name].to(device, copy=True)
-        self._step, self._due, self._batches = state["step"], state["due"], state["batches"]
-        self.apply_()
+        return masks
 
     def __repr__(self) -> str:
         now = f"step {self._step}, {len(self._targets)} tensors, {self.sparsity:.2%} sparse"
         return f"Pruner({describe(self.recipe, self._step)}; {now})"
+
+
+class _SoftMasks:
+    """Masks that act in the forward pass only: a parametrization on every layer that uses a target."""
+
+    def __init__(self, found: Sequence[Target], masks: Masks):
+        self._uses = [(t.name, owner, attribute) for t in found for owner, attribute in t.slot.owners]
+        self._order = {owner: list(owner._parameters) for _, owner, _ in self._uses}
+        for name, owner, attribute in self._uses:
+            parametrize.register_parametrization(owner, attribute, _StraightThrough(masks[name].clone()))
+
+    def set(self, masks: Masks) -> None:
+        for name, owner, attribute in self._uses:
+            owner.parametrizations[attribute][0].mask.copy_(masks[name])  # type: ignore[index, union-attr]
+
+    def remove(self) -> None:
+        for _, owner, attribute in self._uses:
+            parametrize.remove_parametrizations(owner, attribute, leave_parametrized=False)
+        for owner, order in self._order.items():  # they come back last; optimizer states and checkpoints go by order
+            for name in order:
+                owner._parameters[name] = owner._parameters.pop(name)
 
 
 class _StraightThrough(nn.Module):

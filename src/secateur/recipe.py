@@ -42,7 +42,7 @@ class Recipe:
         if scope is not None and scope not in SCOPES:
             raise ValueError(f"scope={scope!r} is not one of {', '.join(map(repr, SCOPES))}")
         if sparsity is not None:
-            _fraction("sparsity", sparsity)
+            sparsity = _fraction("sparsity", sparsity)
         if count is not None and (not isinstance(count, Integral) or isinstance(count, bool) or count < 0):
             raise ValueError(
                 f"count={count!r} must be a whole number of units to prune, 0 or more; for a fraction use sparsity="
@@ -65,15 +65,19 @@ class Recipe:
             )
         return Recipe(criterion(by), shape, scope or "tensor", sparsity, count, spread)
 
+    @property
+    def scheduled(self) -> list[Schedule | Joined]:
+        """The numbers of the budget that change with the step."""
+        numbers = [self.sparsity, *(self.spread.values() if isinstance(self.spread, Mapping) else ())]
+        return [number for number in numbers if isinstance(number, Schedule | Joined)]
+
     def at(self, step: int) -> float | None:
         """The sparsity at a step."""
         return _at(self.sparsity, step)
 
     def due(self, step: int) -> bool:
         """Whether masks are to be made anew at this step."""
-        numbers = [self.sparsity, *(self.spread.values() if isinstance(self.spread, Mapping) else ())]
-        schedules = [number for number in numbers if isinstance(number, Schedule | Joined)]
-        return any(schedule.due(step) for schedule in schedules) or (step == 0 and not schedules)
+        return any(number.due(step) for number in self.scheduled) or (step == 0 and not self.scheduled)
 
     def shares(self, scores: Mapping[str, Scores], step: int) -> float | dict[str, float] | None:
         """The sparsity of each tensor, or the one number that holds for all."""
@@ -86,22 +90,21 @@ class Recipe:
         shares = self.spread(scores, sparsity)
         if not isinstance(shares, Mapping) or shares.keys() != scores.keys():
             raise ValueError(f"spread= must give a mapping of every tensor's name to its sparsity; it gave {shares!r}")
-        for name, share in shares.items():
-            _fraction(f"the spread= of {name!r}", share)
-        return dict(shares)
+        return {name: _at(_fraction(f"the spread= of {name!r}", share), step) or 0.0 for name, share in shares.items()}
 
 
 def _at(number: Number | None, step: int) -> float | None:
     return number(step) if isinstance(number, Schedule | Joined) else number
 
 
-def _fraction(name: str, value: object) -> None:
+def _fraction(name: str, value: object) -> Number:
     if isinstance(value, Schedule | Joined):
-        return
+        return value
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be a number from 0 to 1, or a schedule such as sc.cubic(0.9, end=1000)")
     if not 0 <= float(value) <= 1:  # NaN is outside too
         raise ValueError(f"{name}={value!r} must be a fraction of the original from 0 to 1; for a number of units use count=")
+    return float(value)
 
 
 def _fits_n_of_m(pattern: Pattern, scope: str | None, sparsity: Number | None, count: int | None, spread: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
 _SHAPES: dict[str, Callable[[float, float, float], float]] = {
     # (initial, final, x in [0, 1]) -> value
@@ -30,10 +31,14 @@ class Schedule:
     every: int
 
     def __post_init__(self) -> None:
+        for name in ("start", "end", "every"):
+            if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool):
+                raise TypeError(f"{self}: {name} is a whole number of steps")
         if self.end < self.start or self.start < 0 or self.every < 1:
             raise ValueError(f"{self}: needs 0 <= start <= end and every >= 1")
         for name in ("initial", "final"):
-            if not 0 <= getattr(self, name) <= 1:
+            value = getattr(self, name)
+            if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= float(value) <= 1:
                 raise ValueError(f"{self}: {name} is a fraction from 0 to 1")
         if self.shape == "exponential" and max(self.initial, self.final) >= 1:
             raise ValueError(f"{self}: an exponential schedule never reaches 1; use cubic or linear")
@@ -44,6 +49,11 @@ class Schedule:
         if step < self.start:
             return self.initial
         return _SHAPES[self.shape](self.initial, self.final, (step - self.start) / (self.end - self.start))
+
+    @property
+    def falls(self) -> bool:
+        """Whether the value ever goes down."""
+        return self.final < self.initial
 
     def due(self, step: int) -> bool:
         return step == self.end or (self.start <= step < self.end and (step - self.start) % self.every == 0)
@@ -68,6 +78,12 @@ class Joined:
 
     def __call__(self, step: int) -> float:
         return self._part(step)(step)
+
+    @property
+    def falls(self) -> bool:
+        """Whether the value ever goes down."""
+        joints = [self(begin) < self(begin - 1) for begin, _ in self.parts[1:]]
+        return any(joints) or any(part.falls for _, part in self.parts)
 
     def due(self, step: int) -> bool:
         begins = [begin for begin, _ in self.parts]
@@ -106,6 +122,8 @@ def one_shot(final: float, *, at: int = 0, initial: float = 0.0) -> Schedule:
 
 def join(*parts: tuple[int, Schedule]) -> Joined:
     """`join((0, a), (1000, b))` is `a` until step 1000 and `b` from there on. Steps are those of the whole run."""
+    if not all(isinstance(part, Schedule | Joined) for _, part in parts):
+        raise TypeError(f"join takes (step, schedule) pairs; got {parts}. A constant is sc.one_shot(number)")
     begins = [begin for begin, _ in parts]
     if not parts or begins != sorted(set(begins)):
         raise ValueError(f"join needs at least one (step, schedule), with rising steps; got steps {begins}")

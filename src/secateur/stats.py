@@ -10,11 +10,13 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import parametrize
 
 from ._axes import Layout
 from ._dist import local, row_offset
@@ -56,9 +58,9 @@ class TensorEvidence:
 
     def random(self, seed: int, first: int, last: int) -> Tensor:
         if seed not in self.drawn:
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{self.target.name}".encode()))
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{self.step}:{self.target.name}".encode()))
             skip = row_offset(self.target.tensor)  # a shard sees the rows that the whole tensor would
-            whole = torch.rand(skip + self.layout.rows, self.layout.cols, generator=generator)
+            whole = torch.rand(skip + self.layout.rows, self.layout.cols, generator=generator, dtype=torch.float32)
             self.drawn[seed] = whole[skip:].to(self.device)
         return self.drawn[seed][first:last]
 
@@ -75,6 +77,23 @@ def collect(
     table: Table = {target.name: {} for target in targets}
     if not needs:
         return table
+    check_evidence(needs, data, loss)
+    assert data is not None
+    with torch.inference_mode(False), _as_it_was(model):
+        if "linear_grad" in needs:
+            data = iter(data)
+            batch = next(data, None)
+            if batch is None:
+                raise ValueError("data= gave no batch; one is needed for the shape of the model's input")
+            _linearised(model, targets, batch, table)
+            data = itertools.chain([batch], data)
+        if needs - {"linear_grad"}:
+            _one_pass(model, targets, needs, data, loss, table)
+    return table
+
+
+def check_evidence(needs: frozenset[str], data: object, loss: object) -> None:
+    """Raises, and says what to pass, unless this evidence can be collected from this data and loss."""
     if data is None:
         raise ValueError(f"this criterion needs {_list(needs)}, so pass data= (an iterable of batches)")
     if isinstance(data, Tensor | Mapping | str):
@@ -88,17 +107,6 @@ def collect(
         )
     if loss is not None and not callable(loss):
         raise TypeError(f"loss={loss!r} must be a function of the model's output and the target")
-    with _as_it_was(model):
-        if "linear_grad" in needs:
-            data = iter(data)
-            batch = next(data, None)
-            if batch is None:
-                raise ValueError("data= gave no batch; one is needed for the shape of the model's input")
-            _linearised(model, targets, batch, table)
-            data = itertools.chain([batch], data)
-        if needs - {"linear_grad"}:
-            _one_pass(model, targets, needs, data, loss, table)
-    return table
 
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -123,7 +131,12 @@ def _list(needs: Iterable[str]) -> str:
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; mode and buffers as they were afterwards."""
     modes = {module: module.training for module in model.modules()}
-    buffers = {buffer: buffer.clone() for buffer in model.buffers() if not buffer.is_meta}
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in modes
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     model.eval()
     try:
         yield
@@ -131,8 +144,8 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
         for module, mode in modes.items():
             module.training = mode
         with torch.no_grad():
-            for buffer, before in buffers.items():
-                buffer.copy_(before)
+            for module, name, buffer, before in buffers:
+                module._buffers[name] = buffer.copy_(before)
 
 
 def _one_pass(
@@ -146,25 +159,31 @@ def _one_pass(
     gradients = needs & {"grad", "grad_square"}
     parameters = [target.tensor for target in targets]
     frozen = [p for p in parameters if not p.requires_grad] if gradients else []
-    batches = 0
+    batches, listening = 0, Event()
     with contextlib.ExitStack() as stack:
         for parameter in frozen:
             stack.callback(parameter.requires_grad_, False)
             parameter.requires_grad_(True)
         if "input_norm" in needs:
             for target in targets:
-                for owner in target.slot.owners:
-                    stack.enter_context(_input_squares(owner, target, table[target.name]))
+                for owner, attribute in target.slot.owners:
+                    stack.enter_context(_input_squares(owner, attribute, target, table[target.name], listening))
         stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
         for batch in data:
             batches += 1
             args, kwargs, target_value = split_batch(batch)
+            listening.set()
             output = model(*args, **kwargs)
+            listening.clear()  # checkpointed layers run again in the backward pass
             if gradients:
                 assert loss is not None
                 value = _differentiable(loss(output, target_value))
                 found = torch.autograd.grad(value, parameters, allow_unused=True)
-                _add_gradients(targets, found, gradients, table)
+                for one, gradient in zip(targets, found, strict=True):
+                    if gradient is None:
+                        hint = "exclude it, or use a criterion without gradients"
+                        raise ValueError(f"the loss does not depend on {one.name!r}; {hint}")
+                    add_gradient(one, gradient, gradients, table[one.name])
     if not batches:
         raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
     for target in targets:
@@ -178,15 +197,13 @@ def _differentiable(value: Any) -> Tensor:
     return value
 
 
-def _add_gradients(targets: Sequence[Target], found: Sequence[Tensor | None], kinds: frozenset[str], table: Table) -> None:
-    for target, gradient in zip(targets, found, strict=True):
-        if gradient is None:
-            raise ValueError(f"the loss does not depend on {target.name!r}; exclude it, or use a criterion without gradients")
-        matrix = target.layout.matrix(local(gradient.detach())).float()
-        for kind, value in (("grad", matrix), ("grad_square", matrix**2)):
-            if kind in kinds:
-                entry = table[target.name]
-                entry[kind] = entry[kind].add_(value) if kind in entry else value.clone()
+def add_gradient(target: Target, gradient: Tensor, kinds: Iterable[str], entry: dict[str, Tensor]) -> None:
+    """Adds one gradient of a target to the sums that its evidence is made of."""
+    whole = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+    matrix = target.layout.matrix(local(whole)).float()
+    for kind, value in (("grad", matrix), ("grad_square", matrix**2 if "grad_square" in kinds else matrix)):
+        if kind in kinds:
+            entry[kind] = entry[kind].add_(value) if kind in entry else value.clone()
 
 
 def _finish(target: Target, needs: frozenset[str], batches: int, entry: dict[str, Tensor]) -> None:
@@ -200,27 +217,26 @@ def _finish(target: Target, needs: frozenset[str], batches: int, entry: dict[str
 
 
 @contextlib.contextmanager
-def _input_squares(module: nn.Module, target: Target, entry: dict[str, Tensor]) -> Iterator[None]:
+def _input_squares(
+    module: nn.Module, attribute: str, target: Target, entry: dict[str, Tensor], listening: Event
+) -> Iterator[None]:
     """While inside, add up the squares of what the module multiplies each weight of the target with.
 
     For a layer that is linear in its weight, that sum is the derivative of its summed output by the weight, when the squares
     of the inputs go in. One output per group is enough. So no layer type needs a branch here.
     """
-    attribute, layout = target.slot.attribute, target.layout
+    layout = target.layout
 
-    def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not any(_is_float(value) for value in (*args, *kwargs.values())):
+    def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+        if not listening.is_set() or not any(_is_float(value) for value in (*args, *kwargs.values())):
             return  # a look-up by index: nothing is multiplied here
         try:
             inputs = tuple(_squared(value) for value in args)
             named = {key: _squared(value) for key, value in kwargs.items()}
             probe = layout.probe(torch.empty(layout.shape, device="meta"))
-            ones = torch.ones(probe.shape, device=target.weight.device, requires_grad=True)
-            stand_in: dict[str, Any] = {f"layer.{attribute}": ones}
-            if getattr(module, "bias", None) is not None:
-                stand_in["layer.bias"] = None
-            with torch.enable_grad(), torch.autocast(target.weight.device.type, enabled=False):
-                output = functional_call(_Bare(module), stand_in, inputs, named)
+            ones = torch.ones(probe.shape, dtype=torch.float32, device=target.weight.device, requires_grad=True)
+            with torch.enable_grad(), torch.autocast(target.weight.device.type, enabled=False), _own_graph():
+                output = _twin(module, {attribute: ones}).forward(*inputs, **named)
                 (squares,) = torch.autograd.grad(output.sum(), ones)
         except Exception as error:
             kind = type(module).__name__
@@ -228,22 +244,25 @@ def _input_squares(module: nn.Module, target: Target, entry: dict[str, Tensor]) 
         matrix = Layout(tuple(probe.shape), layout.flip, layout.groups).matrix(squares)
         entry["input_norm"] = entry["input_norm"] + matrix if "input_norm" in entry else matrix
 
-    handle = module.register_forward_pre_hook(see, with_kwargs=True)
+    handle = module.register_forward_hook(see, with_kwargs=True)
     try:
         yield
     finally:
         handle.remove()
 
 
-class _Bare(nn.Module):
-    """A layer without its hooks."""
+def _twin(module: nn.Module, parameters: dict[str, Tensor]) -> nn.Module:
+    """The same layer with these parameters instead, without bias, hooks and parametrizations; the layer is not touched."""
+    twin = object.__new__(parametrize.type_before_parametrizations(module))
+    twin.__dict__.update(module.__dict__)
+    twin._parameters = {**module._parameters, **parameters} | ({"bias": None} if "bias" in module._parameters else {})
+    twin._modules = {name: child for name, child in module._modules.items() if name != "parametrizations"}
+    return twin
 
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer = layer
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.layer.forward(*args, **kwargs)
+def _own_graph() -> torch.autograd.graph.saved_tensors_hooks:
+    """Inside a checkpointed block nothing is saved for the backward pass; what is measured here has its own."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _is_float(value: Any) -> bool:
@@ -268,7 +287,8 @@ def _linearised(model: nn.Module, targets: Sequence[Target], batch: Any, table: 
         )
 
     state = {name: positive(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
-    leaves = [state[target.name].requires_grad_() for target in targets]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    leaves = [state[names[id(target.tensor)]].requires_grad_() for target in targets]
     args, kwargs, _ = split_batch(batch)
     with torch.enable_grad():
         output = functional_call(model, state, tuple(map(ones, args)), {key: ones(value) for key, value in kwargs.items()})

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from ._axes import Layout, layout_of
@@ -136,7 +136,7 @@ def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: t
     base, _, suffix = slot.attribute.rpartition("_")
     if suffix in ("g", "v", "orig", "bar") and isinstance(slot.module.__dict__.get(base), Tensor):
         return f"{base!r} is computed from it by a hook (weight_norm, nn.utils.prune): remove that first"
-    if isinstance(tensor, UninitializedTensorMixin):
+    if is_lazy(tensor):
         return "not initialised: it has no values yet"
     if not tensor.is_floating_point():
         return f"{tensor.dtype} values cannot be ranked"

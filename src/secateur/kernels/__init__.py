@@ -19,20 +19,25 @@ def slab_elements(device: torch.device) -> int:
     return 1 << 18 if device.type == "cpu" else 1 << 26
 
 
+def _view(slab: Tensor) -> np.ndarray:
+    """The slab's memory as an array. `Tensor.numpy` would pin the storage to its size, which sharding frameworks change."""
+    return np.from_dlpack(slab.detach())
+
+
 def magnitude(slab: Tensor) -> Tensor:
     """|slab|, exact in every dtype."""
     if slab.device.type == "cpu" and slab.dtype in (torch.float32, torch.float64):
-        return torch.from_numpy(np.abs(slab.numpy()))
+        return torch.from_numpy(np.abs(_view(slab)))
     if slab.device.type == "cpu" and slab.dtype in (torch.bfloat16, torch.float16):
-        return torch.from_numpy(slab.view(torch.int16).numpy() & np.int16(0x7FFF)).view(slab.dtype)
+        return torch.from_numpy(_view(slab.view(torch.int16)) & np.int16(0x7FFF)).view(slab.dtype)
     return slab.abs()
 
 
 def _array(slab: Tensor) -> np.ndarray:
     """The slab as a numpy array of float32 or float64, whose order and equality are those of the slab."""
     if slab.dtype == torch.bfloat16:  # bfloat16 is the upper half of a float32
-        return np.left_shift(slab.view(torch.int16).numpy(), np.uint32(16), dtype=np.uint32, casting="unsafe").view(np.float32)
-    return (slab if slab.dtype in (torch.float32, torch.float64) else slab.float()).numpy()
+        return np.left_shift(_view(slab.view(torch.int16)), np.uint32(16), dtype=np.uint32, casting="unsafe").view(np.float32)
+    return _view(slab if slab.dtype in (torch.float32, torch.float64) else slab.float())
 
 
 def _limit(x: np.ndarray, value: float) -> np.floating:

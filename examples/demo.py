@@ -1,0 +1,200 @@
+"""Trains a small CNN on scikit-learn's digits, prunes it in several ways, and prints what is left of it.
+
+Everything printed is measured in this run. To add a column, add a line to COLUMNS; to add a row, a line to `recipes`.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import secateur as sc
+
+SEED = 0
+EPOCHS = 10  # of the dense model, and again of fine-tuning
+BATCH = 64
+
+
+@dataclass
+class Digits:
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+
+    @staticmethod
+    def load() -> Digits:
+        bunch = load_digits()
+        images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
+        labels = torch.tensor(bunch.target)
+        order = train_test_split(range(len(labels)), test_size=0.2, random_state=SEED, stratify=labels)
+        return Digits(*((images[part], labels[part]) for part in order))
+
+    def batches(self, epochs: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        images, labels = self.train
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(epochs):
+            for part in torch.randperm(len(labels), generator=generator).split(BATCH):
+                yield images[part], labels[part]
+
+    def steps(self, epochs: int) -> int:
+        return epochs * -(-len(self.train[1]) // BATCH)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(SEED)
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1, bias=False),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1, stride=2, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64 * 4 * 4, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
+
+
+def train(model: nn.Module, digits: Digits, epochs: int, *, lr: float = 2e-3, pruner: sc.Pruner | None = None) -> None:
+    """An everyday training loop. The pruner, if there is one, rides on the optimizer and is not seen again."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=1e-2)
+    if pruner is not None:
+        pruner.attach(optimizer)
+    model.train()
+    for images, labels in digits.batches(epochs, seed=SEED + 1):
+        optimizer.zero_grad()
+        cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    model.eval()
+
+
+@dataclass
+class Row:
+    """One line of the table: a model, what was done to it, and how long that took."""
+
+    name: str
+    model: nn.Module
+    plan: sc.Plan | None
+    seconds: float
+    digits: Digits
+
+    def accuracy(self) -> str:
+        images, labels = self.digits.test
+        with torch.inference_mode():
+            return f"{(self.model(images).argmax(1) == labels).float().mean():.1%}"
+
+    def nonzero(self) -> str:
+        """Counted in the model itself, not read from the plan."""
+        return f"{sum(int(w.count_nonzero()) for w in matrices(self.model)):,}"
+
+    def sparsity(self) -> str:
+        weights = matrices(self.model)
+        return f"{sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights):.1%}"
+
+
+def matrices(model: nn.Module) -> list[Tensor]:
+    """The weights of linear and convolution layers, which are what is pruned by default."""
+    return [parameter.detach() for parameter in model.parameters() if parameter.ndim > 1]
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "model": lambda row: row.name,
+    "accuracy": Row.accuracy,
+    "non-zero weights": Row.nonzero,
+    "sparsity": Row.sparsity,
+    "made in": lambda row: f"{row.seconds:.2f} s" if row.plan else "",
+}
+
+
+def recipes(digits: Digits, epochs: int) -> dict[str, Callable[[nn.Module], sc.Plan | None]]:
+    """Name of a row to what is done to a copy of the trained model."""
+    steps = digits.steps(epochs)
+
+    def fine_tuned(**recipe: Any) -> Callable[[nn.Module], sc.Plan]:
+        def run(model: nn.Module) -> sc.Plan:
+            pruner = sc.Pruner(model, sc.magnitude, **recipe)
+            train(model, digits, epochs, pruner=pruner)
+            pruner.verify()
+            return pruner.finish()
+
+        return run
+
+    def gradual(final: float) -> Callable[[nn.Module], sc.Plan]:
+        return fine_tuned(sparsity=sc.cubic(final, end=steps * 2 // 3, every=5), scope="global")
+
+    def rigl(model: nn.Module) -> sc.Plan:
+        model.load_state_dict(build().state_dict())  # back to the start: sparse from the first step
+        swap = sc.cosine(0.0, initial=0.3, end=steps * 3 // 2, every=20)
+        pruner = sc.Pruner(model, sc.magnitude, sparsity=0.9, spread=sc.erk, grow=abs(sc.grad), swap=swap)
+        train(model, digits, 2 * epochs, pruner=pruner)
+        pruner.verify()
+        return pruner.finish()
+
+    return {
+        "dense": lambda model: None,
+        "dense, trained as long": lambda model: train(model, digits, epochs),
+        "one-shot 50 %": lambda model: sc.prune_(model, sc.magnitude, sparsity=0.5),
+        "one-shot 80 %, global": lambda model: sc.prune_(model, sc.magnitude, sparsity=0.8, scope="global"),
+        "one-shot 90 %, global": lambda model: sc.prune_(model, sc.magnitude, sparsity=0.9, scope="global"),
+        "one-shot 2:4": lambda model: sc.prune_(model, sc.magnitude, pattern="2:4"),
+        "2:4, fine-tuned": fine_tuned(pattern="2:4"),
+        "gradual 90 %, global": gradual(0.9),
+        "gradual 95 %, global": gradual(0.95),
+        "RigL 90 %, from scratch": rigl,
+    }
+
+
+def table(rows: list[Row]) -> str:
+    """The columns of all rows, the first to the left, the numbers to the right."""
+    cells = [list(COLUMNS), *([column(row) for column in COLUMNS.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+        for line in cells
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def run(epochs: int) -> list[Row]:
+    """Trains, prunes in every way, and gives the rows."""
+    digits = Digits.load()
+    trained = build()
+    train(trained, digits, epochs)
+    sizes = [len(part[1]) for part in (digits.train, digits.test)]
+    print(
+        f"A CNN on scikit-learn's digits: {sizes[0]:,} images to train on, {sizes[1]} to test on; seed {SEED}, "
+        f"torch {torch.__version__}, one thread.\n"
+        f"Trained for {epochs} epochs ({digits.steps(epochs)} steps). Fine-tuned and gradual rows train {epochs} more, "
+        f"RigL {2 * epochs} from the start.\n"
+    )
+    rows = []
+    for name, recipe in recipes(digits, epochs).items():
+        model = copy.deepcopy(trained)
+        started = time.perf_counter()
+        plan = recipe(model)
+        rows.append(Row(name, model.eval(), plan, time.perf_counter() - started, digits))
+    return rows
+
+
+def main(epochs: int = EPOCHS) -> list[Row]:
+    begin = time.perf_counter()
+    torch.set_num_threads(1)  # the model is too small for more, and one thread gives the same numbers in every run
+    rows = run(epochs)
+    print(table(rows))
+    shown = next(row for row in rows if row.name == "gradual 95 %, global")
+    print(f"\n{shown.name}, layer by layer, and what was left alone and why:\n\n{shown.plan}")
+    print(f"\n{time.perf_counter() - begin:.0f} s in all.")
+    return rows
+
+
+if __name__ == "__main__":
+    main()

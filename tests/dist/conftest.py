@@ -1,0 +1,9 @@
+import pytest
+from pair import Pair
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory):
+    processes = Pair(tmp_path_factory.mktemp("meeting"))
+    yield processes
+    processes.stop()

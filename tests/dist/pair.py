@@ -1,0 +1,100 @@
+"""Two real processes that talk over gloo on the loopback, kept between tests because starting them costs seconds."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+WORLD = 2
+PATIENCE = 45.0  # seconds after which a test that gave no answer counts as hung
+
+
+class Raised:
+    """What a process answers when the function raised: the exception's type, and what it said."""
+
+    def __init__(self, error: BaseException):
+        self.type, self.text, self.trace = type(error).__name__, str(error), traceback.format_exc()
+
+    def __repr__(self) -> str:
+        return f"Raised({self.type}: {self.text})"
+
+
+class Pair:
+    """`both(function, *args)` runs `function(rank, *args)` in both processes and gives the two answers."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._started = folder, 0
+        self._processes: list[Any] = []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self._started += 1
+        meeting = (self._folder / f"meeting{self._started}").as_uri()
+        self._questions = [context.Queue() for _ in range(WORLD)]
+        self._answers = [context.Queue() for _ in range(WORLD)]
+        self._processes = [
+            context.Process(target=_serve, args=(rank, meeting, self._questions[rank], self._answers[rank]), daemon=True)
+            for rank in range(WORLD)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes = []
+
+    def answers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What each process gave, or a Raised. A hang kills both processes and fails the test."""
+        if not self._processes:
+            self._start()
+        for questions in self._questions:
+            questions.put((function, args))
+        deadline = time.monotonic() + PATIENCE
+        found: list[Any] = []
+        for rank, answers in enumerate(self._answers):
+            try:
+                found.append(answers.get(timeout=max(deadline - time.monotonic(), 0.1)))
+            except queue.Empty:
+                self.stop()
+                raise AssertionError(f"rank {rank} gave no answer in {PATIENCE:.0f} s; before it: {found}") from None
+        if not all(in_step for _, in_step in found):
+            self.stop()  # what they say to each other no longer fits
+        return [answer for answer, _ in found]
+
+    def both(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What each process gave; an exception in either fails the test."""
+        found = self.answers(function, *args)
+        for rank, answer in enumerate(found):
+            assert not isinstance(answer, Raised), f"rank {rank} raised\n{answer.trace}"
+        return found
+
+
+def _serve(rank: int, meeting: str, questions: Any, answers: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=WORLD, timeout=timedelta(seconds=10))
+    while True:
+        function, args = questions.get()
+        torch.manual_seed(0)
+        try:
+            answer = function(rank, *args)
+        except BaseException as error:
+            answer = Raised(error)
+        try:
+            dist.barrier()
+            in_step = True
+        except RuntimeError as error:  # the other process still waits for something this one did not do
+            answer, in_step = answer if isinstance(answer, Raised) else Raised(error), False
+        answers.put((answer, in_step))

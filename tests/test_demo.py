@@ -1,0 +1,81 @@
+"""The demo prints what it measured: the real demo, trained for fewer epochs."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+DEMO = Path(__file__).parents[1] / "examples" / "demo.py"
+
+
+@pytest.fixture(scope="module")
+def demo():
+    spec = importlib.util.spec_from_file_location("demo", DEMO)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["demo"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    threads = torch.get_num_threads()
+    yield module
+    torch.set_num_threads(threads)
+    del sys.modules["demo"]
+
+
+@pytest.fixture(scope="module")
+def rows(demo):
+    return {row.name: row for row in demo.main(epochs=3)}
+
+
+def zeros(model):
+    return sum(int((p == 0).sum()) for p in model.parameters() if p.ndim > 1)
+
+
+def test_each_row_prunes_what_its_name_says(rows):
+    weights = sum(p.numel() for p in rows["dense"].model.parameters() if p.ndim > 1)
+    for name, row in rows.items():
+        share = {"50": 0.5, "80": 0.8, "90": 0.9, "95": 0.95}
+        asked = next((value for text, value in share.items() if f"{text} %" in name), None)
+        if asked is not None:
+            assert zeros(row.model) == pytest.approx(asked * weights, abs=3), name  # rounded tensor by tensor
+
+
+def test_two_of_four_rows_hold_the_pattern(rows):
+    for name in ("one-shot 2:4", "2:4, fine-tuned"):
+        linear = rows[name].model[7].weight
+        assert (linear.reshape(-1, 4).count_nonzero(1) <= 2).all()
+
+
+def test_counts_in_the_table_are_those_of_the_plan(rows):
+    for row in rows.values():
+        if row.plan is not None:
+            assert row.nonzero() == f"{row.plan.metrics()['kept']:,}"
+
+
+def test_dense_model_is_not_touched_by_the_other_rows(rows):
+    assert zeros(rows["dense"].model) == 0
+
+
+def test_training_makes_the_dense_model_good(rows):
+    assert float(rows["dense"].accuracy().rstrip("%")) > 90
+
+
+def test_table_names_every_row_and_column(demo, rows):
+    text = demo.table(list(rows.values()))
+    assert len({len(line) for line in text.splitlines()[:2]}) == 1
+    assert all(name in text for name in rows)
+    assert all(column in text.splitlines()[0] for column in demo.COLUMNS)
+
+
+def test_plan_says_what_was_left_alone_and_why(rows):
+    text = str(rows["gradual 95 %, global"].plan)
+    assert "BatchNorm2d is not among the types" in text
+    assert "a vector (bias or scale)" in text
+
+
+def test_same_seed_gives_the_same_model(demo, rows):
+    digits = demo.Digits.load()
+    model = demo.build()
+    demo.train(model, digits, 3)
+    expected = rows["dense"].model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())

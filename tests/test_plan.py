@@ -1,0 +1,189 @@
+"""A plan touches nothing, prints as a table, and can be applied and undone bit by bit."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import secateur as sc
+
+
+def net(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 10), nn.Linear(10, 3)
+    ).to(dtype)
+
+
+def bits(model):
+    return {
+        name: value.detach().contiguous().view(torch.uint8).clone() if value.ndim else value.clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"sparsity": 0.5}, {"sparsity": 0.5, "scope": "global"}, {"pattern": "2:4"}, {"count": 1, "pattern": "out"}],
+    ids=str,
+)
+def test_a_plan_touches_nothing_and_pruning_does_what_it_says(dtype, kwargs):
+    model = net(dtype)
+    before = bits(model)
+    rng = torch.get_rng_state()
+    plan = sc.plan(model, **kwargs)
+    assert same(bits(model), before)
+    assert torch.equal(torch.get_rng_state(), rng)
+    twin = copy.deepcopy(model)
+    done = sc.prune_(model, **kwargs)
+    assert isinstance(done, sc.Plan)
+    assert done.masks == plan.masks
+    for name, value in model.state_dict().items():
+        if name in plan.masks:
+            dense = twin.state_dict()[name]
+            assert torch.equal(value, torch.where(plan.masks[name], dense, torch.zeros((), dtype=dtype)))
+        else:
+            assert torch.equal(bits(model)[name], before[name])
+
+
+def test_a_plan_made_for_one_model_applies_to_its_copy():
+    model = net()
+    plan = sc.plan(model, sparsity=0.5)
+    twin = copy.deepcopy(model)
+    assert plan.apply_(twin) is plan
+    assert int((twin[4].weight == 0).sum()) == 80
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_undo_brings_every_bit_back(dtype):
+    model = net(dtype)
+    with torch.no_grad():
+        model[4].weight[0, :4] = torch.tensor([-0.0, 0.0, -math.inf, 1e-7], dtype=dtype)
+    before = bits(model)
+    plan = sc.prune_(model, sc.random(3), sparsity=0.7, keep_dense=True)
+    assert not same(bits(model), before)
+    plan.undo_(model)
+    assert same(bits(model), before)
+
+
+def test_undo_brings_back_nan_and_its_payload():
+    layer = nn.Linear(4, 4)
+    with torch.no_grad():
+        layer.weight.view(torch.int32)[:, 0] = 0x7FC01234
+    before = bits(layer)
+    plan = sc.prune_(layer, sc.random(0), sparsity=1.0, keep_dense=True)
+    assert (layer.weight == 0).all()
+    plan.undo_(layer)
+    assert same(bits(layer), before)
+
+
+def test_undo_leaves_what_was_trained_since():
+    layer = nn.Linear(8, 8)
+    plan = sc.prune_(layer, sparsity=0.5, keep_dense=True)
+    with torch.no_grad():
+        layer.weight += plan.masks["weight"] * 1.0
+    trained = layer.weight.detach().clone()
+    plan.undo_(layer)
+    assert torch.equal(layer.weight[plan.masks["weight"]], trained[plan.masks["weight"]])
+
+
+def test_applying_a_plan_again_does_not_forget_the_dense_values():
+    model = net()
+    before = bits(model)
+    plan = sc.prune_(model, sparsity=0.5, keep_dense=True)
+    plan.apply_(model, keep_dense=True)
+    plan.undo_(model)
+    assert same(bits(model), before)
+
+
+def test_undo_without_dense_values_is_refused():
+    model = net()
+    with pytest.raises(ValueError, match="keep_dense=True"):
+        sc.prune_(model, sparsity=0.5).undo_(model)
+
+
+def test_a_plan_for_another_model_is_refused_before_anything_changes():
+    plan = sc.plan(net(), sparsity=0.5)
+    other = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 10), nn.Linear(10, 4))
+    before = bits(other)
+    with pytest.raises(ValueError, match=r"'5\.weight' is \(4, 10\) in the model and \(3, 10\)"):
+        plan.apply_(other)
+    with pytest.raises(ValueError, match=r"'5\.weight'"):
+        plan.apply_(net()[:5])
+    assert same(bits(other), before)
+
+
+def test_pruned_weights_are_plus_zero_whatever_they_were():
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        layer = nn.Linear(6, 6).to(dtype)
+        with torch.no_grad():
+            layer.weight[:3] = torch.tensor([-0.0, math.nan, math.inf, -math.inf, -1.0, 1e-7], dtype=dtype)
+        plan = sc.prune_(layer, sc.random(1), sparsity=0.6)
+        pruned = layer.weight.detach()[~plan.masks["weight"]]
+        assert len(pruned) == round(0.6 * 36)
+        assert (pruned.view(torch.uint8) == 0).all()
+
+
+def test_weights_in_any_memory_layout_are_pruned():
+    conv = nn.Conv2d(8, 8, 3)
+    wanted = sc.plan(conv, sparsity=0.5).masks["weight"]
+    last = copy.deepcopy(conv).to(memory_format=torch.channels_last)
+    assert not last.weight.is_contiguous()
+    assert torch.equal(sc.prune_(last, sparsity=0.5).masks["weight"], wanted)
+    assert torch.equal(last.weight != 0, wanted)
+    linear = nn.Linear(6, 4)
+    linear.weight = nn.Parameter(torch.randn(6, 4).t())
+    assert torch.equal(sc.prune_(linear, sparsity=0.5).masks["weight"], linear.weight != 0)
+
+
+# --- reading a plan ---------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_a_line_for_each_tensor_the_whole_and_what_was_left_alone():
+    plan = sc.prune_(net(), sparsity=0.5, exclude="5")
+    text = str(plan)
+    lines = text.splitlines()
+    assert lines[0] == "abs(weight), unstructured, sparsity 0.5, scope tensor"
+    assert any(line.split() == ["0.weight", "4x2x3x3", "36", "72", "50.00%"] for line in lines)
+    assert any(line.split() == ["in", "all", "116", "232", "50.00%"] for line in lines)
+    assert any("left alone, 2: excluded (5.weight, 5.bias)" in line for line in lines)
+    assert len({len(line) for line in lines if line.endswith("%")}) == 1
+
+
+def test_metrics_are_plain_numbers():
+    metrics = sc.plan(net(), sparsity=0.5).metrics()
+    assert metrics["tensors"] == 3
+    assert metrics["total"] == 72 + 160 + 30
+    assert metrics["kept"] + metrics["pruned"] == metrics["total"]
+    assert metrics["sparsity"] == pytest.approx(0.5)
+    assert metrics["layers"]["4.weight"] == {"kept": 80, "total": 160, "sparsity": 0.5}
+    assert metrics["skipped"] == 5
+
+
+def test_the_html_escapes_names():
+    model = nn.ModuleDict({"<b>": nn.Linear(4, 4), "ok": nn.Linear(4, 4)})
+    html = sc.plan(model, sparsity=0.5, exclude="ok")._repr_html_()
+    assert "&lt;b&gt;.weight" in html
+    assert "<b>" not in html
+    assert "ok.weight" in html
+    assert html.count("<tr>") == 3
+
+
+def test_layers_and_masks_speak_of_the_same():
+    plan = sc.plan(net(), sparsity=0.3)
+    assert [layer.name for layer in plan.layers] == list(plan.masks)
+    for layer in plan.layers:
+        assert layer.shape == tuple(plan.masks[layer.name].shape)
+        assert layer.kept == int(plan.masks[layer.name].sum())
+        assert layer.sparsity == pytest.approx(1 - layer.kept / layer.total)
+
+
+def test_a_plan_by_a_mapping_alone_prints_no_none():
+    assert "None" not in str(sc.plan(net(), spread={"*": 0.5}))
