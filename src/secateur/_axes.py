@@ -43,6 +43,8 @@ class Layout:
 
     @property
     def cols(self) -> int:
+        if not self.flip:
+            return math.prod(self.shape[1:])  # also of a shard without rows
         return math.prod(self.shape) // self.rows if self.rows else 0
 
     def matrix(self, tensor: Tensor) -> Tensor:

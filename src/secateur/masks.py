@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._dist import count, local
+from ._dist import count, local, sharded
 from ._tree import nearest
 
 
@@ -104,6 +104,8 @@ class Masks(Mapping[str, Tensor]):
         return Masks({name: _unbits(bits, tuple(shape), name).to(device) for name, (bits, shape) in packed.items()})
 
     def __repr__(self) -> str:
+        if any(sharded(mask) for mask in self.values()):  # counting takes every process, and one alone may print this
+            return f"Masks({len(self)} tensors, {self.total:,} elements, sharded)"
         return f"Masks({len(self)} tensors, {self.kept:,} of {self.total:,} elements kept, {self.sparsity:.2%} sparse)"
 
 

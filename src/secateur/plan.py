@@ -6,13 +6,14 @@ import html
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import kernels
-from ._dist import Comm, comm_of, like, local
+from ._dist import Comm, comm_of, like, local, reshard_, sharded
 from ._dist import count as count_true
 from ._tree import slots
 from .budgets import Spread
@@ -67,6 +68,7 @@ class Plan:
 
     def _weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The tensors the plan speaks of, all checked before any is touched."""
+        reshard_(model)
         found = {slot.name: slot.tensor for slot in slots(model)}
         if missing := [name for name in self.masks if name not in found]:
             raise ValueError(f"the model has no {missing}; this plan was made for another model")
@@ -75,7 +77,11 @@ class Plan:
                 raise ValueError(f"{name!r} is {tuple(found[name].shape)} in the model and {tuple(mask.shape)} in the plan")
         return {name: local(found[name].detach()) for name in self.masks}
 
-    @property
+    def __post_init__(self) -> None:
+        if any(sharded(mask) for mask in self.masks.values()):
+            _ = self.layers  # counting takes every process, and later one of them alone may print
+
+    @cached_property
     def layers(self) -> list[Layer]:
         """A line for each tensor."""
         return [Layer(name, tuple(mask.shape), count_true(mask), mask.numel()) for name, mask in self.masks.items()]
@@ -210,6 +216,11 @@ def _check_sharded(recipe: Recipe, found: Sequence[Target], comm: Comm) -> None:
         raise NotImplementedError(
             f"{recipe.criterion} with pattern {str(recipe.pattern)!r} looks at whole tensors, and these are sharded by rows; "
             "prune before sharding, or use an elementwise criterion, no pattern 'in' and no spread="
+        )
+    if flipped := [t.name for t in found if t.layout.flip]:
+        raise NotImplementedError(
+            f"{flipped[:3]} have their inputs on the axis that is sharded (transposed convolutions); prune before sharding, "
+            "or exclude them"
         )
     odd = [t.name for t in found if t.layout.rows % recipe.pattern.block(t.layout)[0]]
     if sum(comm.sum(len(odd))):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from . import kernels
-from ._dist import like, local
+from ._dist import comm_of, like, local, reshard_, sharded
 from .budgets import Spread
 from .criteria import Criterion, magnitude
 from .criteria import criterion as as_criterion
@@ -118,6 +118,9 @@ class Pruner:
             check_evidence(self._needs, data, loss)
         self._check_growth()
         self._targets, self.skipped = targets(model, include=include, exclude=exclude, types=types)
+        self._sharded = any(sharded(target.tensor) for target in self._targets)
+        if ste and self._sharded:
+            raise NotImplementedError("ste=True puts a mask into the forward pass, which FSDP2 does not see; use it unsharded")
         self._data, self._loss = data, loss
         self._gathers = bool(self._needs) and data is None  # gradients come from the training loop
         self._gathered: Table = {target.name: {} for target in self._targets}
@@ -205,6 +208,8 @@ class Pruner:
     @torch.no_grad()
     def apply_(self) -> None:
         """Puts the zeros back into the weights."""
+        if self._sharded:
+            reshard_(self.model)
         if self._soft is None:
             for target in self._targets:
                 kernels.zero_(target.weight, local(self._masks[target.name]))
@@ -254,6 +259,7 @@ class Pruner:
             {t.name: t.layout.matrix(local(self._masks[t.name])) for t in self._targets},
             self.recipe.pattern,
             self._swap(self._step),
+            comm_of((t.name, t.tensor) for t in self._targets),
         )
         return Masks({t.name: like(t.layout.restore(kept[t.name]), t.tensor) for t in self._targets})
 
@@ -278,6 +284,8 @@ class Pruner:
         """Raises unless every pruned weight is zero. It is not after a step that no hook saw."""
         if self._soft is not None:
             return
+        if self._sharded:
+            reshard_(self.model)
         alive = {t.name: int((t.weight[~local(self._masks[t.name])] != 0).sum()) for t in self._targets}
         if broken := {name: number for name, number in alive.items() if number}:
             raise RuntimeError(
@@ -360,7 +368,8 @@ class Pruner:
         return masks
 
     def __repr__(self) -> str:
-        now = f"step {self._step}, {len(self._targets)} tensors, {self.sparsity:.2%} sparse"
+        share = "sharded" if self._sharded else f"{self.sparsity:.2%} sparse"  # counting shards takes every process
+        now = f"step {self._step}, {len(self._targets)} tensors, {share}"
         return f"Pruner({describe(self.recipe, self._step)}; {now})"
 
 

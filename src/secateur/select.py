@@ -107,6 +107,8 @@ def select(
     False there stays pruned, and counts.
     """
     comm = comm or Comm()
+    if not comm.alone:
+        _no_nan_anywhere(scores, comm)
     if previous is not None:
         scores = {name: _held(one, previous[name]) for name, one in scores.items()}
     units = {name: _fold(one, pattern) for name, one in scores.items()}
@@ -152,7 +154,7 @@ def _fold(scores: Scores, pattern: Pattern) -> Scores:
         return scores
     block = pattern.block(scores.layout)
     folded = scores.each(lambda slab, *_: pattern.fold(slab, block), multiple=block[0])
-    return Scores.of(torch.cat(folded) if folded else torch.empty(0, 0, device=scores.device))
+    return Scores.of(torch.cat(folded) if folded else torch.empty(0, -(-scores.layout.cols // block[1]), device=scores.device))
 
 
 def _budget(
@@ -172,8 +174,11 @@ def _budget(
         return asked
     assert sparsity is not None
     share = sparsity[names[0]] if isinstance(sparsity, Mapping) else sparsity
-    flat = torch.cat([size.reshape(-1) for size in sizes]) if sizes else None
-    if flat is None or flat.numel() == 0 or bool((flat == flat[0]).all()):
+    if sizes is None:
+        return round(share * total)
+    flat = torch.cat([size.reshape(-1) for size in sizes])
+    every = comm.cat(flat)  # decided alike on every process, also on one that has few units or none
+    if every.numel() == 0 or bool((every == every[0]).all()):
         return round(share * total)
     if not comm.alone:
         raise NotImplementedError(
@@ -228,6 +233,14 @@ def _keep_each(name: str, units: Scores, size: int, drop: Callable[[int], int]) 
 
     units.each(keep)
     return kept
+
+
+def _no_nan_anywhere(scores: Mapping[str, Scores], comm: Comm) -> None:
+    """NaN on one process is an error on all of them: the others would wait for it forever."""
+    found = [sum(one.each(lambda slab, *_: int(slab.isnan().sum()))) for one in scores.values()]
+    for name, number in zip(scores, comm.sum(*found), strict=True):
+        if number:
+            raise _nan(name)
 
 
 def _nan(name: str) -> ValueError:

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrize
 
 from ._axes import Layout
-from ._dist import local, row_offset
+from ._dist import local, row_offset, sharded
 from .targets import Target
 
 Loss = Callable[[Any, Any], Tensor]
@@ -77,6 +77,11 @@ def collect(
     table: Table = {target.name: {} for target in targets}
     if not needs:
         return table
+    if any(sharded(target.tensor) for target in targets):
+        raise NotImplementedError(
+            f"{_list(needs)} cannot be collected from data= on a sharded model; prune before sharding it, use a criterion "
+            "without data, or let a Pruner take the gradients of the training"
+        )
     check_evidence(needs, data, loss)
     assert data is not None
     with torch.inference_mode(False), _as_it_was(model):

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from ._axes import Layout, layout_of
-from ._dist import local
+from ._dist import local, reshard_
 from ._tree import Slot, nearest, slots
 
 DEFAULT_TYPES: tuple[type[nn.Module], ...] = (
@@ -66,6 +66,7 @@ def targets(
         raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     include, exclude = _globs("include", include), _globs("exclude", exclude)
     kinds = DEFAULT_TYPES if types is None else _kinds(types)
+    reshard_(model)
     everything = list(slots(model))
     if not everything:
         raise ValueError(f"{type(model).__name__} has no parameters, so there is nothing to prune")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from .._dist import Comm
 from ..patterns import Pattern
 from ..select import Scores, select
 
@@ -16,6 +17,7 @@ def drop_and_grow(
     kept: Mapping[str, Tensor],
     pattern: Pattern,
     swap: float,
+    comm: Comm,
 ) -> dict[str, Tensor]:
     """New bool matrices with as many units kept as before, tensor by tensor.
 
@@ -28,11 +30,12 @@ def drop_and_grow(
         layout = drop_by[name].layout
         height, width = pattern.block(layout)
         units = matrix[::height, ::width]
-        swapped = round(swap * int(units.count_nonzero()))
-        pruned = units.numel() - int(units.count_nonzero())
-        (stay,) = select({name: drop_by[name]}, pattern, count=pruned + swapped, previous={name: matrix}).values()
+        total, alive = comm.sum(units.numel(), int(units.sum()))
+        swapped = round(swap * alive)
+        gone = total - alive + swapped
+        (stay,) = select({name: drop_by[name]}, pattern, count=gone, previous={name: matrix}, comm=comm).values()
         # Among what is outside now, the best `swapped` come in: everything else is "pruned" from the ranking.
         others = {name: ~stay}
-        (grown,) = select({name: grow_by[name]}, pattern, count=units.numel() - swapped, previous=others).values()
+        (grown,) = select({name: grow_by[name]}, pattern, count=total - swapped, previous=others, comm=comm).values()
         result[name] = stay | grown
     return result
