@@ -6,6 +6,7 @@ sample, the few candidates near the threshold) goes through `Comm`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,11 +17,8 @@ from torch import Tensor, nn
 
 
 def _is_dtensor(tensor: Any) -> bool:
-    if not dist.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
+    module = sys.modules.get("torch.distributed.tensor")  # slow to import, and nobody has a DTensor without it
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:

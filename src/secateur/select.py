@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -26,6 +25,7 @@ from .patterns import Pattern
 
 SCOPES = ("tensor", "global", "row")
 Result = TypeVar("Result")
+_COLUMNS = 4096  # slabs are whole rows, so a tensor of any shape is ranked in rows of this length
 _SAMPLE = 1 << 17  # brackets the threshold to about 1 % of the pool
 
 
@@ -62,13 +62,8 @@ class Scores:
         return [(first, min(first + step, self.layout.rows)) for first in range(0, self.layout.rows, step)]
 
     def each(self, look: Callable[[Tensor, int, int], Result], multiple: int = 1) -> list[Result]:
-        """`look(scores, first row, last row)` for every slab, in order; magnitudes on as many threads as torch has."""
-        slabs = self.slabs(multiple)
-        workers = min(torch.get_num_threads(), len(slabs)) if self.magnitude_of is not None and self.device.type == "cpu" else 1
-        if workers <= 1:
-            return [look(self.rows(first, last), first, last) for first, last in slabs]
-        with ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(lambda slab: look(self.rows(*slab), *slab), slabs))
+        """`look(scores, first row, last row)` for every slab, in order."""
+        return [look(self.rows(first, last), first, last) for first, last in self.slabs(multiple)]
 
     def sample(self, size: int) -> Tensor:
         """About `size` scores from all over the tensor, the same ones every time."""
@@ -131,7 +126,15 @@ def select(
 def keep_largest(scores: Tensor, drop: int, *, magnitude: bool = False) -> Tensor:
     """The mask of one tensor on its own: its `drop` lowest scores (or magnitudes) go."""
     of = Scores.magnitude if magnitude else Scores.of
-    return select({"scores": of(scores.detach().reshape(1, -1))}, Pattern(), count=drop)["scores"].view(scores.shape)
+    flat = scores.detach().reshape(-1)
+    whole = flat.numel() - flat.numel() % _COLUMNS
+    parts = {"scores": of(flat[:whole].view(-1, _COLUMNS)), "scores at the end": of(flat[whole:].view(1, -1))}
+    kept = select({name: part for name, part in parts.items() if part.numel}, Pattern(), scope="global", count=drop)
+    return torch.cat([part.view(-1) for part in kept.values()]).view(scores.shape) if len(kept) > 1 else _only(kept, scores)
+
+
+def _only(kept: Mapping[str, Tensor], like: Tensor) -> Tensor:
+    return next((part.view(like.shape) for part in kept.values()), torch.ones(like.shape, dtype=torch.bool, device=like.device))
 
 
 # --- units and budgets ----------------------------------------------------------------------------------------------
@@ -219,7 +222,7 @@ def _keep_each(name: str, units: Scores, size: int, drop: Callable[[int], int]) 
         raise _nan(name) from None
 
     def keep(slab: Tensor, first: int, last: int) -> None:
-        if slab.numel() and bool(slab.max().isnan()):
+        if kernels.has_nan(slab):
             raise _nan(name)
         for begin, end, pool in ((0, whole, size), (whole, cols, cols - whole)):
             if begin < end:
@@ -262,28 +265,38 @@ def _keep_pool(pool: Mapping[str, Scores], drop: int, comm: Comm) -> dict[str, T
         if masks is not None:
             return dict(zip(pool, masks, strict=True))
     cut = find_cut(pool, drop, comm)
-    goes: list[int] | None = None  # of those that equal the threshold: how many are still to go where a tensor begins
-    if cut.ties < cut.equal:
-        equal = [sum(one.each(lambda slab, *_: kernels.count_equal(slab, cut.threshold))) for one in pool.values()]
-        goes = [min(max(cut.ties - before, 0), here) for before, here in zip(comm.before(equal), equal, strict=True)]
-    return {name: _keep_above(one, cut.threshold, goes[i] if goes else None) for i, (name, one) in enumerate(pool.items())}
+    if cut.ties == cut.equal:  # of those that equal the threshold, none stays
+        return {name: _keep_above(one, cut.threshold, ties=False) for name, one in pool.items()}
+    left = _ties_to_go(pool, cut, comm)
+    masks = {}
+    for name, one in pool.items():
+        masks[name] = _keep_above(one, cut.threshold, ties=True)
+        for first, last in one.slabs():
+            if not left[name]:
+                break
+            left[name] = kernels.drop_ties(one.rows(first, last), cut.threshold, masks[name][first:last], left[name])
+    return masks
 
 
-def _keep_above(scores: Scores, threshold: float, goes: int | None) -> Tensor:
-    """What is above the threshold, and all but the first `goes` of what equals it (None: all of that goes)."""
+def _keep_above(scores: Scores, threshold: float, *, ties: bool) -> Tensor:
     kept = torch.empty(scores.layout.rows, scores.layout.cols, dtype=torch.bool, device=scores.device)
-    scores.each(lambda slab, a, b: kernels.keep_above(slab, threshold, kept[a:b], ties=goes is not None))
-    for first, last in scores.slabs():
-        if not goes:
-            break
-        goes = kernels.drop_ties(scores.rows(first, last), threshold, kept[first:last], goes)
+    scores.each(lambda slab, a, b: kernels.keep_above(slab, threshold, kept[a:b], ties=ties))
     return kept
+
+
+def _ties_to_go(pool: Mapping[str, Scores], cut: Cut, comm: Comm) -> dict[str, int]:
+    """Of the ties that go, how many lie in each tensor of this process."""
+    if len(pool) == 1 and comm.alone:
+        return dict.fromkeys(pool, cut.ties)
+    equal = [_equal({name: one}, cut.threshold) for name, one in pool.items()]
+    before = comm.before(equal)
+    return {name: min(max(cut.ties - b, 0), here) for name, b, here in zip(pool, before, equal, strict=True)}
 
 
 def find_cut(pool: Mapping[str, Scores], drop: int, comm: Comm) -> Cut:
     """The exact cut that prunes `drop` of the pool."""
     (total,) = comm.sum(sum(one.numel for one in pool.values()))
-    sample = comm.cat(_sample(pool, total)).sort().values
+    sample = kernels.ordered(comm.cat(_sample(pool, total)))
     share, width = drop / max(total, 1), 4.0
     low = high = torch.nan  # not known
     while True:

@@ -11,11 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..patterns import Pattern
-from ..select import Scores, select
+from ..select import keep_largest
 from ._upkeep import MaskHook
-
-_COLUMNS = 4096  # the engine samples and reads by rows, so a tensor of any shape is given to it in rows of this length
 
 
 def _validate_pruning_amount_init(amount: Any) -> None:
@@ -81,17 +78,11 @@ def keep(method: MaskHook, scores: Tensor, drop: int, *, magnitude: bool = False
     """True for all but the `drop` lowest of the scores, or of their magnitudes."""
     if scores.is_meta:
         return torch.empty_like(scores, dtype=torch.bool)
-    of = Scores.magnitude if magnitude else Scores.of
-    flat = scores.detach().reshape(-1)
-    whole = flat.numel() - flat.numel() % _COLUMNS
-    parts = {"rows": flat[:whole].view(-1, _COLUMNS), "rest": flat[whole:].view(1, -1)}
-    parts = {name: of(part) for name, part in parts.items() if part.numel()}
     try:
-        kept = [part.view(-1) for part in select(parts, Pattern(), scope="global", count=drop).values()]
+        return keep_largest(scores, drop, magnitude=magnitude)
     except ValueError as error:  # the engine knows no name, and a count out of range was refused before
         name = getattr(method, "_tensor_name", "t")
         raise ValueError(f"{type(method).__name__} cannot rank {name!r}: it contains NaN (or its scores do)") from error
-    return (kept[0] if len(kept) == 1 else torch.cat(kept)).view(scores.shape)
 
 
 def without(mask: Tensor, keep: Tensor | None) -> Tensor:

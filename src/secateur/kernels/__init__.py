@@ -25,19 +25,30 @@ def _view(slab: Tensor) -> np.ndarray:
 
 
 def magnitude(slab: Tensor) -> Tensor:
-    """|slab|, exact in every dtype."""
+    """|slab|, exact in every dtype; on the CPU bfloat16 comes out as float32, in which it is ranked."""
     if slab.device.type == "cpu" and slab.dtype in (torch.float32, torch.float64):
         return torch.from_numpy(np.abs(_view(slab)))
-    if slab.device.type == "cpu" and slab.dtype in (torch.bfloat16, torch.float16):
-        return torch.from_numpy(_view(slab.view(torch.int16)) & np.int16(0x7FFF)).view(slab.dtype)
+    if slab.device.type == "cpu" and slab.dtype == torch.bfloat16:  # the upper half of a float32; its sign is shifted out
+        wide = np.left_shift(_view(slab.view(torch.int16)), np.uint32(17), dtype=np.uint32, casting="unsafe")
+        return torch.from_numpy(np.right_shift(wide, np.uint32(1), out=wide).view(np.float32))
     return slab.abs()
 
 
 def _array(slab: Tensor) -> np.ndarray:
     """The slab as a numpy array of float32 or float64, whose order and equality are those of the slab."""
-    if slab.dtype == torch.bfloat16:  # bfloat16 is the upper half of a float32
-        return np.left_shift(_view(slab.view(torch.int16)), np.uint32(16), dtype=np.uint32, casting="unsafe").view(np.float32)
     return _view(slab if slab.dtype in (torch.float32, torch.float64) else slab.float())
+
+
+def has_nan(slab: Tensor) -> bool:
+    """Whether any element is NaN: the maximum is, then."""
+    if slab.numel() == 0:
+        return False
+    return bool(np.isnan(_array(slab).max())) if slab.device.type == "cpu" else bool(slab.max().isnan())
+
+
+def ordered(values: Tensor) -> Tensor:
+    """The values in rising order."""
+    return torch.from_numpy(np.sort(_view(values))) if values.device.type == "cpu" else values.sort().values
 
 
 def _limit(x: np.ndarray, value: float) -> np.floating:
@@ -79,7 +90,7 @@ def kth(values: Tensor, k: int) -> float:
     """The k-th smallest of the values, counted from 1."""
     if values.device.type == "cpu":
         return float(np.partition(values.numpy(), k - 1)[k - 1])
-    return float(values.sort().values[k - 1])
+    return float(ordered(values)[k - 1])
 
 
 def keep_above(slab: Tensor, threshold: float, kept: Tensor, *, ties: bool) -> None:
@@ -108,21 +119,25 @@ def keep_rows(groups: Tensor, drop: int, kept: Tensor) -> None:
     if drop <= 0 or drop >= size:
         kept.fill_(drop <= 0)
     elif groups.device.type == "cpu":
-        (_duel if size <= 16 else _partition)(_array(groups), drop, kept.numpy())
+        x, out = _array(groups), kept.numpy()
+        _duel(np.ascontiguousarray(x.T), drop, out) if size <= _DUEL else _partition(x, drop, out)
     else:
         kept.fill_(True).scatter_(1, groups.argsort(dim=1, stable=True)[:, :drop], False)
 
 
-def _duel(x: np.ndarray, drop: int, out: np.ndarray) -> None:
+_DUEL = 16  # up to this size, comparing every pair beats sorting
+
+
+def _duel(columns: np.ndarray, drop: int, out: np.ndarray) -> None:
     """Rank by pairwise comparison, one column of all pools at a time: for small pools."""
-    columns = np.ascontiguousarray(x.T)
     wins = np.repeat(np.arange(len(columns), dtype=np.uint8)[:, None], columns.shape[1], 1)  # a later one beats its equals
     for i in range(len(columns)):
         for j in range(i + 1, len(columns)):
             first = (columns[i] > columns[j]).view(np.uint8)
             wins[i] += first
             wins[j] -= first
-    np.greater_equal(wins.T, drop, out=out)
+    for i, kept in enumerate(wins >= drop):
+        out[:, i] = kept
 
 
 def _partition(x: np.ndarray, drop: int, out: np.ndarray) -> None:
@@ -143,11 +158,11 @@ class NaNFound(ValueError):
 
 def _triton(weights: Sequence[Tensor]) -> bool:
     """Whether the Triton kernels can read these tensors."""
-    fits = all(w.device.type == "cuda" and w.is_contiguous() and w.dtype in _TRITON_DTYPES for w in weights)
+    fits = all(w.device.type == "cuda" and w.is_contiguous() and w.dtype in _KERNEL_DTYPES for w in weights)
     return fits and len({w.device for w in weights}) == 1 and importlib.util.find_spec("triton") is not None
 
 
-_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def keep_magnitudes(weights: Sequence[Tensor], sample: Callable[[], Tensor], drop: int) -> list[Tensor] | None:
@@ -161,12 +176,33 @@ def keep_magnitudes(weights: Sequence[Tensor], sample: Callable[[], Tensor], dro
 
 def keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor) -> bool:
     """n:m of magnitudes in one pass into `kept`, where there is a kernel for it; False where there is not."""
-    if size not in (2, 4, 8, 16) or weight.shape[1] % size or not 0 < drop < size or not _triton([weight]):
+    if weight.shape[1] % size or not 0 < drop < size <= _DUEL or not weight.is_contiguous():
+        return False
+    if weight.device.type == "cpu" and weight.dtype in _KERNEL_DTYPES:
+        _keep_groups(weight, size, drop, kept)
+        return True
+    if size not in (2, 4, 8, 16) or not _triton([weight]):
         return False
     from . import cuda
 
     cuda.keep_groups(weight, size, drop, kept)
     return True
+
+
+def _keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor) -> None:
+    """Magnitudes go straight into columns, and those of half precision compare as integers."""
+    half = weight.element_size() == 2
+    groups, out = _view(weight.view(torch.int16) if half else weight).reshape(-1, size), kept.numpy().reshape(-1, size)
+    infinity = _view(torch.tensor(torch.inf, dtype=weight.dtype).view(torch.int16)) if half else np.float32(np.inf)
+    step = slab_elements(weight.device) // size
+    for first in range(0, len(groups), step):
+        part = groups[first : first + step]
+        columns = np.empty((size, len(part)), part.dtype)
+        for j, column in enumerate(columns):
+            np.bitwise_and(part[:, j], 0x7FFF, out=column) if half else np.abs(part[:, j], out=column)
+        if not columns.max() <= infinity:
+            raise NaNFound(0)
+        _duel(columns, drop, out[first : first + step])
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
