@@ -130,11 +130,8 @@ def keep_largest(scores: Tensor, drop: int, *, magnitude: bool = False) -> Tenso
     whole = flat.numel() - flat.numel() % _COLUMNS
     parts = {"scores": of(flat[:whole].view(-1, _COLUMNS)), "scores at the end": of(flat[whole:].view(1, -1))}
     kept = select({name: part for name, part in parts.items() if part.numel}, Pattern(), scope="global", count=drop)
-    return torch.cat([part.view(-1) for part in kept.values()]).view(scores.shape) if len(kept) > 1 else _only(kept, scores)
-
-
-def _only(kept: Mapping[str, Tensor], like: Tensor) -> Tensor:
-    return next((part.view(like.shape) for part in kept.values()), torch.ones(like.shape, dtype=torch.bool, device=like.device))
+    flats = [part.view(-1) for part in kept.values()]
+    return (flats[0] if len(flats) == 1 else torch.cat(flats) if flats else flat > 0).view(scores.shape)
 
 
 # --- units and budgets ----------------------------------------------------------------------------------------------
@@ -264,6 +261,8 @@ def _keep_pool(pool: Mapping[str, Scores], drop: int, comm: Comm) -> dict[str, T
             raise _nan(list(pool)[found.position]) from None
         if masks is not None:
             return dict(zip(pool, masks, strict=True))
+    if len(magnitudes) == len(pool) and len({(m.dtype, m.device.type) for m in magnitudes}) == 1:
+        pool = {name: _bits(name, one) for name, one in pool.items()}
     cut = find_cut(pool, drop, comm)
     if cut.ties == cut.equal:  # of those that equal the threshold, none stays
         return {name: _keep_above(one, cut.threshold, ties=False) for name, one in pool.items()}
@@ -276,6 +275,21 @@ def _keep_pool(pool: Mapping[str, Scores], drop: int, comm: Comm) -> dict[str, T
                 break
             left[name] = kernels.drop_ties(one.rows(first, last), cut.threshold, masks[name][first:last], left[name])
     return masks
+
+
+def _bits(name: str, scores: Scores) -> Scores:
+    """Magnitudes of half precision on the CPU as integers in the same order, which compare faster; others as they are."""
+    matrix = scores.magnitude_of
+    if matrix is None or matrix.device.type != "cpu" or matrix.dtype not in (torch.bfloat16, torch.float16):
+        return scores
+
+    def rows(first: int, last: int) -> Tensor:
+        try:
+            return kernels.magnitude_bits(matrix[first:last])
+        except kernels.NaNFound:
+            raise _nan(name) from None
+
+    return replace(scores, rows=rows, magnitude_of=None)
 
 
 def _keep_above(scores: Scores, threshold: float, *, ties: bool) -> Tensor:

@@ -34,9 +34,21 @@ def magnitude(slab: Tensor) -> Tensor:
     return slab.abs()
 
 
+def magnitude_bits(slab: Tensor) -> Tensor:
+    """The magnitudes of half precision as the integers that their bits are: the same order, and half the bytes to compare."""
+    bits = _view(slab.view(torch.int16)) & np.int16(0x7FFF)
+    if bits.size and bits.max() > _infinity(slab.dtype):
+        raise NaNFound(0)
+    return torch.from_numpy(bits)
+
+
+def _infinity(dtype: torch.dtype) -> int:
+    return 0x7F80 if dtype == torch.bfloat16 else 0x7C00
+
+
 def _array(slab: Tensor) -> np.ndarray:
-    """The slab as a numpy array of float32 or float64, whose order and equality are those of the slab."""
-    return _view(slab if slab.dtype in (torch.float32, torch.float64) else slab.float())
+    """The slab as a numpy array of float32, float64 or int16, whose order and equality are those of the slab."""
+    return _view(slab.float() if slab.dtype in (torch.bfloat16, torch.float16) else slab)
 
 
 def has_nan(slab: Tensor) -> bool:
@@ -51,8 +63,10 @@ def ordered(values: Tensor) -> Tensor:
     return torch.from_numpy(np.sort(_view(values))) if values.device.type == "cpu" else values.sort().values
 
 
-def _limit(x: np.ndarray, value: float) -> np.floating:
+def _limit(x: np.ndarray, value: float) -> np.floating | np.int16:
     """The value to compare an array with; in the array's own precision unless that would round it."""
+    if x.dtype == np.int16:  # infinity, when no bound is known, is beyond all of them here too
+        return np.int16(min(max(value, -1), 0x7FFF))
     own = x.dtype.type(value)
     return own if float(own) == value else np.float64(value)
 
@@ -193,7 +207,7 @@ def _keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor) -> None:
     """Magnitudes go straight into columns, and those of half precision compare as integers."""
     half = weight.element_size() == 2
     groups, out = _view(weight.view(torch.int16) if half else weight).reshape(-1, size), kept.numpy().reshape(-1, size)
-    infinity = _view(torch.tensor(torch.inf, dtype=weight.dtype).view(torch.int16)) if half else np.float32(np.inf)
+    infinity = _infinity(weight.dtype) if half else np.inf
     step = slab_elements(weight.device) // size
     for first in range(0, len(groups), step):
         part = groups[first : first + step]
