@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -134,12 +135,9 @@ def keep_rows(groups: Tensor, drop: int, kept: Tensor) -> None:
         kept.fill_(drop <= 0)
     elif groups.device.type == "cpu":
         x, out = _array(groups), kept.numpy()
-        _duel(np.ascontiguousarray(x.T), drop, out) if size <= _DUEL else _partition(x, drop, out)
+        _duel(np.ascontiguousarray(x.T), drop, out) if size <= 16 else _partition(x, drop, out)
     else:
         kept.fill_(True).scatter_(1, groups.argsort(dim=1, stable=True)[:, :drop], False)
-
-
-_DUEL = 16  # up to this size, comparing every pair beats sorting
 
 
 def _duel(columns: np.ndarray, drop: int, out: np.ndarray) -> None:
@@ -190,35 +188,62 @@ def keep_magnitudes(weights: Sequence[Tensor], sample: Callable[[], Tensor], dro
 
 def keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor) -> bool:
     """n:m of magnitudes in one pass into `kept`, where there is a kernel for it; False where there is not."""
-    if weight.shape[1] % size or not 0 < drop < size <= _DUEL or not weight.is_contiguous():
+    if weight.shape[1] % size or not 0 < drop < size or not weight.is_contiguous():
         return False
-    if weight.device.type == "cpu" and weight.dtype in _KERNEL_DTYPES:
+    if weight.device.type == "cpu" and size in _WORDS:
         _keep_groups(weight, size, drop, kept)
         return True
-    if size not in (2, 4, 8, 16) or not _triton([weight]):
-        return False
-    from . import cuda
+    if size in (2, 4, 8, 16) and _triton([weight]):
+        from . import cuda
 
-    cuda.keep_groups(weight, size, drop, kept)
-    return True
+        cuda.keep_groups(weight, size, drop, kept)
+        return True
+    return False
+
+
+_WORDS: dict[int, type[np.unsignedinteger]] = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def _keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor) -> None:
-    """Magnitudes go straight into columns, and those of half precision compare as integers."""
-    half = weight.element_size() == 2
-    groups, out = _view(weight.view(torch.int16) if half else weight).reshape(-1, size), kept.numpy().reshape(-1, size)
-    infinity = _infinity(weight.dtype) if half else np.inf
-    step = slab_elements(weight.device) // size
-    for first in range(0, len(groups), step):
-        part = groups[first : first + step]
-        columns = np.empty((size, len(part)), part.dtype)
-        for j, column in enumerate(columns):
-            np.bitwise_and(part[:, j], 0x7FFF, out=column) if half else np.abs(part[:, j], out=column)
-        if not columns.max() <= infinity:
-            raise NaNFound(0)
-        _duel(columns, drop, out[first : first + step])
+    """Every element is compared with the one 1, 2, ... places on, all at once, and without moving any.
+
+    Magnitudes compare as the integers that their bits are. The outcomes of a group lie side by side, so they are one machine
+    word, in which wins are added up byte by byte: an element wins against its equals to the left.
+    """
+    x, out = _view(weight.view(_BITS[weight.element_size()])).reshape(-1), kept.numpy().reshape(-1)
+    infinity = int(torch.tensor(torch.inf, dtype=weight.dtype).view(_BITS[weight.element_size()]))
+    word, ones = _WORDS[size], sum(1 << 8 * i for i in range(size))
+    # As if each beat all to its left and none to its right, and so many more that `drop` wins carry into bit log2(size).
+    start = word(sum(i << 8 * i for i in range(size)) + ones * (size - drop))
+
+    sign = x.dtype.type(np.iinfo(x.dtype).max)
+
+    def work(begin: int, end: int) -> None:
+        length = min(_GROUP_SLAB, end - begin)
+        magnitudes, beats, swings = np.empty(length, x.dtype), np.zeros(length, np.bool_), np.empty(length // size, word)
+        for first in range(begin, end, _GROUP_SLAB):
+            n = min(_GROUP_SLAB, end - first)
+            m, wins = magnitudes[:n], out[first : first + n].view(word)
+            won = beats[:n].view(word)
+            if np.bitwise_and(x[first : first + n], sign, out=m).max() > infinity:
+                raise NaNFound(0)
+            for shift in range(1, size):
+                np.greater(m[:-shift], m[shift:], out=beats[: n - shift])
+                np.bitwise_and(won, word(ones >> 8 * shift), out=won)  # within a group only
+                swing = word((1 - (1 << 8 * shift)) % (1 << 8 * size))  # a win here is one less to the right
+                np.add(start if shift == 1 else wins, np.multiply(won, swing, out=swings[: n // size]), out=wins)
+            np.right_shift(wins, word(size.bit_length() - 1), out=wins)
+            np.bitwise_and(wins, word(ones), out=wins)
+
+    threads = min(torch.get_num_threads(), x.size // _GROUP_SLAB)
+    if threads < 2:
+        return work(0, x.size)
+    part = -(-x.size // (2 * threads) // size) * size
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda begin: work(begin, min(begin + part, x.size)), range(0, x.size, part)))
 
 
+_GROUP_SLAB = 1 << 19
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ZERO_CHUNK = 1 << 19
 
