@@ -13,6 +13,8 @@ from torch.ao.pruning import WeightNormSparsifier
 
 import secateur as sc
 from secateur.drop_in import prune
+from secateur.patterns import Pattern
+from secateur.select import Scores, select
 
 warnings.simplefilter("ignore")
 
@@ -105,13 +107,10 @@ def main() -> None:
         sparsifier.prepare(model, [{"tensor_fqn": "0.weight"}])
         theirs = milliseconds(sparsifier.step, rounds=5)
         sparsifier.squash_mask()
-        from secateur.patterns import Pattern
-        from secateur.select import Scores, select
-
-        pattern, matrix = Pattern.parse("2:4"), model[0].weight.detach()
-        ours = milliseconds(lambda: select({"w": Scores.magnitude(matrix)}, pattern), rounds=30)
+        pattern = Pattern.parse("2:4")
+        ours = milliseconds(lambda m: select({"w": Scores.magnitude(m[0].weight.detach())}, pattern), lambda m=model: m, 30)
         line(f"2:4 mask {shape[0]}x{shape[1]} bfloat16: select", ours, theirs, weights * 3 / gbs / 1e6, weights)
-        ours = milliseconds(lambda: sc.plan(model, pattern="2:4"), rounds=30)
+        ours = milliseconds(lambda m: sc.plan(m, pattern="2:4"), lambda m=model: m, 30)
         line(f"2:4 mask {shape[0]}x{shape[1]} bfloat16: sc.plan", ours, theirs, weights * 3 / gbs / 1e6, weights)
 
 

@@ -26,7 +26,7 @@ from .patterns import Pattern
 SCOPES = ("tensor", "global", "row")
 Result = TypeVar("Result")
 _COLUMNS = 4096  # slabs are whole rows, so a tensor of any shape is ranked in rows of this length
-_SAMPLE = 1 << 17  # brackets the threshold to about 1 % of the pool
+_SAMPLE = {"cpu": 1 << 17, "cuda": 1 << 20}  # brackets the threshold to about 1 % of the pool, or less
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,8 @@ def _equal(pool: Mapping[str, Scores], value: float) -> int:
 
 
 def _sample(pool: Mapping[str, Scores], total: int) -> Tensor:
-    parts = [one.sample(max(_SAMPLE * one.numel // max(total, 1), 1)) for one in pool.values() if one.numel]
+    size = _SAMPLE.get(next(iter(pool.values())).device.type, 1 << 17)
+    parts = [one.sample(max(size * one.numel // max(total, 1), 1)) for one in pool.values() if one.numel]
     wide = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
     device = parts[0].device if parts else torch.device("cpu")
     return torch.cat([part.to(device, wide) for part in parts]) if parts else torch.empty(0)

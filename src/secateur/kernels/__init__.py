@@ -6,6 +6,7 @@ compile. Every function means the same on every device; `select` decides what to
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -171,7 +172,12 @@ class NaNFound(ValueError):
 def _triton(weights: Sequence[Tensor]) -> bool:
     """Whether the Triton kernels can read these tensors."""
     fits = all(w.device.type == "cuda" and w.is_contiguous() and w.dtype in _KERNEL_DTYPES for w in weights)
-    return fits and len({w.device for w in weights}) == 1 and importlib.util.find_spec("triton") is not None
+    return fits and len({w.device for w in weights}) == 1 and _triton_installed()
+
+
+@functools.cache
+def _triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnbound=false
 """Triton kernels for magnitudes on a GPU: the threshold of a pool, its mask with ties in order, and n:m.
 
 The threshold is found by counting at a ladder of values, block by block. The counts of each block also say how many ties come
@@ -22,17 +22,17 @@ _TILE = 1024  # what a program of the counting kernel reads at a time
 _TURNS = 32  # how often: its counters have a byte per rung, so at most 255
 _BLOCK = _TILE * _TURNS
 _MASK_TILE = 2048
-_RUNGS = 8
 
 
 @triton.jit
-def _count_kernel(x, ladder, counts, n, TILE: tl.constexpr, TURNS: tl.constexpr):
+def _count_kernel(x, ladder, counts, n, RUNGS: tl.constexpr, TILE: tl.constexpr, TURNS: tl.constexpr):
+    """How many magnitudes of each block are below each rung. RUNGS is 4 or 8."""
     block = tl.program_id(0).to(tl.int64)
     t0, t1, t2, t3 = tl.load(ladder), tl.load(ladder + 1), tl.load(ladder + 2), tl.load(ladder + 3)
-    t4, t5, t6, t7 = tl.load(ladder + 4), tl.load(ladder + 5), tl.load(ladder + 6), tl.load(ladder + 7)
     lower = tl.zeros([TILE], tl.int32)  # four counters of a byte each, for the first four rungs
-    upper = tl.zeros([TILE], tl.int32)
-    nan = tl.zeros([TILE], tl.int32)
+    if RUNGS == 8:
+        t4, t5, t6, t7 = tl.load(ladder + 4), tl.load(ladder + 5), tl.load(ladder + 6), tl.load(ladder + 7)
+        upper = tl.zeros([TILE], tl.int32)
     first = block * (TILE * TURNS)
     for turn in range(TURNS):
         at = first + turn * TILE + tl.arange(0, TILE)
@@ -40,19 +40,22 @@ def _count_kernel(x, ladder, counts, n, TILE: tl.constexpr, TURNS: tl.constexpr)
         lower += (
             tl.where(s < t0, 1, 0) + tl.where(s < t1, 1 << 8, 0) + tl.where(s < t2, 1 << 16, 0) + tl.where(s < t3, 1 << 24, 0)
         )
-        upper += (
-            tl.where(s < t4, 1, 0) + tl.where(s < t5, 1 << 8, 0) + tl.where(s < t6, 1 << 16, 0) + tl.where(s < t7, 1 << 24, 0)
-        )
-        nan += (s != s).to(tl.int32)
-    row = counts + block * 9
+        if RUNGS == 8:
+            upper += (
+                tl.where(s < t4, 1, 0)
+                + tl.where(s < t5, 1 << 8, 0)
+                + tl.where(s < t6, 1 << 16, 0)
+                + tl.where(s < t7, 1 << 24, 0)
+            )
+    row = counts + block * RUNGS
     for j in tl.static_range(4):
         tl.store(row + j, tl.sum((lower >> (8 * j)) & 255))
-        tl.store(row + 4 + j, tl.sum((upper >> (8 * j)) & 255))
-    tl.store(row + 8, tl.sum(nan))
+        if RUNGS == 8:
+            tl.store(row + 4 + j, tl.sum((upper >> (8 * j)) & 255))
 
 
 @triton.jit
-def _mask_kernel(x, kept, before, threshold, goes, n, TILE: tl.constexpr, TILES: tl.constexpr):
+def _mask_kernel(x, kept, before, threshold, goes, nan, position, n, TILE: tl.constexpr, TILES: tl.constexpr):
     tile = tl.program_id(0)
     block = tile // TILES
     first = tile.to(tl.int64) * TILE
@@ -72,6 +75,8 @@ def _mask_kernel(x, kept, before, threshold, goes, n, TILE: tl.constexpr, TILES:
         equal = (s == t) & (at < n)
         keep = (s > t) | (equal & (tl.cumsum(equal.to(tl.int32), 0) > left))
     tl.store(kept + at, keep.to(tl.int8), mask=at < n)
+    if tl.max((s != s).to(tl.int32), 0) > 0:
+        tl.atomic_max(nan, position)
 
 
 @triton.jit
@@ -131,64 +136,80 @@ def keep_magnitudes(weights: Sequence[Tensor], sample: Tensor, drop: int) -> lis
     device = weights[0].device
     dtypes = {weight.dtype for weight in weights}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    rungs = 8 if dtype == torch.float32 else 4
     starts = np.concatenate([[0], np.cumsum([triton.cdiv(weight.numel(), _BLOCK) for weight in weights])]).tolist()
-    counts = torch.empty(starts[-1], _RUNGS + 1, dtype=torch.int32, device=device)
-    infinity = int(_keys(np.array([np.inf]), dtype)[0])
-    low, high = 0, infinity + 1  # fewer than `drop` are below low, at least `drop` below high
-    ladder = _sampled_rungs(sample, drop / sum(weight.numel() for weight in weights), dtype, infinity)
+    parts = [part for part in zip(weights, starts, starts[1:], strict=False) if part[1] < part[2]]
+    counts = torch.empty(starts[-1], rungs, dtype=torch.int32, device=device)
+    total, infinity = sum(weight.numel() for weight in weights), int(_keys(np.array([np.inf]), dtype)[0])
+    low, high, under, upto = 0, infinity + 1, 0, total  # under < drop are below low, upto >= drop below high
+    ladder = _sampled_rungs(sample, drop / total, dtype, infinity, rungs)
     while True:
-        rungs = torch.from_numpy(_values(ladder, dtype)).to(device)
-        for weight, start, end in zip(weights, starts, starts[1:], strict=False):
-            if end > start:
-                _count_kernel[(end - start,)](weight, rungs, counts[start:], weight.numel(), _TILE, _TURNS, num_warps=4)
+        values = torch.from_numpy(_values(ladder, dtype)).to(device)
+        for weight, start, end in parts:
+            _count_kernel[(end - start,)](weight, values, counts[start:], weight.numel(), rungs, _TILE, _TURNS, num_warps=4)
         below = counts.sum(0, dtype=torch.int64).tolist()
-        if below.pop():
-            block = int(counts[:, -1].nonzero()[0, 0])
-            raise NaNFound(int(np.searchsorted(starts, block, side="right")) - 1)
         at = int(np.searchsorted(below, drop))  # the first rung with at least `drop` below it
-        low = int(ladder[at - 1]) if at > 0 else low
-        high = int(ladder[at]) if at < _RUNGS else high
+        low, under = (int(ladder[at - 1]), below[at - 1]) if at > 0 else (low, under)
+        high, upto = (int(ladder[at]), below[at]) if at < rungs else (high, upto)
         if low == infinity:
             return None
-        if 0 < at < _RUNGS and high - low == 1:
+        if 0 < at < rungs and high - low == 1:
             break
-        ladder = _rungs(low, high, infinity)
+        ladder = _rungs(low, high, under, upto, drop, infinity, rungs)
     before = torch.zeros(starts[-1] + 1, dtype=torch.int64, device=device)
     torch.cumsum(counts[:, at] - counts[:, at - 1], 0, out=before[1:])
-    goes = torch.tensor([drop - below[at - 1]], device=device)
+    goes, nan = torch.tensor([drop - under], device=device), _flag(device)
     masks = [torch.empty(weight.shape, dtype=torch.bool, device=device) for weight in weights]
-    for weight, mask, start, end in zip(weights, masks, starts, starts[1:], strict=False):
-        if end > start:
-            arguments = weight, mask.view(torch.int8), before[start:], rungs[at - 1 :], goes, weight.numel()
-            tiles = triton.cdiv(weight.numel(), _MASK_TILE)
-            _mask_kernel[(tiles,)](*arguments, _MASK_TILE, _BLOCK // _MASK_TILE, num_warps=8)
+    for position, (weight, mask, start) in enumerate(zip(weights, masks, starts, strict=False), 1):
+        arguments = weight, mask.view(torch.int8), before[start:], values[at - 1 :], goes, nan, position, weight.numel()
+        grid = (max(triton.cdiv(weight.numel(), _MASK_TILE), 1),)
+        _mask_kernel[grid](*arguments, _MASK_TILE, _BLOCK // _MASK_TILE, num_warps=8)
+    _raise_if_set(nan)
     return masks
 
 
-def _sampled_rungs(sample: Tensor, share: float, dtype: torch.dtype, infinity: int) -> np.ndarray:
+def _sampled_rungs(sample: Tensor, share: float, dtype: torch.dtype, infinity: int, rungs: int) -> np.ndarray:
     """Rungs around the sampled quantile, about as wide as its error."""
     ordered, size = sample.sort().values, sample.numel()
-    spread = 4 * (share * (1 - share) / size) ** 0.5 + 2 / size
+    spread = 3 * (share * (1 - share) / size) ** 0.5 + 1 / size
     ends = [min(max(int((share + sign * spread) * size), 0), size - 1) for sign in (-1, 1)]
     first, last = _keys(ordered[ends].cpu().numpy(), dtype).tolist()
-    return _rungs(first, last + 1, infinity)
-
-
-def _rungs(low: int, high: int, infinity: int) -> np.ndarray:
-    """Evenly spaced keys from low to high, both included; every key from low on where there are that few."""
-    keys = low + np.arange(_RUNGS) if high - low < _RUNGS else np.linspace(low, high, _RUNGS)
+    keys = first + np.arange(rungs) if last + 1 - first < rungs else np.linspace(first, last + 1, rungs)
     return np.minimum(keys.astype(np.int64), infinity)
 
 
-_flags: dict[torch.device, Tensor] = {}  # zero between calls; a kernel sets it when it meets NaN
+def _rungs(low: int, high: int, under: int, upto: int, drop: int, infinity: int, rungs: int) -> np.ndarray:
+    """Low, high, and between them every key where there are few, or rungs close to where counts interpolate to `drop`."""
+    if high - low < rungs:
+        keys = low + np.arange(rungs)
+    else:
+        per_count = (high - low) / (upto - under)
+        middle, width = low + (drop - under) * per_count, 2 + 4 * per_count * (upto - under) ** 0.5
+        inner = np.linspace(max(middle - width, low + 1), min(middle + width, high - 1), rungs - 2)
+        keys = np.concatenate([[low], inner, [high]])
+    return np.minimum(keys.astype(np.int64), infinity)
+
+
+_flags: dict[torch.device, Tensor] = {}
+
+
+def _flag(device: torch.device) -> Tensor:
+    """A number on the device that is zero between calls; a kernel sets it to a position, from 1, where it meets NaN."""
+    if device not in _flags:
+        _flags[device] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _flags[device]
+
+
+def _raise_if_set(flag: Tensor) -> None:
+    if position := int(flag.item()):
+        flag.zero_()
+        raise NaNFound(position - 1)
 
 
 def keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor) -> None:
     """n:m over a contiguous matrix whose rows `size` divides: of every `size` neighbours the `drop` lowest magnitudes go."""
     groups = weight.numel() // size
-    if weight.device not in _flags:
-        _flags[weight.device] = torch.zeros(1, dtype=torch.int32, device=weight.device)
-    nan = _flags[weight.device]
+    nan = _flag(weight.device)
     if size == 4 and weight.element_size() == 2:
         infinity = 0x7F80 if weight.dtype == torch.bfloat16 else 0x7C00
         quads, words = weight.view(torch.int64), kept.view(torch.int32)
@@ -196,6 +217,4 @@ def keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor) -> None:
     else:
         tile = 2048 // size
         _group_kernel[(triton.cdiv(groups, tile),)](weight, kept.view(torch.int8), nan, groups, drop, size, tile, num_warps=8)
-    if nan.item():
-        nan.zero_()
-        raise NaNFound(0)
+    _raise_if_set(nan)
