@@ -71,7 +71,7 @@ class Scores:
         if self.numel <= size:
             return self.rows(0, rows).reshape(-1)
         if self.magnitude_of is not None and self.magnitude_of.is_contiguous():
-            return self.magnitude_of.view(-1)[:: self.numel // size | 1].abs()  # an odd stride visits all columns
+            return kernels.magnitude(_every(self.magnitude_of, self.numel // size))
         picks = min(rows, 64, max(size // max(cols, 1), 1))
         return torch.cat([self.rows(r, r + 1).reshape(-1) for r in (i * rows // picks for i in range(picks))])
 
@@ -338,10 +338,18 @@ def _equal(pool: Mapping[str, Scores], value: float) -> int:
 
 def _sample(pool: Mapping[str, Scores], total: int) -> Tensor:
     size = _SAMPLE.get(next(iter(pool.values())).device.type, 1 << 17)
+    raw = [one.magnitude_of for one in pool.values() if one.magnitude_of is not None and one.magnitude_of.is_contiguous()]
+    if len(raw) == len(pool) and len({(matrix.device, matrix.dtype) for matrix in raw}) == 1:  # few launches for many tensors
+        return kernels.magnitude(torch.cat([_every(matrix, max(total // size, 1)) for matrix in raw]))
     parts = [one.sample(max(size * one.numel // max(total, 1), 1)) for one in pool.values() if one.numel]
     wide = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
     device = parts[0].device if parts else torch.device("cpu")
     return torch.cat([part.to(device, wide) for part in parts]) if parts else torch.empty(0)
+
+
+def _every(matrix: Tensor, stride: int) -> Tensor:
+    """Elements of a contiguous matrix at a stride, an odd one so that all columns are visited."""
+    return matrix.view(-1)[:: stride | 1]
 
 
 def _quantile(ordered: Tensor, share: float) -> float:

@@ -260,7 +260,13 @@ def zero_(weight: Tensor, mask: Tensor) -> None:
     Multiplying the bits as integers does that in one vectorised pass; chunks keep the widened mask in the cache.
     """
     bits = weight.view(_BITS[weight.element_size()])
-    if weight.device.type == "cpu" and weight.is_contiguous() and mask.is_contiguous():
+    if not (weight.is_contiguous() and mask.is_contiguous()):
+        bits.mul_(mask)
+    elif weight.device.type == "cuda" and _triton_installed():
+        from . import cuda
+
+        cuda.zero_(bits, mask)
+    elif weight.device.type == "cpu":
         for part, kept in zip(bits.view(-1).split(_ZERO_CHUNK), mask.view(-1).split(_ZERO_CHUNK), strict=True):
             part.mul_(kept)
     else:

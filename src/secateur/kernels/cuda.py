@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnbound=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 """Triton kernels for magnitudes on a GPU: the threshold of a pool, its mask with ties in order, and n:m.
 
 The threshold is found by counting at a ladder of values, block by block. The counts of each block also say how many ties come
@@ -99,6 +99,8 @@ def _group_kernel(x, kept, nan, groups, drop, M: tl.constexpr, GROUPS: tl.conste
 @triton.jit
 def _quad_kernel(x, kept, nan, groups, drop, INFINITY: tl.constexpr, TILE: tl.constexpr):
     """n of 4 in two bytes each: a group is one 64-bit word, its mask one 32-bit word, magnitudes compare as 15-bit integers."""
+    x = x.to(tl.pointer_type(tl.int64), bitcast=True)
+    kept = kept.to(tl.pointer_type(tl.int32), bitcast=True)
     g = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     v = tl.load(x + g, mask=g < groups, other=0)
     a = (v & 0x7FFF).to(tl.int32)
@@ -112,6 +114,19 @@ def _quad_kernel(x, kept, nan, groups, drop, INFINITY: tl.constexpr, TILE: tl.co
     tl.store(kept + g, first | second, mask=g < groups)
     if tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), 0) > INFINITY:
         tl.atomic_max(nan, 1)
+
+
+@triton.jit
+def _zero_kernel(bits, mask, n, TILE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    kept = tl.load(mask + at, mask=at < n, other=0) != 0
+    tl.store(bits + at, tl.where(kept, tl.load(bits + at, mask=at < n, other=0), 0), mask=at < n)
+
+
+def zero_(bits: Tensor, mask: Tensor) -> None:
+    """Writes 0 over contiguous integers wherever the mask is False."""
+    if bits.numel():
+        _zero_kernel[(triton.cdiv(bits.numel(), 4096),)](bits, mask.view(torch.int8), bits.numel(), 4096, num_warps=8)
 
 
 def _keys(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
@@ -173,7 +188,7 @@ def _sampled_rungs(sample: Tensor, share: float, dtype: torch.dtype, infinity: i
     ordered, size = sample.sort().values, sample.numel()
     spread = 3 * (share * (1 - share) / size) ** 0.5 + 1 / size
     ends = [min(max(int((share + sign * spread) * size), 0), size - 1) for sign in (-1, 1)]
-    first, last = _keys(ordered[ends].cpu().numpy(), dtype).tolist()
+    first, last = _keys(ordered[ends].float().cpu().numpy(), dtype).tolist()
     keys = first + np.arange(rungs) if last + 1 - first < rungs else np.linspace(first, last + 1, rungs)
     return np.minimum(keys.astype(np.int64), infinity)
 
@@ -212,8 +227,7 @@ def keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor) -> None:
     nan = _flag(weight.device)
     if size == 4 and weight.element_size() == 2:
         infinity = 0x7F80 if weight.dtype == torch.bfloat16 else 0x7C00
-        quads, words = weight.view(torch.int64), kept.view(torch.int32)
-        _quad_kernel[(triton.cdiv(groups, 1024),)](quads, words, nan, groups, drop, infinity, 1024, num_warps=4)
+        _quad_kernel[(triton.cdiv(groups, 1024),)](weight, kept, nan, groups, drop, infinity, 1024, num_warps=4)
     else:
         tile = 2048 // size
         _group_kernel[(triton.cdiv(groups, tile),)](weight, kept.view(torch.int8), nan, groups, drop, size, tile, num_warps=8)
