@@ -185,7 +185,7 @@ def _budget(
             "blocks that do not divide a sharded tensor evenly cannot share a budget; choose a block that does"
         )
     # Units of different sizes: prune in order of score, as many as bring the number of elements nearest to the budget.
-    order = torch.cat([one.rows(0, one.layout.rows).reshape(-1) for one in units]).sort(stable=True).indices.cpu()
+    order = torch.cat([one.rows(0, one.layout.rows).reshape(-1).cpu() for one in units]).sort(stable=True).indices
     gone = torch.cat([flat.new_zeros(1), flat[order].cumsum(0)])
     return int((gone - share * int(flat.sum())).abs().argmin())
 

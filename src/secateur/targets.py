@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
@@ -153,9 +152,3 @@ def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: t
     if tensor.numel() == 0:
         return "empty"
     return None
-
-
-def same_device(found: Iterable[Target]) -> torch.device | None:
-    """The device that all targets share, None when they lie on several."""
-    devices = {target.weight.device for target in found}
-    return devices.pop() if len(devices) == 1 else None
