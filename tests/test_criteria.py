@@ -433,3 +433,12 @@ def test_scores_that_need_gradients_are_detached():
     with torch.enable_grad():
         plan = sc.plan(model, lambda weight: weight.abs() * scale, sparsity=0.5)
     assert plan.masks == sc.plan(model, sparsity=0.5).masks
+
+
+def test_arguments_with_defaults_are_a_functions_own_affair():
+    def mine(weight, eps=1e-6):
+        return weight.abs() + eps
+
+    model = net()
+    assert sc.plan(model, mine, sparsity=0.5).masks == sc.plan(model, sparsity=0.5).masks
+    assert sc.plan(model, functools.partial(mine, eps=0.0), sparsity=0.5).masks == sc.plan(model, sparsity=0.5).masks

@@ -187,3 +187,28 @@ def test_layers_and_masks_speak_of_the_same():
 
 def test_a_plan_by_a_mapping_alone_prints_no_none():
     assert "None" not in str(sc.plan(net(), spread={"*": 0.5}))
+
+
+def test_undoing_brings_back_what_the_last_application_replaced():
+    model = net()
+    plan = sc.prune_(model, sparsity=0.5, keep_dense=True)
+    plan.undo_(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(10)
+    before = bits(model)
+    plan.apply_(model, keep_dense=True)
+    plan.undo_(model)
+    assert same(bits(model), before)
+
+
+def test_a_plan_keeps_the_dense_values_of_one_model_at_a_time():
+    one, other = net(), net()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    plan = sc.prune_(one, sparsity=0.5, keep_dense=True)
+    before = bits(other)
+    with pytest.raises(ValueError, match="undo that first"):
+        plan.apply_(other, keep_dense=True)
+    assert same(bits(other), before)

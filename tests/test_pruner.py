@@ -128,11 +128,8 @@ def test_attaching_the_same_optimizer_twice_does_not_hurry_the_schedule():
     model = net()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     pruner = sc.Pruner(model, sparsity=sc.linear(0.5, end=10))
-    try:
+    with pytest.raises(ValueError, match="attached already"):
         pruner.attach(optimizer).attach(optimizer)
-    except ValueError as error:
-        assert "attached" in str(error)  # noqa: PT017
-        return
     one_step(model, optimizer)
     assert pruner.state_dict()["step"] == 1
 
@@ -253,7 +250,7 @@ def test_a_tensor_without_a_gradient_is_named():
     model[0].weight.requires_grad_(False)
     optimizer = OPTIMIZERS["sgd"]([p for p in model.parameters() if p.requires_grad])
     sc.Pruner(model, sc.movement, sparsity=0.5).attach(optimizer)
-    with pytest.raises(RuntimeError, match=r"'0\.weight' has no gradient"):
+    with pytest.raises(RuntimeError, match=r"'0\.weight'.* had no gradient"):
         one_step(model, optimizer)
 
 
@@ -326,7 +323,8 @@ def test_rigl_drops_the_smallest_and_grows_the_steepest():
     kept = before.nonzero().tolist()
     goes = sorted(kept, key=lambda at: float(weights[tuple(at)].abs()))[:3]
     outside = [at for at in itertools.product(range(4), range(6)) if not before[at] or list(at) in goes]
-    comes = sorted(outside, key=lambda at: -float(grads[1][at].abs()))[:3]
+    since_the_first_masks = grads[0] + grads[1]
+    comes = sorted(outside, key=lambda at: -float(since_the_first_masks[tuple(at)].abs()))[:3]
     wanted = before.clone()
     for at in goes:
         wanted[tuple(at)] = False
@@ -366,20 +364,12 @@ def test_grown_weights_start_at_zero():
 @pytest.mark.parametrize(
     "sparsity", [sc.cubic(0.8, end=5), sc.one_shot(0.8, at=3), sc.linear(0.8, start=2, end=8, every=2)], ids=str
 )
-def test_growing_goes_with_a_gradual_sparsity_or_is_refused(sparsity):
-    model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    try:
-        pruner = sc.Pruner(model, sparsity=sparsity, grow=abs(sc.grad), swap=SWAP).attach(optimizer)
-    except ValueError as error:
-        assert "grow" in str(error)  # noqa: PT017
-        return
-    for step in range(STEPS):
-        one_step(model, optimizer, step)
-    assert pruner.sparsity == pytest.approx(0.8, abs=0.01)
+def test_growing_with_a_gradual_sparsity_is_refused(sparsity):
+    with pytest.raises(ValueError, match="grow= swaps weights at a constant sparsity"):
+        sc.Pruner(net(), sparsity=sparsity, grow=abs(sc.grad), swap=SWAP)
 
 
-def test_growing_by_gradients_of_data_or_refused():
+def test_growing_by_gradients_of_data():
     model = net()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     pruner = sc.Pruner(model, sc.wanda, sparsity=0.5, grow=abs(sc.grad), swap=SWAP, data=[(X, Y)], loss=F.mse_loss).attach(
@@ -688,3 +678,129 @@ def test_a_plan_along_the_way_applies_to_a_dense_copy():
     pruner.step()
     pruner.plan().apply_(dense)
     assert torch.equal(dense[0].weight, model[0].weight)
+
+
+# --- what a reviewer broke ----------------------------------------------------------------------------------------------
+
+
+def test_an_uneven_spread_that_moves_between_updates_still_adds_up():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    pruner = sc.Pruner(model, sparsity=sc.linear(0.6, end=60, every=5), spread=sc.owl(0.15, 2.5)).attach(optimizer)
+    for _ in range(60):
+        optimizer.zero_grad()
+        (model(torch.randn(32, 64) * 10) - torch.randn(32, 64)).square().mean().backward()
+        optimizer.step()
+    assert pruner.sparsity == pytest.approx(0.6, abs=0.001)
+
+
+@pytest.mark.parametrize("budget", [{"sparsity": 0.5}, {"pattern": "2:4"}], ids=str)
+def test_soft_masks_on_a_constant_budget_follow_the_dense_weights(budget):
+    model = nn.Linear(8, 8, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = sc.Pruner(model, **budget, ste=True).attach(optimizer)
+    first = pruner.masks["weight"]
+    for step in range(50):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        (model(torch.randn(16, 8)) - torch.randn(16, 8)).square().mean().backward()
+        optimizer.step()
+    dense = nn.Linear(8, 8, bias=False)
+    dense.weight.data.copy_(model.parametrizations.weight.original.detach())
+    assert torch.equal(pruner.masks["weight"], sc.plan(dense, **budget).masks["weight"])
+    assert not torch.equal(pruner.masks["weight"], first)
+
+
+def test_soft_masks_may_be_made_anew_less_often():
+    model = nn.Linear(8, 8, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    pruner = sc.Pruner(model, sparsity=0.5, ste=True, every=3).attach(optimizer)
+    seen = [pruner.masks]
+    for step in range(3):
+        model.parametrizations.weight.original.grad = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+        seen.append(pruner.masks)
+    assert [seen[i] is seen[i + 1] for i in range(3)] == [True, True, False]
+    for wrong in ({"every": 0, "ste": True}, {"every": 2}, {"every": 1.5, "ste": True}):
+        with pytest.raises(ValueError, match="every="):
+            sc.Pruner(nn.Linear(4, 4), sparsity=0.5, **wrong)
+
+
+def test_a_copy_of_model_optimizer_and_pruner_can_be_attached_and_goes_on():
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    pruner = sc.Pruner(model, sparsity=sc.linear(0.5, end=4)).attach(optimizer)
+    one_step(model, optimizer)
+    model2, optimizer2, pruner2 = copy.deepcopy((model, optimizer, pruner))
+    pruner2.attach(optimizer2)
+    for step in range(1, 4):
+        one_step(model, optimizer, step)
+        one_step(model2, optimizer2, step)
+    assert pruner2.masks == pruner.masks
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), model2.parameters(), strict=True))
+
+
+def test_an_attach_that_fails_can_be_done_again():
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    good = model[0].weight[0, 0].item()
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.nan
+    pruner = sc.Pruner(model, sparsity=0.5)
+    with pytest.raises(ValueError, match="NaN"):
+        pruner.attach(optimizer)
+    with torch.no_grad():
+        model[0].weight[0, 0] = good
+    pruner.attach(optimizer)
+    assert pruner.sparsity == 0.5
+    one_step(model, optimizer)
+    pruner.verify()
+
+
+def test_ending_before_the_end_is_said():
+    with pytest.warns(UserWarning, match="not finished"):
+        sc.Pruner(net(), sparsity=0.9).finish()
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    pruner = sc.Pruner(model, sparsity=sc.cubic(0.9, end=1000, every=100)).attach(optimizer)
+    one_step(model, optimizer)
+    with pytest.warns(UserWarning, match="step 1, and the last masks are due at 1000"):
+        pruner.finish()
+
+
+def test_an_optimizer_in_a_wrapper_is_followed():
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer):  # as some frameworks do: no super().__init__
+            self.optimizer = optimizer
+
+        def step(self, closure=None):
+            return self.optimizer.step(closure)
+
+    model = net()
+    inner = OPTIMIZERS["sgd"](model.parameters())
+    pruner = sc.Pruner(model, sparsity=0.5).attach(Wrapper(inner))
+    one_step(model, inner)
+    pruner.verify()
+
+
+def test_a_layer_that_rests_for_a_step_adds_nothing():
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    pruner = sc.Pruner(model, sc.taylor, sparsity=sc.one_shot(0.5, at=3)).attach(optimizer)
+    for step in range(3):
+        if step == 1:
+            optimizer.zero_grad()
+            model[0].weight.square().sum().backward()  # the other layers take no part
+            optimizer.step()
+        else:
+            one_step(model, optimizer, step)
+    assert pruner.sparsity == 0.5
+
+
+def test_first_masks_of_rigl_are_there_before_the_first_step():
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    pruner = sc.Pruner(model, sparsity=0.5, grow=abs(sc.grad), swap=SWAP).attach(optimizer)
+    assert pruner.sparsity == 0.5
+    pruner.verify()

@@ -209,3 +209,11 @@ def test_sparse_gradients_of_an_embedding_are_evidence_too():
     sparse = sc.plan(model, sc.taylor, **kwargs)
     model[0].sparse = False
     assert sparse.masks == sc.plan(model, sc.taylor, **kwargs).masks
+
+
+def test_a_loader_over_inputs_alone_is_data():
+    inputs = torch.randn(8, 3)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs), batch_size=4)
+    model = nn.Linear(3, 5)
+    wanted = sc.plan(model, sc.wanda, sparsity=0.5, data=list(inputs.split(4))).masks
+    assert sc.plan(model, sc.wanda, sparsity=0.5, data=loader).masks == wanted

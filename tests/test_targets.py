@@ -214,7 +214,7 @@ def test_an_empty_tensor_is_skipped():
     assert sc.targets(model)[1]["1.weight"] == "empty"
 
 
-@pytest.mark.parametrize("kwargs", [{"types": nn.Linear}, {"types": ["Linear"]}, {"include": None}, {"exclude": 5}])
+@pytest.mark.parametrize("kwargs", [{"types": nn.Linear}, {"types": ["Linear"]}, {"include": 7}, {"exclude": 5}])
 def test_a_wrong_choice_says_which_argument_it_was(kwargs):
     (name,) = kwargs
     with pytest.raises(TypeError, match=name):
@@ -224,3 +224,33 @@ def test_a_wrong_choice_says_which_argument_it_was(kwargs):
 def test_what_is_no_model_is_refused_in_words():
     with pytest.raises(TypeError, match=r"Module"):
         sc.plan("model", sparsity=0.5)
+
+
+def test_elements_that_share_memory_are_left_alone_with_the_reason():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = nn.Parameter(torch.randn(1, 4).expand(4, 4))
+    plan = sc.prune_(model, sparsity=0.5)
+    assert list(plan.masks) == ["0.weight"]
+    assert "share memory" in plan.skipped["1.weight"]
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+def test_a_weight_tied_to_an_embedding_is_left_alone_whatever_the_order(head_first):
+    model = nn.Module()
+    parts = {"emb": nn.Embedding(10, 4), "head": nn.Linear(4, 10, bias=False), "other": nn.Linear(4, 4, bias=False)}
+    for name in ("head", "emb", "other") if head_first else ("emb", "head", "other"):
+        model.add_module(name, parts[name])
+    model.head.weight = model.emb.weight
+    found, skipped = sc.targets(model)
+    assert [target.name for target in found] == ["other.weight"]
+    assert {"emb.weight", "head.weight"} == skipped.keys()
+
+
+def test_what_cannot_be_ranked_is_left_alone_with_its_dtype():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = nn.Parameter(model[1].weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    assert "float8" in sc.plan(model, sparsity=0.5).skipped["1.weight"]
+
+
+def test_no_include_is_like_none_given():
+    assert names(Model(), include=None, exclude=None) == names(Model())

@@ -53,6 +53,23 @@ def owl(strength: float = 0.08, outlier: float = 5.0) -> Spread:
     return spread
 
 
+def hold(
+    shares: Mapping[str, float], pruned: Mapping[str, float], sizes: Mapping[str, int], sparsity: float
+) -> dict[str, float]:
+    """Shares that keep what is pruned already and still add up: where a tensor cannot give way, the others do."""
+    asked = sparsity * sum(sizes.values())
+
+    def held(shift: float) -> dict[str, float]:
+        return {name: max(pruned[name], share - shift) for name, share in shares.items()}
+
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        gone = sum(share * sizes[name] for name, share in held(middle).items())
+        low, high = (middle, high) if gone > asked else (low, middle)
+    return held(low)
+
+
 def _outliers(scores: Scores, times: float) -> float:
     total = sum(scores.each(lambda slab, *_: float(slab.sum(dtype=torch.float64))))
     bar = times * total / max(scores.numel, 1)

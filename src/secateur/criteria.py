@@ -229,10 +229,12 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _arguments(function: Callable[..., Any]) -> list[str]:
+    """The arguments that a function needs; those with a default are its own affair unless they are evidence."""
     try:
-        return list(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters.items()
     except ValueError:  # some builtins do not tell
         return []
+    return [name for name, parameter in parameters if parameter.default is parameter.empty or name in EVIDENCE]
 
 
 def _operand(value: Any) -> Any:

@@ -53,6 +53,9 @@ class Plan:
     def apply_(self, model: nn.Module, *, keep_dense: bool = False) -> Plan:
         """Writes the zeros into the model. With `keep_dense`, remembers what they replace, for `undo_`."""
         weights = self._weights(model)
+        alive = keep_dense and self.dense and any(bool(w[~local(self.masks[name])].any()) for name, w in weights.items())
+        if alive:
+            raise ValueError("this plan keeps the dense values of another application; undo that first, or make a new plan")
         if keep_dense and not self.dense:
             self.dense = {name: weight[~local(self.masks[name])].clone() for name, weight in weights.items()}
         for name, weight in weights.items():
@@ -65,6 +68,7 @@ class Plan:
             raise ValueError("this plan kept no dense values; apply it with keep_dense=True to be able to undo it")
         for name, weight in self._weights(model).items():
             weight[~local(self.masks[name])] = self.dense[name].to(weight)
+        self.dense = {}
 
     def _weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The tensors the plan speaks of, all checked before any is touched."""
@@ -188,11 +192,14 @@ def make_plan(
     with torch.no_grad():
         scores = {t.name: recipe.criterion.scores(TensorEvidence(t, table[t.name], step)) for t in found}
         held = {t.name: t.layout.matrix(local(previous[t.name])) for t in found} if previous is not None else None
+        pruned = (
+            {name: 1 - float(mask.float().mean()) for name, mask in held.items()} if held and callable(recipe.spread) else None
+        )
         kept = select(
             scores,
             recipe.pattern,
             scope=recipe.scope,
-            sparsity=recipe.shares(scores, step),
+            sparsity=recipe.shares(scores, step, pruned),
             count=recipe.count,
             previous=held,
             comm=comm,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -85,8 +86,9 @@ class Pruner:
 
     `grow` turns on dynamic sparse training: whenever the schedule `swap` says so, that fraction of the kept weights is dropped
     and as many of the pruned ones that score highest by `grow` come in (`abs(grad)`: RigL; `random()`: SET). `ste=True` keeps
-    training the dense weights and masks them only in the forward pass, with gradients passed straight through.
-    `keep_dense=True` remembers what the zeros replaced, for `undo`.
+    training the dense weights and masks them only in the forward pass, with gradients passed straight through; on a constant
+    budget the masks are made anew every `every` steps, so that a weight can come back. `keep_dense=True` remembers what the
+    zeros replaced, for `undo`.
     """
 
     def __init__(
@@ -107,16 +109,21 @@ class Pruner:
         grow: Criterion | Callable[..., Tensor] | None = None,
         swap: Schedule | Joined | None = None,
         ste: bool = False,
+        every: int = 1,
         keep_dense: bool = False,
     ):
         self.model = model
         self.recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread)
         self._grow = as_criterion(grow) if grow is not None else None
-        self._swap, self._ste = swap, ste
+        self._swap, self._ste, self._every = swap, ste, every
         self._needs = self.recipe.criterion.needs | (self._grow.needs if self._grow is not None else frozenset())
         if data is not None or self._needs - {"grad", "grad_square"}:
             check_evidence(self._needs, data, loss)
         self._check_growth()
+        if not isinstance(every, int) or every < 1 or (every > 1 and (not ste or self.recipe.scheduled)):
+            raise ValueError(
+                f"every={every!r} is how often soft masks are made anew: 1 or more steps, with ste=True and no schedule"
+            )
         self._targets, self.skipped = targets(model, include=include, exclude=exclude, types=types)
         self._sharded = any(sharded(target.tensor) for target in self._targets)
         if ste and self._sharded:
@@ -163,8 +170,9 @@ class Pruner:
 
         Masks that are due from the start are made now, so that training begins with them.
         """
+        optimizers = tuple(_innermost(optimizer) for optimizer in optimizers)
         for optimizer in optimizers:
-            if not isinstance(optimizer, Optimizer):
+            if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_post_hooks"):
                 given = type(optimizer).__name__
                 raise TypeError(f"attach takes torch optimizers, not {given}; for others call pruner.step() after each step")
             if optimizer in self._followed or optimizers.count(optimizer) > 1:
@@ -173,13 +181,13 @@ class Pruner:
                 raise ValueError(
                     f"{type(optimizer).__name__} updates none of the pruned tensors; attach the one that trains them"
                 )
+        if self._due and not (self._gathers and self.recipe.criterion.needs):
+            self._update()
+            self._pruned_by_attach = any(bool((~local(mask)).any()) for mask in self._masks.values())
         for optimizer in optimizers:
             if self._leader is None or not self._trains(self._leader):
                 self._leader = optimizer
             self._followed[optimizer] = optimizer.register_step_post_hook(self._after_step)
-        if self._due and not self._gathers:
-            self._update()
-            self._pruned_by_attach = self.sparsity > 0
         return self
 
     def _trains(self, optimizer: Optimizer) -> bool:
@@ -202,7 +210,8 @@ class Pruner:
         if self._gathers:
             self._gather()
         self.apply_()
-        if self._due or self.recipe.due(self._step) or (self._swap is not None and self._swap.due(self._step)):
+        soft = self._soft is not None and not self.recipe.scheduled and self._step % self._every == 0
+        if self._due or soft or self.recipe.due(self._step) or (self._swap is not None and self._swap.due(self._step)):
             self._update()
 
     @torch.no_grad()
@@ -217,25 +226,22 @@ class Pruner:
     @torch.no_grad()
     def _gather(self) -> None:
         for target in self._targets:
-            gradient = target.tensor.grad
-            if gradient is None:
-                raise RuntimeError(
-                    f"{target.name!r} has no gradient after optimizer.step, and the criterion needs it; exclude it"
-                )
-            add_gradient(target, gradient, self._needs, self._gathered[target.name])
+            if target.tensor.grad is not None:  # a layer that took no part in this step adds nothing
+                add_gradient(target, target.tensor.grad, self._needs, self._gathered[target.name])
         self._batches += 1
 
     def _evidence(self) -> Table:
         if not self._gathers:
             return collect(self.model, self._targets, self._needs, self._data, self._loss)
-        table = {name: {kind: value / self._batches for kind, value in entry.items()} for name, entry in self._gathered.items()}
-        self._gathered, self._batches = {name: {} for name in self._gathered}, 0
-        return table
+        if self._batches == 0:  # the first masks, by a criterion that needs no gradients
+            return self._gathered
+        if absent := [name for name, entry in self._gathered.items() if not entry]:
+            raise RuntimeError(f"{absent} had no gradient since the last masks, and the criterion needs it; exclude them")
+        return {name: {kind: value / self._batches for kind, value in entry.items()} for name, entry in self._gathered.items()}
 
     def _update(self) -> None:
-        first, self._due = self._due, False
         table = self._evidence()
-        if self._grow is not None and not first:
+        if self._grow is not None and not self._due:
             masks = self._swapped(table)
         else:
             held = self._masks if self._soft is None else None
@@ -247,6 +253,8 @@ class Pruner:
         if self._soft is not None:
             self._soft.set(masks)
         self.apply_()
+        self._due, self._batches = False, 0
+        self._gathered = {name: {} for name in self._gathered}
 
     @torch.no_grad()
     def _swapped(self, table: Table) -> Masks:
@@ -295,7 +303,15 @@ class Pruner:
             )
 
     def finish(self) -> Plan:
-        """Stops following the optimizers, leaves plain weights with exact zeros in the model, and gives the plan."""
+        """Stops following the optimizers, leaves plain weights with exact zeros in the model, and gives the plan.
+
+        Warns when the schedule has not come to its end.
+        """
+        end = max((schedule.end for schedule in self.recipe.scheduled), default=0)
+        if self._due or self._step < end:
+            warnings.warn(
+                f"pruning is not finished: this is step {self._step}, and the last masks are due at {end}", stacklevel=2
+            )
         self._release()
         self.apply_()
         return self.plan()
@@ -367,10 +383,21 @@ class Pruner:
                 )
         return masks
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy follows no optimizer until it is attached: copies of optimizers lose their hooks."""
+        return {**self.__dict__, "_followed": {}, "_leader": None}
+
     def __repr__(self) -> str:
         share = "sharded" if self._sharded else f"{self.sparsity:.2%} sparse"  # counting shards takes every process
         now = f"step {self._step}, {len(self._targets)} tensors, {share}"
         return f"Pruner({describe(self.recipe, self._step)}; {now})"
+
+
+def _innermost(optimizer: Any) -> Any:
+    """The torch optimizer inside a wrapper that is not a whole optimizer itself (as Accelerate's is not)."""
+    while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 class _SoftMasks:

@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from torch import Tensor
 
 from ._tree import nearest
-from .budgets import Spread
+from .budgets import Spread, hold, owl
 from .criteria import Criterion, criterion
 from .patterns import Pattern
 from .schedules import Joined, Number, Schedule
@@ -54,6 +54,8 @@ class Recipe:
         if spread is not None and (scope == "global" or count is not None):
             rival = 'scope="global"' if scope == "global" else "count="
             raise ValueError(f"spread= gives each tensor its own sparsity, and {rival} decides that too; drop one of them")
+        if spread is owl:
+            raise TypeError("spread=sc.owl is made by calling it: spread=sc.owl()")
         if spread is not None and not callable(spread) and not isinstance(spread, Mapping):
             raise TypeError(f"spread= is sc.uniform, sc.erk, sc.owl() or a mapping of name to sparsity, not {spread!r}")
         if isinstance(spread, Mapping):
@@ -79,8 +81,10 @@ class Recipe:
         """Whether masks are to be made anew at this step."""
         return any(number.due(step) for number in self.scheduled) or (step == 0 and not self.scheduled)
 
-    def shares(self, scores: Mapping[str, Scores], step: int) -> float | dict[str, float] | None:
-        """The sparsity of each tensor, or the one number that holds for all."""
+    def shares(
+        self, scores: Mapping[str, Scores], step: int, pruned: Mapping[str, float] | None = None
+    ) -> float | dict[str, float] | None:
+        """The sparsity of each tensor, or the one number that holds for all. What is `pruned` already stays, and counts."""
         sparsity = self.at(step)
         if self.pattern.keep or self.count is not None or self.spread is None:
             return sparsity
@@ -90,7 +94,8 @@ class Recipe:
         shares = self.spread(scores, sparsity)
         if not isinstance(shares, Mapping) or shares.keys() != scores.keys():
             raise ValueError(f"spread= must give a mapping of every tensor's name to its sparsity; it gave {shares!r}")
-        return {name: _at(_fraction(f"the spread= of {name!r}", share), step) or 0.0 for name, share in shares.items()}
+        own = {name: _at(_fraction(f"the spread= of {name!r}", share), step) or 0.0 for name, share in shares.items()}
+        return own if pruned is None else hold(own, pruned, {name: one.numel for name, one in scores.items()}, sparsity)
 
 
 def _at(number: Number | None, step: int) -> float | None:

@@ -89,6 +89,11 @@ class Joined:
         begins = [begin for begin, _ in self.parts]
         return step in begins or (step > begins[0] and self._part(step).due(step))
 
+    @property
+    def end(self) -> int:
+        """The step at which the last part ends."""
+        return max(self.parts[-1][0], self.parts[-1][1].end)
+
     def __str__(self) -> str:
         return f"join({', '.join(f'({begin}, {part})' for begin, part in self.parts)})"
 

@@ -123,6 +123,8 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         if isinstance(inputs, Mapping):
             return (), dict(inputs), target
         return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}, target
+    if isinstance(batch, tuple | list) and len(batch) == 1:  # what a loader over inputs alone gives
+        batch = batch[0]
     if isinstance(batch, Tensor):
         return (batch,), {}, batch
     raise TypeError(f"a batch is a tensor, a mapping or a pair (inputs, target), not {type(batch).__name__}")

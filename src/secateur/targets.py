@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
@@ -23,7 +24,8 @@ DEFAULT_TYPES: tuple[type[nn.Module], ...] = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
-Globs = str | Iterable[str]
+Globs = str | Iterable[str] | None
+_RANKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def targets(
         if reason is None:
             found.append(Target(slot, layout_of(slot.module, tuple(local(slot.tensor).shape))))
         else:
-            skipped[slot.name] = reason
+            skipped |= dict.fromkeys((slot.name, *slot.also), reason)
     if not found:
         why = "; ".join(sorted(set(skipped.values())))
         raise ValueError(f"no tensor of {type(model).__name__} is left to prune ({why}); widen include=, types= or exclude=")
@@ -86,6 +88,8 @@ def targets(
 
 
 def _globs(argument: str, given: Globs) -> tuple[str, ...]:
+    if given is None:
+        return ()
     globs = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
     if not all(isinstance(glob, str) for glob in globs):
         raise TypeError(f"{argument}={given!r} must be a name or glob such as 'encoder.*', or several of them")
@@ -127,7 +131,6 @@ def _under(slot: Slot, globs: Iterable[str]) -> bool:
 
 def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[type[nn.Module], ...]) -> str | None:
     """Why a parameter is left alone, or None if it is a target."""
-    kind = type(slot.module).__name__
     tensor = slot.tensor
     if _under(slot, exclude):
         return "excluded"
@@ -138,15 +141,19 @@ def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: t
         return f"{base!r} is computed from it by a hook (weight_norm, nn.utils.prune): remove that first"
     if is_lazy(tensor):
         return "not initialised: it has no values yet"
-    if not tensor.is_floating_point():
+    if tensor.dtype not in _RANKED:
         return f"{tensor.dtype} values cannot be ranked"
+    if tensor.numel() > 1 and any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        return "its elements share memory (expanded): give it memory of its own first"
     if tensor.is_meta:
         return "on the meta device: it has no values yet"
     named = include and any(not set(glob) & set("*?[") and _under(slot, [glob]) for glob in include)
     if include and not _under(slot, include):
         return "not included"
-    if not named and not isinstance(slot.module, kinds):
-        return f"{kind} is not among the types; pass types= or name it in include="
+    strangers = [type(owner).__name__ for owner, _ in slot.owners if not isinstance(owner, kinds)]
+    if not named and strangers:
+        tied = "tied: " if len(slot.owners) > 1 else ""
+        return f"{tied}{strangers[0]} is not among the types; pass types= or name it in include="
     if tensor.ndim < 2 and slot.name not in include:
         return "a vector (bias or scale); name it in include= to prune it"
     if tensor.numel() == 0:

@@ -364,3 +364,12 @@ def test_masks_have_memory_of_their_own(amount):
         assert module.weight_mask.is_contiguous()
         module.weight_mask[0, 0] = 5  # would be everywhere in a broadcast mask
         assert int((module.weight_mask == 5).sum()) == 1
+
+
+def test_a_shallow_copy_works_and_keeps_itself_fresh():
+    layer = prune.l1_unstructured(nn.Linear(6, 5), "weight", 0.5)
+    twin = copy.copy(layer)
+    x = torch.randn(2, 6)
+    assert torch.equal(twin(x), layer(x))
+    assert twin.weight_orig is layer.weight_orig
+    assert torch.equal(pickle.loads(pickle.dumps(twin))(x), layer(x))

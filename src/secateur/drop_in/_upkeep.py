@@ -88,7 +88,8 @@ def keep_fresh(module: nn.Module) -> None:
         return result
 
     def reduce(protocol: Any) -> tuple[Any, ...]:
-        return *_parts(owner(), protocol), None, None, _restore
+        make, arguments, state = _parts(owner(), protocol)
+        return _make, (make, arguments), state
 
     vars(module).update(_apply=apply, __deepcopy__=lambda memo: _deepcopy(owner(), memo), __reduce_ex__=reduce)
 
@@ -122,7 +123,15 @@ def _parts(module: nn.Module, protocol: Any) -> tuple[Any, Any, Any]:
     return make, arguments, {key: value for key, value in state.items() if key not in again}
 
 
+def _make(make: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:
+    """A module that is about to be given its state, by copy or pickle, and then keeps itself fresh."""
+    module = make(*arguments)
+    vars(module)["__setstate__"] = functools.partial(_restore, module)
+    return module
+
+
 def _restore(module: nn.Module, state: dict[str, Any]) -> None:
+    vars(module).pop("__setstate__", None)
     module.__setstate__(state)
     keep_fresh(module)
     refresh(module)
