@@ -8,7 +8,7 @@ import torch
 from secateur import kernels
 from secateur._axes import Layout
 from secateur.patterns import Pattern
-from secateur.select import Scores, select
+from secateur.select import Scores, keep_largest, select
 
 SCORES = {"a": Scores.of(torch.tensor([[3.0, 1.0, 1.0], [0.0, 2.0, 1.0]])), "b": Scores.of(torch.tensor([[1.0, 5.0]]))}
 ELEMENT = Pattern()
@@ -104,3 +104,14 @@ def test_nan_is_named_whichever_thread_finds_it(four_threads):
     for pattern, scope in (("unstructured", "tensor"), ("unstructured", "row"), ("2:4", "tensor")):
         with pytest.raises(ValueError, match=r"'t'.*NaN"):
             select({"t": Scores.magnitude(weight)}, Pattern.parse(pattern), scope=scope, sparsity=0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize("magnitude", [False, True])
+def test_whole_numbers_rank_like_any_other(dtype, magnitude):
+    scores = torch.randint(0 if dtype in (torch.uint8, torch.bool) else -50, 50, (70, 101)).to(dtype)
+    for drop in (0, 1, 700, scores.numel()):
+        keys = scores.double().abs() if magnitude else scores.double()
+        wanted = torch.ones(scores.numel(), dtype=torch.bool)
+        wanted[keys.reshape(-1).argsort(stable=True)[:drop]] = False
+        assert torch.equal(keep_largest(scores, drop, magnitude=magnitude), wanted.view(scores.shape))

@@ -24,6 +24,7 @@ from ._dist import Comm
 from .patterns import Pattern
 
 SCOPES = ("tensor", "global", "row")
+RANKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Result = TypeVar("Result")
 _COLUMNS = 4096  # slabs are whole rows, so a tensor of any shape is ranked in rows of this length
 _SAMPLE = {"cpu": 1 << 17, "cuda": 1 << 20}  # brackets the threshold to about 1 % of the pool, or less
@@ -127,6 +128,8 @@ def keep_largest(scores: Tensor, drop: int, *, magnitude: bool = False) -> Tenso
     """The mask of one tensor on its own: its `drop` lowest scores (or magnitudes) go."""
     of = Scores.magnitude if magnitude else Scores.of
     flat = scores.detach().reshape(-1)
+    if not (flat.is_complex() or flat.dtype in RANKED):  # whole numbers, and floats of eight bits
+        flat = flat.double()
     whole = flat.numel() - flat.numel() % _COLUMNS
     parts = {"scores": of(flat[:whole].view(-1, _COLUMNS)), "scores at the end": of(flat[whole:].view(1, -1))}
     kept = select({name: part for name, part in parts.items() if part.numel}, Pattern(), scope="global", count=drop)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
@@ -14,6 +13,7 @@ from torch.nn.utils import parametrize
 from ._axes import Layout, layout_of
 from ._dist import local, reshard_
 from ._tree import Slot, nearest, slots
+from .select import RANKED
 
 DEFAULT_TYPES: tuple[type[nn.Module], ...] = (
     nn.Linear,
@@ -25,7 +25,6 @@ DEFAULT_TYPES: tuple[type[nn.Module], ...] = (
     nn.ConvTranspose3d,
 )
 Globs = str | Iterable[str] | None
-_RANKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: t
         return f"{base!r} is computed from it by a hook (weight_norm, nn.utils.prune): remove that first"
     if is_lazy(tensor):
         return "not initialised: it has no values yet"
-    if tensor.dtype not in _RANKED:
+    if tensor.dtype not in RANKED:
         return f"{tensor.dtype} values cannot be ranked"
     if tensor.numel() > 1 and any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         return "its elements share memory (expanded): give it memory of its own first"
