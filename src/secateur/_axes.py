@@ -69,5 +69,5 @@ class Layout:
 def layout_of(module: nn.Module, shape: tuple[int, ...]) -> Layout:
     """The layout of a parameter of this shape in this module."""
     flip = len(shape) > 1 and any(isinstance(module, kind) for kind in _INPUT_FIRST)
-    groups = getattr(module, "groups", 1)
+    groups = vars(module).get("groups", 1)
     return Layout(tuple(shape), flip, groups if isinstance(groups, int) and len(shape) > 2 else 1)

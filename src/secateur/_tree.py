@@ -22,10 +22,8 @@ class Slot:
     @property
     def tensor(self) -> Tensor:
         """The parameter as it is registered now; under a parametrization, the one that is trained."""
-        parametrized = getattr(self.module, "parametrizations", None)
-        if parametrized is not None and self.attribute in parametrized:
-            return parametrized[self.attribute].original
-        return getattr(self.module, self.attribute)
+        parameter = self.module._parameters.get(self.attribute)
+        return self.module.parametrizations[self.attribute].original if parameter is None else parameter  # type: ignore[index]
 
 
 def slots(model: nn.Module) -> Iterator[Slot]:

@@ -120,8 +120,10 @@ def _all_match(model: nn.Module, everything: list[Slot], globs: Iterable[str], w
             raise ValueError(f"{which}={glob!r} matches no parameter and no module of the model.{nearest(glob, names)}")
 
 
-def _under(slot: Slot, globs: Iterable[str]) -> bool:
+def _under(slot: Slot, globs: Sequence[str]) -> bool:
     """Whether a glob names the slot or one of the modules around it."""
+    if not globs:
+        return False
     parents = {
         ".".join(parts[:n]) for name in (slot.name, *slot.also) for parts in [name.split(".")] for n in range(1, len(parts))
     }

@@ -7,6 +7,7 @@ before it, so the mask needs one more pass and no sort. bfloat16 has so few valu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,15 +25,16 @@ _BLOCK = _TILE * _TURNS
 _MASK_TILE = 2048
 
 
-@triton.jit
-def _count_kernel(x, ladder, counts, n, RUNGS: tl.constexpr, TILE: tl.constexpr, TURNS: tl.constexpr):
-    """How many magnitudes of each block are below each rung. RUNGS is 4 or 8."""
+@triton.jit(do_not_specialize=["start"])
+def _count_kernel(x, ladder, counts, start, n, RUNGS: tl.constexpr, TILE: tl.constexpr, TURNS: tl.constexpr):
+    """How many magnitudes of each block are below each rung, and how many are NaN. RUNGS is 4 or 8."""
     block = tl.program_id(0).to(tl.int64)
     t0, t1, t2, t3 = tl.load(ladder), tl.load(ladder + 1), tl.load(ladder + 2), tl.load(ladder + 3)
     lower = tl.zeros([TILE], tl.int32)  # four counters of a byte each, for the first four rungs
     if RUNGS == 8:
         t4, t5, t6, t7 = tl.load(ladder + 4), tl.load(ladder + 5), tl.load(ladder + 6), tl.load(ladder + 7)
         upper = tl.zeros([TILE], tl.int32)
+    nan = tl.zeros([TILE], tl.int32)
     first = block * (TILE * TURNS)
     for turn in range(TURNS):
         at = first + turn * TILE + tl.arange(0, TILE)
@@ -47,17 +49,20 @@ def _count_kernel(x, ladder, counts, n, RUNGS: tl.constexpr, TILE: tl.constexpr,
                 + tl.where(s < t6, 1 << 16, 0)
                 + tl.where(s < t7, 1 << 24, 0)
             )
-    row = counts + block * RUNGS
+        nan += (s != s).to(tl.int32)
+    row = counts + (start + block) * (RUNGS + 1)
+    tl.store(row + RUNGS, tl.sum(nan))
     for j in tl.static_range(4):
         tl.store(row + j, tl.sum((lower >> (8 * j)) & 255))
         if RUNGS == 8:
             tl.store(row + 4 + j, tl.sum((upper >> (8 * j)) & 255))
 
 
-@triton.jit
-def _mask_kernel(x, kept, before, threshold, goes, nan, position, n, TILE: tl.constexpr, TILES: tl.constexpr):
+@triton.jit(do_not_specialize=["first_block"])
+def _mask_kernel(x, kept, before, first_block, threshold, goes, n, TILE: tl.constexpr, TILES: tl.constexpr):
+    kept = kept.to(tl.pointer_type(tl.int8), bitcast=True)
     tile = tl.program_id(0)
-    block = tile // TILES
+    block = first_block + tile // TILES
     first = tile.to(tl.int64) * TILE
     at = first + tl.arange(0, TILE)
     s = tl.abs(tl.load(x + at, mask=at < n, other=0.0).to(tl.float32))
@@ -75,8 +80,6 @@ def _mask_kernel(x, kept, before, threshold, goes, nan, position, n, TILE: tl.co
         equal = (s == t) & (at < n)
         keep = (s > t) | (equal & (tl.cumsum(equal.to(tl.int32), 0) > left))
     tl.store(kept + at, keep.to(tl.int8), mask=at < n)
-    if tl.max((s != s).to(tl.int32), 0) > 0:
-        tl.atomic_max(nan, position)
 
 
 @triton.jit
@@ -118,6 +121,7 @@ def _quad_kernel(x, kept, nan, groups, drop, INFINITY: tl.constexpr, TILE: tl.co
 
 @triton.jit
 def _zero_kernel(bits, mask, n, TILE: tl.constexpr):
+    mask = mask.to(tl.pointer_type(tl.int8), bitcast=True)
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     kept = tl.load(mask + at, mask=at < n, other=0) != 0
     tl.store(bits + at, tl.where(kept, tl.load(bits + at, mask=at < n, other=0), 0), mask=at < n)
@@ -126,7 +130,7 @@ def _zero_kernel(bits, mask, n, TILE: tl.constexpr):
 def zero_(bits: Tensor, mask: Tensor) -> None:
     """Writes 0 over contiguous integers wherever the mask is False."""
     if bits.numel():
-        _zero_kernel[(triton.cdiv(bits.numel(), 4096),)](bits, mask.view(torch.int8), bits.numel(), 4096, num_warps=8)
+        _zero_kernel[(triton.cdiv(bits.numel(), 4096),)](bits, mask, bits.numel(), 4096, num_warps=8)
 
 
 def _keys(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
@@ -154,15 +158,18 @@ def keep_magnitudes(weights: Sequence[Tensor], sample: Tensor, drop: int) -> lis
     rungs = 8 if dtype == torch.float32 else 4
     starts = np.concatenate([[0], np.cumsum([triton.cdiv(weight.numel(), _BLOCK) for weight in weights])]).tolist()
     parts = [part for part in zip(weights, starts, starts[1:], strict=False) if part[1] < part[2]]
-    counts = torch.empty(starts[-1], rungs, dtype=torch.int32, device=device)
+    counts = torch.empty(starts[-1], rungs + 1, dtype=torch.int32, device=device)
     total, infinity = sum(weight.numel() for weight in weights), int(_keys(np.array([np.inf]), dtype)[0])
     low, high, under, upto = 0, infinity + 1, 0, total  # under < drop are below low, upto >= drop below high
     ladder = _sampled_rungs(sample, drop / total, dtype, infinity, rungs)
     while True:
         values = torch.from_numpy(_values(ladder, dtype)).to(device)
         for weight, start, end in parts:
-            _count_kernel[(end - start,)](weight, values, counts[start:], weight.numel(), rungs, _TILE, _TURNS, num_warps=4)
-        below = counts.sum(0, dtype=torch.int64).tolist()
+            _count_kernel[(end - start,)](weight, values, counts, start, weight.numel(), rungs, _TILE, _TURNS, num_warps=4)
+        *below, nan = counts.sum(0, dtype=torch.int64).tolist()
+        if nan:
+            block = int(counts[:, -1].nonzero()[0, 0])
+            raise NaNFound(int(np.searchsorted(starts, block, side="right")) - 1)
         at = int(np.searchsorted(below, drop))  # the first rung with at least `drop` below it
         low, under = (int(ladder[at - 1]), below[at - 1]) if at > 0 else (low, under)
         high, upto = (int(ladder[at]), below[at]) if at < rungs else (high, upto)
@@ -173,13 +180,12 @@ def keep_magnitudes(weights: Sequence[Tensor], sample: Tensor, drop: int) -> lis
         ladder = _rungs(low, high, under, upto, drop, infinity, rungs)
     before = torch.zeros(starts[-1] + 1, dtype=torch.int64, device=device)
     torch.cumsum(counts[:, at] - counts[:, at - 1], 0, out=before[1:])
-    goes, nan = torch.tensor([drop - under], device=device), _flag(device)
+    threshold, goes = values[at - 1 :], torch.tensor([drop - under], device=device)
     masks = [torch.empty(weight.shape, dtype=torch.bool, device=device) for weight in weights]
-    for position, (weight, mask, start) in enumerate(zip(weights, masks, starts, strict=False), 1):
-        arguments = weight, mask.view(torch.int8), before[start:], values[at - 1 :], goes, nan, position, weight.numel()
+    for weight, mask, start in zip(weights, masks, starts, strict=False):
         grid = (max(triton.cdiv(weight.numel(), _MASK_TILE), 1),)
+        arguments = weight, mask, before, start, threshold, goes, weight.numel()
         _mask_kernel[grid](*arguments, _MASK_TILE, _BLOCK // _MASK_TILE, num_warps=8)
-    _raise_if_set(nan)
     return masks
 
 
@@ -205,20 +211,10 @@ def _rungs(low: int, high: int, under: int, upto: int, drop: int, infinity: int,
     return np.minimum(keys.astype(np.int64), infinity)
 
 
-_flags: dict[torch.device, Tensor] = {}
-
-
+@functools.cache
 def _flag(device: torch.device) -> Tensor:
-    """A number on the device that is zero between calls; a kernel sets it to a position, from 1, where it meets NaN."""
-    if device not in _flags:
-        _flags[device] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _flags[device]
-
-
-def _raise_if_set(flag: Tensor) -> None:
-    if position := int(flag.item()):
-        flag.zero_()
-        raise NaNFound(position - 1)
+    """A number on the device that is zero between calls; a kernel sets it where it meets NaN."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor) -> None:
@@ -231,4 +227,6 @@ def keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor) -> None:
     else:
         tile = 2048 // size
         _group_kernel[(triton.cdiv(groups, tile),)](weight, kept.view(torch.int8), nan, groups, drop, size, tile, num_warps=8)
-    _raise_if_set(nan)
+    if nan.item():
+        nan.zero_()
+        raise NaNFound(0)
