@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -19,12 +18,13 @@ from .criteria import Criterion, magnitude
 from .criteria import criterion as as_criterion
 from .masks import Masks
 from .methods.dropgrow import drop_and_grow
+from .methods.straight_through import SoftMasks
 from .patterns import Pattern
 from .plan import Plan, describe, make_plan, plan
 from .recipe import Recipe
 from .schedules import Joined, Number, Schedule
 from .stats import Loss, Table, TensorEvidence, add_gradient, check_evidence, collect
-from .targets import Globs, Target, targets
+from .targets import Globs, targets
 
 
 def prune_(
@@ -140,7 +140,7 @@ class Pruner:
         self._dense: dict[str, Tensor] = {t.name: t.weight.clone() for t in self._targets} if keep_dense and not ste else {}
         self._followed: dict[Optimizer, RemovableHandle] = {}
         self._leader: Optimizer | None = None  # the optimizer with which the schedule advances
-        self._soft = _SoftMasks(self._targets, self._masks) if ste else None
+        self._soft = SoftMasks(self._targets, self._masks) if ste else None
 
     def _check_growth(self) -> None:
         if self._grow is None:
@@ -398,37 +398,3 @@ def _innermost(optimizer: Any) -> Any:
     while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-class _SoftMasks:
-    """Masks that act in the forward pass only: a parametrization on every layer that uses a target."""
-
-    def __init__(self, found: Sequence[Target], masks: Masks):
-        self._uses = [(t.name, owner, attribute) for t in found for owner, attribute in t.slot.owners]
-        self._order = {owner: list(owner._parameters) for _, owner, _ in self._uses}
-        for name, owner, attribute in self._uses:
-            parametrize.register_parametrization(owner, attribute, _StraightThrough(masks[name].clone()))
-
-    def set(self, masks: Masks) -> None:
-        for name, owner, attribute in self._uses:
-            owner.parametrizations[attribute][0].mask.copy_(masks[name])  # type: ignore[index, union-attr]
-
-    def remove(self) -> None:
-        for _, owner, attribute in self._uses:
-            parametrize.remove_parametrizations(owner, attribute, leave_parametrized=False)
-        for owner, order in self._order.items():  # they come back last; optimizer states and checkpoints go by order
-            for name in order:
-                owner._parameters[name] = owner._parameters.pop(name)
-
-
-class _StraightThrough(nn.Module):
-    """A parametrization: the masked weight in the forward pass, the dense weight's gradient in the backward pass."""
-
-    mask: Tensor
-
-    def __init__(self, mask: Tensor):
-        super().__init__()
-        self.register_buffer("mask", mask, persistent=False)
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return (weight * self.mask).detach() + (weight - weight.detach())
