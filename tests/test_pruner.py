@@ -804,3 +804,22 @@ def test_first_masks_of_rigl_are_there_before_the_first_step():
     pruner = sc.Pruner(model, sparsity=0.5, grow=abs(sc.grad), swap=SWAP).attach(optimizer)
     assert pruner.sparsity == 0.5
     pruner.verify()
+
+
+def test_a_layer_may_rest_when_masks_are_made_at_every_step():
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    pruner = sc.Pruner(model, sc.taylor, sparsity=sc.linear(0.5, end=4)).attach(optimizer)
+    one_step(model, optimizer)
+    optimizer.zero_grad()
+    model[0].weight.square().sum().backward()  # only this layer takes part: the others have a gradient of nothing
+    optimizer.step()
+    for step in range(2, 4):
+        one_step(model, optimizer, step)
+    assert pruner.sparsity == 0.5
+
+
+def test_the_schedule_that_falls_is_the_one_that_is_named():
+    rising, falling = sc.linear(0.5, end=4), sc.linear(0.1, initial=0.4, end=4)
+    with pytest.raises(ValueError, match=r"linear\(0\.1"):
+        sc.Pruner(net(), sparsity=rising, spread={"0.weight": falling})

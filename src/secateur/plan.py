@@ -101,9 +101,7 @@ class Plan:
             "pruned": total - kept,
             "sparsity": 1 - kept / total if total else 0.0,
             "skipped": len(self.skipped),
-            "layers": {
-                layer.name: {"kept": layer.kept, "total": layer.total, "sparsity": layer.sparsity} for layer in self.layers
-            },
+            "layers": {layer.name: {"kept": layer.kept, "total": layer.total, "sparsity": layer.sparsity} for layer in layers},
         }
 
     def _rows(self) -> list[tuple[str, str, str, str, str]]:

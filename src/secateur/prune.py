@@ -115,11 +115,11 @@ class Pruner:
         self.model = model
         self.recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread)
         self._grow = as_criterion(grow) if grow is not None else None
-        self._swap, self._ste, self._every = swap, ste, every
+        self._swap, self._every = swap, every
         self._needs = self.recipe.criterion.needs | (self._grow.needs if self._grow is not None else frozenset())
         if data is not None or self._needs - {"grad", "grad_square"}:
             check_evidence(self._needs, data, loss)
-        self._check_growth()
+        self._check_growth(ste)
         if not isinstance(every, int) or every < 1 or (every > 1 and (not ste or self.recipe.scheduled)):
             raise ValueError(
                 f"every={every!r} is how often soft masks are made anew: 1 or more steps, with ste=True and no schedule"
@@ -142,21 +142,20 @@ class Pruner:
         self._leader: Optimizer | None = None  # the optimizer with which the schedule advances
         self._soft = SoftMasks(self._targets, self._masks) if ste else None
 
-    def _check_growth(self) -> None:
+    def _check_growth(self, ste: bool) -> None:
         if self._grow is None:
             if self._swap is not None:
                 raise ValueError("swap= goes with grow=, the criterion by which pruned weights come back")
-            if not self._ste and any(number.falls for number in self.recipe.scheduled):
+            if falling := [number for number in self.recipe.scheduled if number.falls and not ste]:
                 raise ValueError(
-                    f"{self.recipe.scheduled[0]} falls, and what was pruned stays pruned; use ste=True or grow= for weights "
-                    "that come back"
+                    f"{falling[0]} falls, and what was pruned stays pruned; use ste=True or grow= for weights that come back"
                 )
             return
         if self.recipe.pattern.keep or self.recipe.scope != "tensor":
             raise ValueError('grow= swaps units within each tensor; it goes with scope="tensor" and a pattern without n:m')
         if self.recipe.scheduled:
             raise ValueError(f"grow= swaps weights at a constant sparsity, not with {self.recipe.scheduled[0]}; pass a number")
-        if self._ste:
+        if ste:
             raise ValueError("grow= and ste=True are two ways for pruned weights to come back; choose one")
         if not isinstance(self._swap, Schedule | Joined):
             raise ValueError(
@@ -235,8 +234,11 @@ class Pruner:
             return collect(self.model, self._targets, self._needs, self._data, self._loss)
         if self._batches == 0:  # the first masks, by a criterion that needs no gradients
             return self._gathered
-        if absent := [name for name, entry in self._gathered.items() if not entry]:
-            raise RuntimeError(f"{absent} had no gradient since the last masks, and the criterion needs it; exclude them")
+        if frozen := [t.name for t in self._targets if not self._gathered[t.name] and not t.tensor.requires_grad]:
+            raise RuntimeError(f"{frozen} had no gradient, being frozen, and the criterion needs it; exclude them")
+        for target in self._targets:
+            if not self._gathered[target.name]:  # took no part since the last masks
+                add_gradient(target, torch.zeros_like(target.tensor), self._needs, self._gathered[target.name])
         return {name: {kind: value / self._batches for kind, value in entry.items()} for name, entry in self._gathered.items()}
 
     def _update(self) -> None:

@@ -105,3 +105,12 @@ def test_criteria_agree_with_the_cpu():
         masks = [sc.plan(model.to(d), criterion, sparsity=0.5, data=[batch.to(d)]).masks.to("cpu") for d in ("cpu", "cuda")]
         agree = sum(int((masks[0][n] == masks[1][n]).sum()) for n in masks[0]) / masks[0].total
         assert agree > 0.999, criterion  # sums over a batch are added in another order there
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_an_empty_tensor_anywhere_in_a_pool_changes_nothing(where):
+    generator = torch.Generator().manual_seed(4)
+    tensors = [torch.randn(200, 300, generator=generator).round().bfloat16() for _ in range(2)]
+    tensors.insert(where, torch.empty(0, 300, dtype=torch.bfloat16))
+    ours, theirs = both({str(i): tensor for i, tensor in enumerate(tensors)}, sparsity=0.7, scope="global")
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -39,12 +39,13 @@ def magnitude(slab: Tensor) -> Tensor:
 def magnitude_bits(slab: Tensor) -> Tensor:
     """The magnitudes of half precision as the integers that their bits are: the same order, and half the bytes to compare."""
     bits = _view(slab.view(torch.int16)) & np.int16(0x7FFF)
-    if bits.size and bits.max() > _infinity(slab.dtype):
+    if bits.size and bits.max() > infinity_bits(slab.dtype):
         raise NaNFound(0)
     return torch.from_numpy(bits)
 
 
-def _infinity(dtype: torch.dtype) -> int:
+def infinity_bits(dtype: torch.dtype) -> int:
+    """The bits of infinity in half precision, as an integer: what is above is NaN."""
     return 0x7F80 if dtype == torch.bfloat16 else 0x7C00
 
 

@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import NaNFound
+from . import NaNFound, infinity_bits
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TILE = 1024  # what a program of the counting kernel reads at a time
 _TURNS = 32  # how often: its counters have a byte per rung, so at most 255
 _BLOCK = _TILE * _TURNS
@@ -183,7 +182,9 @@ def keep_magnitudes(weights: Sequence[Tensor], sample: Tensor, drop: int) -> lis
     threshold, goes = values[at - 1 :], torch.tensor([drop - under], device=device)
     masks = [torch.empty(weight.shape, dtype=torch.bool, device=device) for weight in weights]
     for weight, mask, start in zip(weights, masks, starts, strict=False):
-        grid = (max(triton.cdiv(weight.numel(), _MASK_TILE), 1),)
+        grid = (triton.cdiv(weight.numel(), _MASK_TILE),)
+        if not weight.numel():
+            continue
         arguments = weight, mask, before, start, threshold, goes, weight.numel()
         _mask_kernel[grid](*arguments, _MASK_TILE, _BLOCK // _MASK_TILE, num_warps=8)
     return masks
@@ -222,8 +223,8 @@ def keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor) -> None:
     groups = weight.numel() // size
     nan = _flag(weight.device)
     if size == 4 and weight.element_size() == 2:
-        infinity = 0x7F80 if weight.dtype == torch.bfloat16 else 0x7C00
-        _quad_kernel[(triton.cdiv(groups, 1024),)](weight, kept, nan, groups, drop, infinity, 1024, num_warps=4)
+        arguments = weight, kept, nan, groups, drop, infinity_bits(weight.dtype)
+        _quad_kernel[(triton.cdiv(groups, 1024),)](*arguments, 1024, num_warps=4)
     else:
         tile = 2048 // size
         _group_kernel[(triton.cdiv(groups, tile),)](weight, kept.view(torch.int8), nan, groups, drop, size, tile, num_warps=8)
