@@ -14,7 +14,8 @@ from torch.ao.pruning import WeightNormSparsifier
 import secateur as sc
 from secateur.drop_in import prune
 from secateur.patterns import Pattern
-from secateur.select import Scores, select
+from secateur.scores import Scores
+from secateur.select import select
 
 warnings.simplefilter("ignore")
 TWO_OF_FOUR = Pattern.parse("2:4")

@@ -10,7 +10,7 @@ from torch import nn
 
 import secateur as sc
 from secateur._axes import Layout
-from secateur.select import Scores
+from secateur.scores import Scores
 
 
 def scores_like(shapes, seed=0):

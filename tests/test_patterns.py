@@ -6,6 +6,8 @@ from torch import nn
 
 import secateur as sc
 from secateur import Pattern
+from secateur.scores import Scores
+from secateur.select import fold
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,71 @@ from secateur import Pattern
 )
 def test_the_grammar(text, unit, keep):
     assert Pattern.parse(text) == Pattern(unit, keep)
+
+
+def test_a_block_that_loses_some_is_written_with_a_minus():
+    assert Pattern.parse("1x4-2") == Pattern((1, 4), lose=2)
+    assert str(Pattern((1, 4), lose=2)) == "1x4-2"
+    assert Pattern.parse("1x4") != Pattern.parse("1x4-2")
+
+
+@pytest.mark.parametrize("made", [{"unit": "out"}, {"unit": (1, 1)}, {"unit": (1, 4), "keep": (2, 4)}])
+def test_only_blocks_of_several_elements_can_lose_some(made):
+    with pytest.raises(ValueError, match="loses Z elements"):
+        Pattern(**made, lose=1)
+
+
+def test_the_sparsity_of_blocks_that_lose_some_counts_elements():
+    model = nn.Sequential(nn.Linear(16, 8))
+    plan = sc.prune_(model, pattern="1x4-2", sparsity=0.25)
+    assert plan.metrics()["pruned"] == 32
+    lost = (~plan.masks["0.weight"]).view(32, 4).sum(1)
+    assert sorted(lost.tolist()) == [0] * 16 + [2] * 16
+
+
+def test_blocks_that_lose_half_cannot_be_more_than_half_sparse():
+    model = nn.Sequential(nn.Linear(16, 8))
+    before = model[0].weight.clone()
+    with pytest.raises(ValueError, match=r"1x4-2.*at most 0\.5 of '0\.weight'.*sparsity=0\.6"):
+        sc.prune_(model, pattern="1x4-2", sparsity=0.6)
+    with pytest.raises(ValueError, match=r"cannot make each row"):
+        sc.prune_(model, pattern="1x4-2", sparsity=0.6, scope="row")
+    assert torch.equal(model[0].weight, before)
+
+
+def test_at_its_limit_a_block_pattern_is_n_of_m():
+    model = nn.Sequential(nn.Linear(16, 8))
+    blocks = sc.plan(model, pattern="1x4-2", sparsity=0.5)
+    assert torch.equal(blocks.masks["0.weight"], sc.plan(model, pattern="2:4").masks["0.weight"])
+
+
+def test_blocks_that_lose_some_compete_by_row_and_over_all_tensors_too():
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 12))
+    rows = sc.plan(model, pattern="1x4-1", sparsity=0.125, scope="row")
+    assert set((~rows.masks["0.weight"]).sum(1).tolist()) == {2}
+    assert set((~rows.masks["1.weight"]).sum(1).tolist()) == {1}
+    assert sc.plan(model, pattern="1x4-1", sparsity=0.125, scope="global").metrics()["pruned"] == 28
+
+
+def test_more_of_the_same_blocks_go_when_the_sparsity_rises():
+    model = nn.Sequential(nn.Linear(16, 8))
+    pruner = sc.Pruner(model, pattern="2x2-3", sparsity=sc.linear(0.6, end=3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner.attach(optimizer)
+    before = pruner.masks["0.weight"]
+    for _ in range(3):
+        model(torch.randn(4, 16)).square().mean().backward()
+        optimizer.step()
+        after = pruner.masks["0.weight"]
+        assert not bool((after & ~before).any())
+        before = after
+    assert int((~before).sum()) == round(0.6 * 128 / 3) * 3
+
+
+def test_swapping_units_needs_units_that_go_whole():
+    model = nn.Sequential(nn.Linear(16, 8))
+    with pytest.raises(ValueError, match="goes with scope"):
+        sc.Pruner(model, sparsity=0.2, pattern="1x4-2", grow=sc.random(), swap=sc.cosine(0.0, initial=0.3, end=10))
 
 
 @pytest.mark.parametrize(
@@ -54,6 +121,14 @@ def test_the_grammar(text, unit, keep):
         "in2:4",
         "16x12:4",
         "2:4\n",
+        "1x4-0",
+        "1x4-4",
+        "1x4-5",
+        "1x4--1",
+        "1x4-2/2:4",
+        "out-2",
+        "-2",
+        "1x1-1",
     ],
 )
 def test_other_text_is_refused(text):
@@ -128,4 +203,4 @@ def test_a_block_larger_than_the_tensor_is_the_tensor():
 
 def test_folding_sums_in_double_precision():
     scores = torch.full((1, 1 << 16), 0.1)
-    assert float(Pattern.fold(scores, (1, 1 << 16))) == float(torch.tensor(0.1))
+    assert float(fold(Scores.of(scores), Pattern((1, 1 << 16))).rows(0, 1)) == float(torch.tensor(0.1))

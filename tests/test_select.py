@@ -8,7 +8,8 @@ import torch
 from secateur import kernels
 from secateur._axes import Layout
 from secateur.patterns import Pattern
-from secateur.select import Scores, keep_largest, select
+from secateur.scores import Scores
+from secateur.select import keep_largest, select
 
 SCORES = {"a": Scores.of(torch.tensor([[3.0, 1.0, 1.0], [0.0, 2.0, 1.0]])), "b": Scores.of(torch.tensor([[1.0, 5.0]]))}
 ELEMENT = Pattern()

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from .select import Scores
+from .scores import Scores
 
 
 class Spread(Protocol):

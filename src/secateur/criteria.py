@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import kernels
 from ._axes import Layout
-from .select import Scores
+from .scores import Scores
 
 EVIDENCE = {
     "weight": "the weights themselves",
@@ -175,8 +175,9 @@ class Criterion:
         if self.op == "after":
             then, step, first = self.args
             return (then if evidence.step >= step else first).scores(evidence)
-        if self == magnitude:
-            return Scores.magnitude(evidence.rows("weight", 0, evidence.layout.rows), evidence.layout)
+        power = self.args[1] if self.op == "pow" and self.args[0] == magnitude else 1 if self == magnitude else 0
+        if power > 0:
+            return Scores.magnitude(evidence.rows("weight", 0, evidence.layout.rows), evidence.layout, power=power)
         if self.elementwise:
             return Scores(evidence.layout, evidence.device, lambda a, b: self._rows(evidence, a, b))
         whole = self._rows(evidence, 0, evidence.layout.rows)

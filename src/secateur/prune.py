@@ -151,8 +151,8 @@ class Pruner:
                     f"{falling[0]} falls, and what was pruned stays pruned; use ste=True or grow= for weights that come back"
                 )
             return
-        if self.recipe.pattern.keep or self.recipe.scope != "tensor":
-            raise ValueError('grow= swaps units within each tensor; it goes with scope="tensor" and a pattern without n:m')
+        if self.recipe.pattern.keep or self.recipe.pattern.lose or self.recipe.scope != "tensor":
+            raise ValueError('grow= swaps whole units within each tensor; it goes with scope="tensor", without n:m and "AxB-Z"')
         if self.recipe.scheduled:
             raise ValueError(f"grow= swaps weights at a constant sparsity, not with {self.recipe.scheduled[0]}; pass a number")
         if ste:

@@ -14,7 +14,8 @@ from .budgets import Spread, hold, owl
 from .criteria import Criterion, criterion
 from .patterns import Pattern
 from .schedules import Joined, Number, Schedule
-from .select import SCOPES, Scores
+from .scores import Scores
+from .select import SCOPES
 
 
 @dataclass(frozen=True)

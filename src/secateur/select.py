@@ -2,18 +2,15 @@
 
 Units compete in pools. In each pool the lowest scores go, as many as asked, to the last one; among equal scores the lowest
 index goes first. That order is the same for every dtype and on every device. NaN cannot be ranked and is an error.
-
-Scores are never laid side by side. A large pool is cut by its threshold: a small sample brackets it, one pass counts what lies
-below the bracket and gathers the little that lies inside, and the threshold is exact. So a global magnitude mask reads the
-weights twice and needs no memory but the mask.
+Small pools (rows, n:m, the inside of a block) are ranked here, large ones are cut by their threshold in `pools`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,68 +19,11 @@ from . import kernels
 from ._axes import Layout
 from ._dist import Comm
 from .patterns import Pattern
+from .pools import keep_pool
+from .scores import RANKED, Scores, nan_in
 
 SCOPES = ("tensor", "global", "row")
-RANKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-Result = TypeVar("Result")
 _COLUMNS = 4096  # slabs are whole rows, so a tensor of any shape is ranked in rows of this length
-_SAMPLE = {"cpu": 1 << 17, "cuda": 1 << 20}  # brackets the threshold to about 1 % of the pool, or less
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The element scores of one tensor as a matrix, worked out a slab of rows at a time.
-
-    `magnitude_of` is set when the scores are the absolute values of that matrix, which kernels then read directly.
-    """
-
-    layout: Layout
-    device: torch.device
-    rows: Callable[[int, int], Tensor]
-    magnitude_of: Tensor | None = None
-
-    @staticmethod
-    def of(matrix: Tensor, layout: Layout | None = None) -> Scores:
-        """Scores that are there already, as one matrix."""
-        return Scores(layout or Layout(tuple(matrix.shape)), matrix.device, lambda a, b: matrix[a:b])
-
-    @staticmethod
-    def magnitude(matrix: Tensor, layout: Layout | None = None) -> Scores:
-        """The absolute values of a matrix, without a copy of it."""
-        layout = layout or Layout(tuple(matrix.shape))
-        return Scores(layout, matrix.device, lambda a, b: kernels.magnitude(matrix[a:b]), matrix)
-
-    @property
-    def numel(self) -> int:
-        return self.layout.rows * self.layout.cols
-
-    def slabs(self, multiple: int = 1) -> list[tuple[int, int]]:
-        """(first row, last row) over all rows, `multiple` rows at a time or more, sized for the device."""
-        step = max(kernels.slab_elements(self.device) // max(self.layout.cols, 1) // multiple, 1) * multiple
-        return [(first, min(first + step, self.layout.rows)) for first in range(0, self.layout.rows, step)]
-
-    def each(self, look: Callable[[Tensor, int, int], Result], multiple: int = 1) -> list[Result]:
-        """`look(scores, first row, last row)` for every slab, in order."""
-        return [look(self.rows(first, last), first, last) for first, last in self.slabs(multiple)]
-
-    def sample(self, size: int) -> Tensor:
-        """About `size` scores from all over the tensor, the same ones every time."""
-        rows, cols = self.layout.rows, self.layout.cols
-        if self.numel <= size:
-            return self.rows(0, rows).reshape(-1)
-        if self.magnitude_of is not None and self.magnitude_of.is_contiguous():
-            return kernels.magnitude(_every(self.magnitude_of, self.numel // size))
-        picks = min(rows, 64, max(size // max(cols, 1), 1))
-        return torch.cat([self.rows(r, r + 1).reshape(-1) for r in (i * rows // picks for i in range(picks))])
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Where a pool is cut: everything below `threshold` goes, and the first `ties` of the `equal` that equal it."""
-
-    threshold: float
-    ties: int
-    equal: int
 
 
 def select(
@@ -107,20 +47,16 @@ def select(
         _no_nan_anywhere(scores, comm)
     if previous is not None:
         scores = {name: _held(one, previous[name]) for name, one in scores.items()}
-    units = {name: _fold(one, pattern) for name, one in scores.items()}
-    if pattern.keep:
-        n, m = pattern.keep
-        kept = {name: _keep_each(name, one, m, lambda size: size - n) for name, one in units.items()}
-    elif scope == "row":
-        kept = {name: _keep_each(name, one, one.layout.cols, _row_budget(name, sparsity, count)) for name, one in units.items()}
+    kept: dict[str, Tensor] = {}
+    if pattern.keep or scope == "row":
+        for name, one in scores.items():
+            units = fold(one, pattern)
+            drop = _surplus(pattern.keep[0]) if pattern.keep else _row_budget(name, one.layout, pattern, sparsity, count)
+            kept[name] = _keep_each(name, units, pattern.keep[1] if pattern.keep else units.layout.cols, drop)
     else:
-        pools = [list(units)] if scope == "global" else [[name] for name in units]
-        kept = {}
-        for names in pools:
-            sizes = [pattern.sizes(scores[name].layout) for name in names] if not pattern.elementwise else None
-            drop = _budget(names, [units[name] for name in names], sizes, sparsity, count, comm)
-            kept |= _keep_pool({name: units[name] for name in names}, drop, comm)
-    masks = {n: k if pattern.elementwise else pattern.unfold(k, scores[n].layout) for n, k in kept.items()}
+        for names in [list(scores)] if scope == "global" else [[name] for name in scores]:
+            kept |= _keep_units({name: scores[name] for name in names}, pattern, sparsity, count, comm)
+    masks = {name: _elements(name, scores[name], pattern, units) for name, units in kept.items()}
     return masks if previous is None else {name: mask & previous[name] for name, mask in masks.items()}
 
 
@@ -149,51 +85,87 @@ def _held(scores: Scores, allowed: Tensor) -> Scores:
             slab = slab.double().clamp(min=torch.finfo(torch.float64).min)
         return slab.masked_fill(~allowed[first:last], -torch.inf)
 
-    return replace(scores, rows=rows, magnitude_of=None)
+    return replace(scores, rows=rows, magnitude_of=None, under=None)
 
 
-def _fold(scores: Scores, pattern: Pattern) -> Scores:
+def fold(scores: Scores, pattern: Pattern) -> Scores:
+    """Element scores to unit scores: the mean over each block, added up in float64 so that every device agrees."""
     if pattern.elementwise:
         return scores
-    block = pattern.block(scores.layout)
-    folded = scores.each(lambda slab, *_: pattern.fold(slab, block), multiple=block[0])
-    return Scores.of(torch.cat(folded) if folded else torch.empty(0, -(-scores.layout.cols // block[1]), device=scores.device))
+    height, width = pattern.block(scores.layout)
+    dtype = torch.float64 if scores.rows(0, 0).dtype == torch.float64 else torch.float32
+    grid = torch.empty(pattern.grid(scores.layout), dtype=dtype, device=scores.device)
+    scores.each(lambda slab, a, b: kernels.fold(slab, height, width, grid[a // height : -(-b // height)]), multiple=height)
+    return replace(Scores.of(grid), magnitude_of=None if scores.magnitude_of is None else grid)  # such means are not negative
 
 
-def _budget(
-    names: Sequence[str],
-    units: Sequence[Scores],
-    sizes: Sequence[Tensor] | None,
+def _keep_units(
+    pool: Mapping[str, Scores],
+    pattern: Pattern,
     sparsity: float | Mapping[str, float] | None,
     count: int | Mapping[str, int] | None,
     comm: Comm,
-) -> int:
-    """How many units of this pool go."""
-    (total,) = comm.sum(sum(one.numel for one in units))
+) -> dict[str, Tensor]:
+    """Which units of one pool stay, as grids."""
+    (total,) = comm.sum(sum(math.prod(pattern.grid(one.layout)) for one in pool.values()))
+    units = functools.cache(lambda: {name: fold(one, pattern) for name, one in pool.items()})
+    first = next(iter(pool))
     if count is not None:
-        asked = count[names[0]] if isinstance(count, Mapping) else count
-        if not 0 <= asked <= total:
-            raise ValueError(f"count={asked} units cannot be pruned from {', '.join(map(repr, names[:3]))}, which has {total}")
-        return asked
-    assert sparsity is not None
-    share = sparsity[names[0]] if isinstance(sparsity, Mapping) else sparsity
-    if sizes is None:
-        return round(share * total)
-    flat = torch.cat([size.reshape(-1) for size in sizes])
-    every = comm.cat(flat)  # decided alike on every process, also on one that has few units or none
+        drop = count[first] if isinstance(count, Mapping) else count
+        if not 0 <= drop <= total:
+            raise ValueError(
+                f"count={drop} units cannot be pruned from {', '.join(map(repr, list(pool)[:3]))}, which has {total}"
+            )
+    else:
+        assert sparsity is not None
+        share = sparsity[first] if isinstance(sparsity, Mapping) else sparsity
+        drop = round(share * total) if pattern.elementwise else _units_to_drop(pool, pattern, share, total, units, comm)
+    if pattern.lose is not None and drop == total:  # every block loses some, so that none has to be ranked
+        return {name: torch.zeros(pattern.grid(one.layout), dtype=torch.bool, device=one.device) for name, one in pool.items()}
+    return keep_pool(units(), drop, comm)
+
+
+def _units_to_drop(
+    pool: Mapping[str, Scores],
+    pattern: Pattern,
+    share: float,
+    total: int,
+    units: Callable[[], Mapping[str, Scores]],
+    comm: Comm,
+) -> int:
+    """How many units bring the number of pruned elements nearest to a share of all."""
+    sizes = torch.cat([pattern.sizes(one.layout).reshape(-1) for one in pool.values()])
+    every = comm.cat(sizes)  # decided alike on every process, also on one that has few units or none
+    elements, most = comm.sum(sum(one.numel for one in pool.values()), int(sizes.sum()))
+    if share * elements > most + 0.5:
+        raise ValueError(
+            f"pattern {str(pattern)!r} prunes at most {most / elements:.4g} of {', '.join(map(repr, list(pool)[:3]))}, and "
+            f"sparsity={share:g} was asked"
+        )
     if every.numel() == 0 or bool((every == every[0]).all()):
-        return round(share * total)
+        return min(round(share * total * (elements / max(most, 1))), total)
     if not comm.alone:
         raise NotImplementedError(
             "blocks that do not divide a sharded tensor evenly cannot share a budget; choose a block that does"
         )
-    # Units of different sizes: prune in order of score, as many as bring the number of elements nearest to the budget.
-    order = torch.cat([one.rows(0, one.layout.rows).reshape(-1).cpu() for one in units]).sort(stable=True).indices
-    gone = torch.cat([flat.new_zeros(1), flat[order].cumsum(0)])
-    return int((gone - share * int(flat.sum())).abs().argmin())
+    # Units of different sizes: in order of score, as many as bring the number of elements nearest to the budget.
+    order = torch.cat([one.rows(0, one.layout.rows).reshape(-1).cpu() for one in units().values()]).sort(stable=True).indices
+    gone = torch.cat([sizes.new_zeros(1), sizes[order].cumsum(0)])
+    return int((gone - share * elements).abs().argmin())
 
 
-def _row_budget(name: str, sparsity: float | Mapping[str, float] | None, count: int | Mapping[str, int] | None):
+def _surplus(keep: int) -> Callable[[int], int]:
+    """How many go from a pool that keeps so many."""
+    return lambda size: size - keep
+
+
+def _row_budget(
+    name: str,
+    layout: Layout,
+    pattern: Pattern,
+    sparsity: float | Mapping[str, float] | None,
+    count: int | Mapping[str, int] | None,
+) -> Callable[[int], int]:
     def budget(size: int) -> int:
         if count is not None:
             asked = count[name] if isinstance(count, Mapping) else count
@@ -201,9 +173,28 @@ def _row_budget(name: str, sparsity: float | Mapping[str, float] | None, count: 
                 raise ValueError(f"count={asked} cannot be pruned from each row of {name!r}, which has {size} units")
             return asked
         assert sparsity is not None
-        return round((sparsity[name] if isinstance(sparsity, Mapping) else sparsity) * size)
+        share = sparsity[name] if isinstance(sparsity, Mapping) else sparsity
+        reach = 1.0 if pattern.lose is None else int(pattern.sizes(layout).sum()) / (layout.rows * layout.cols)
+        drop = round(share * size / reach)
+        if drop > size:
+            raise ValueError(f"pattern {str(pattern)!r} cannot make each row of {name!r} {share:g} sparse")
+        return drop
 
     return budget
+
+
+def _elements(name: str, scores: Scores, pattern: Pattern, kept: Tensor) -> Tensor:
+    """The mask of elements that a mask of units stands for."""
+    if pattern.elementwise:
+        return kept
+    if pattern.lose is None:
+        return pattern.unfold(kept, scores.layout)
+    height, width = pattern.block(scores.layout)
+    mask = _keep_in_blocks(name, scores, height, width, pattern.lose)
+    for first, last in scores.slabs(height):  # blocks that are kept stay whole
+        rows = kept[first // height : -(-last // height)]
+        kernels.unite_(mask[first:last], pattern.unfold(rows, Layout((last - first, scores.layout.cols))))
+    return mask
 
 
 # --- small pools: rows and n:m --------------------------------------------------------------------------------------
@@ -214,28 +205,49 @@ def _keep_each(name: str, units: Scores, size: int, drop: Callable[[int], int]) 
     rows, cols = units.layout.rows, units.layout.cols
     kept = torch.empty(rows, cols, dtype=torch.bool, device=units.device)
     size = max(size, 1)
-    whole = cols - cols % size
     try:
-        if units.magnitude_of is not None and kernels.keep_groups(units.magnitude_of, size, drop(size), kept):
+        if units.magnitude_of is not None and kernels.keep_groups(units.magnitude_of, size, drop(size), kept, units.under):
             return kept
     except kernels.NaNFound:
-        raise _nan(name) from None
+        raise nan_in(name) from None
 
     def keep(slab: Tensor, first: int, last: int) -> None:
         if kernels.has_nan(slab):
-            raise _nan(name)
-        for begin, end, pool in ((0, whole, size), (whole, cols, cols - whole)):
-            if begin < end:
-                groups = slab[:, begin:end].reshape(-1, pool)
-                if end - begin == cols:
-                    kernels.keep_rows(groups, drop(pool), kept[first:last].view(-1, pool))
-                else:
-                    part = torch.empty(groups.shape, dtype=torch.bool, device=kept.device)
-                    kernels.keep_rows(groups, drop(pool), part)
-                    kept[first:last, begin:end] = part.view(last - first, end - begin)
+            raise nan_in(name)
+        for begin, end, pool in kernels.runs(cols, size):
+            groups = slab[:, begin:end].reshape(-1, pool)
+            if end - begin == cols:
+                kernels.keep_rows(groups, drop(pool), kept[first:last].view(-1, pool))
+            else:
+                part = torch.empty(groups.shape, dtype=torch.bool, device=kept.device)
+                kernels.keep_rows(groups, drop(pool), part)
+                kept[first:last, begin:end] = part.view(last - first, end - begin)
 
     units.each(keep)
     return kept
+
+
+def _keep_in_blocks(name: str, scores: Scores, height: int, width: int, lose: int) -> Tensor:
+    """Each block is a pool, from which `lose` go, or all of a block that has fewer."""
+    if height == 1:
+        return _keep_each(name, scores, width, lambda size: min(lose, size))
+    rows, cols = scores.layout.rows, scores.layout.cols
+    mask = torch.empty(rows, cols, dtype=torch.bool, device=scores.device)
+
+    def keep(slab: Tensor, first: int, last: int) -> None:
+        if kernels.has_nan(slab):
+            raise nan_in(name)
+        for top, bottom, h in kernels.runs(last - first, height):
+            for left, right, w in kernels.runs(cols, width):
+                grid = ((bottom - top) // h, h, (right - left) // w, w)
+                blocks = slab[top:bottom, left:right].reshape(grid).transpose(1, 2).reshape(-1, h * w)
+                part = torch.empty(blocks.shape, dtype=torch.bool, device=mask.device)
+                kernels.keep_rows(blocks, min(lose, h * w), part)
+                part = part.view(grid[0], grid[2], h, w).transpose(1, 2)
+                mask[first + top : first + bottom, left:right] = part.reshape(bottom - top, right - left)
+
+    scores.each(keep, multiple=height)
+    return mask
 
 
 def _no_nan_anywhere(scores: Mapping[str, Scores], comm: Comm) -> None:
@@ -243,136 +255,4 @@ def _no_nan_anywhere(scores: Mapping[str, Scores], comm: Comm) -> None:
     found = [sum(one.each(lambda slab, *_: int(slab.isnan().sum()))) for one in scores.values()]
     for name, number in zip(scores, comm.sum(*found), strict=True):
         if number:
-            raise _nan(name)
-
-
-def _nan(name: str) -> ValueError:
-    return ValueError(
-        f"the scores of {name!r} contain NaN, which cannot be ranked; look at its weights and at the criterion's evidence"
-    )
-
-
-# --- large pools: one tensor, or all of them ------------------------------------------------------------------------
-
-
-def _keep_pool(pool: Mapping[str, Scores], drop: int, comm: Comm) -> dict[str, Tensor]:
-    magnitudes = [one.magnitude_of for one in pool.values() if one.magnitude_of is not None]
-    if comm.alone and len(magnitudes) == len(pool):
-        try:
-            masks = kernels.keep_magnitudes(magnitudes, lambda: _sample(pool, sum(one.numel for one in pool.values())), drop)
-        except kernels.NaNFound as found:
-            raise _nan(list(pool)[found.position]) from None
-        if masks is not None:
-            return dict(zip(pool, masks, strict=True))
-    if len(magnitudes) == len(pool) and len({(m.dtype, m.device.type) for m in magnitudes}) == 1:
-        pool = {name: _bits(name, one) for name, one in pool.items()}
-    cut = find_cut(pool, drop, comm)
-    if cut.ties == cut.equal:  # of those that equal the threshold, none stays
-        return {name: _keep_above(one, cut.threshold, ties=False) for name, one in pool.items()}
-    left = _ties_to_go(pool, cut, comm)
-    masks = {}
-    for name, one in pool.items():
-        masks[name] = _keep_above(one, cut.threshold, ties=True)
-        for first, last in one.slabs():
-            if not left[name]:
-                break
-            left[name] = kernels.drop_ties(one.rows(first, last), cut.threshold, masks[name][first:last], left[name])
-    return masks
-
-
-def _bits(name: str, scores: Scores) -> Scores:
-    """Magnitudes of half precision on the CPU as integers in the same order, which compare faster; others as they are."""
-    matrix = scores.magnitude_of
-    if matrix is None or matrix.device.type != "cpu" or matrix.dtype not in (torch.bfloat16, torch.float16):
-        return scores
-
-    def rows(first: int, last: int) -> Tensor:
-        try:
-            return kernels.magnitude_bits(matrix[first:last])
-        except kernels.NaNFound:
-            raise _nan(name) from None
-
-    return replace(scores, rows=rows, magnitude_of=None)
-
-
-def _keep_above(scores: Scores, threshold: float, *, ties: bool) -> Tensor:
-    kept = torch.empty(scores.layout.rows, scores.layout.cols, dtype=torch.bool, device=scores.device)
-    scores.each(lambda slab, a, b: kernels.keep_above(slab, threshold, kept[a:b], ties=ties))
-    return kept
-
-
-def _ties_to_go(pool: Mapping[str, Scores], cut: Cut, comm: Comm) -> dict[str, int]:
-    """Of the ties that go, how many lie in each tensor of this process."""
-    if len(pool) == 1 and comm.alone:
-        return dict.fromkeys(pool, cut.ties)
-    equal = [_equal({name: one}, cut.threshold) for name, one in pool.items()]
-    before = comm.before(equal)
-    return {name: min(max(cut.ties - b, 0), here) for name, b, here in zip(pool, before, equal, strict=True)}
-
-
-def find_cut(pool: Mapping[str, Scores], drop: int, comm: Comm) -> Cut:
-    """The exact cut that prunes `drop` of the pool."""
-    (total,) = comm.sum(sum(one.numel for one in pool.values()))
-    sample = kernels.ordered(comm.cat(_sample(pool, total)))
-    share, width = drop / max(total, 1), 4.0
-    low = high = torch.nan  # not known
-    while True:
-        spread = width * (share * (1 - share) / max(sample.numel(), 1)) ** 0.5 + 2 / max(sample.numel(), 1)
-        low = _quantile(sample, share - spread) if math.isnan(low) else low
-        high = _quantile(sample, share + spread) if math.isnan(high) else high
-        upto, inside = _tally(pool, low, high, comm)
-        if drop <= upto:
-            (equal,) = comm.sum(_equal(pool, low))
-            if drop > upto - equal or drop == 0:
-                return Cut(low, max(drop - (upto - equal), 0), equal)
-            low, high = torch.nan, low
-        elif drop <= upto + inside.numel():
-            threshold = kernels.kth(inside, drop - upto)
-            under, equal = int((inside < threshold).count_nonzero()), int((inside == threshold).count_nonzero())
-            return Cut(threshold, drop - upto - under, equal)
-        else:
-            low, high = high, torch.nan
-        width *= 8
-
-
-def _equal(pool: Mapping[str, Scores], value: float) -> int:
-    return sum(sum(one.each(lambda slab, *_: kernels.count_equal(slab, value))) for one in pool.values())
-
-
-def _sample(pool: Mapping[str, Scores], total: int) -> Tensor:
-    size = _SAMPLE.get(next(iter(pool.values())).device.type, 1 << 17)
-    raw = [one.magnitude_of for one in pool.values() if one.magnitude_of is not None and one.magnitude_of.is_contiguous()]
-    if len(raw) == len(pool) and len({(matrix.device, matrix.dtype) for matrix in raw}) == 1:  # few launches for many tensors
-        return kernels.magnitude(torch.cat([_every(matrix, max(total // size, 1)) for matrix in raw]))
-    parts = [one.sample(max(size * one.numel // max(total, 1), 1)) for one in pool.values() if one.numel]
-    wide = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
-    device = parts[0].device if parts else torch.device("cpu")
-    return torch.cat([part.to(device, wide) for part in parts]) if parts else torch.empty(0)
-
-
-def _every(matrix: Tensor, stride: int) -> Tensor:
-    """Elements of a contiguous matrix at a stride, an odd one so that all columns are visited."""
-    return matrix.view(-1)[:: stride | 1]
-
-
-def _quantile(ordered: Tensor, share: float) -> float:
-    at = int(share * ordered.numel())
-    if ordered.numel() == 0 or at <= 0:
-        return -torch.inf
-    return float(ordered[at]) if at < ordered.numel() else torch.inf
-
-
-def _tally(pool: Mapping[str, Scores], low: float, high: float, comm: Comm) -> tuple[int, Tensor]:
-    """How many scores are at most `low`, and the values strictly between `low` and `high`."""
-    upto = 0
-    inside: list[Tensor] = []
-    for name, one in pool.items():
-        found = one.each(lambda slab, *_: kernels.tally(slab, low, high))
-        if sum(at_most + above for at_most, above, _ in found) != one.numel:
-            raise _nan(name)
-        upto += sum(at_most for at_most, _, _ in found)
-        inside += [between for _, _, between in found]
-    (upto,) = comm.sum(upto)
-    wide = torch.float64 if any(part.dtype == torch.float64 for part in inside) else torch.float32
-    device = inside[0].device if inside else torch.device("cpu")
-    return upto, comm.cat(torch.cat([part.to(device, wide) for part in inside]) if inside else torch.empty(0))
+            raise nan_in(name)

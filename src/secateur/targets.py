@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from ._axes import Layout, layout_of
 from ._dist import local, reshard_
 from ._tree import Slot, nearest, slots
-from .select import RANKED
+from .scores import RANKED
 
 DEFAULT_TYPES: tuple[type[nn.Module], ...] = (
     nn.Linear,

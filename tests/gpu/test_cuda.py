@@ -9,7 +9,8 @@ from torch import nn
 import secateur as sc
 from secateur.kernels import NaNFound
 from secateur.patterns import Pattern
-from secateur.select import Scores, select
+from secateur.scores import Scores
+from secateur.select import select
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

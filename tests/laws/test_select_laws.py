@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from secateur import kernels
 from secateur.patterns import Pattern
-from secateur.select import Scores, keep_largest, select
+from secateur.scores import Scores
+from secateur.select import keep_largest, select
 
 ELEMENT = Pattern()
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -286,3 +287,36 @@ def test_n_of_m_keeps_the_best_n_of_every_aligned_group(data):
         for group, chosen in zip(row.split(m), flags.split(m), strict=True):
             assert int(chosen.sum()) == min(n, len(group))
             assert torch.equal(chosen, lowest_go(group, max(len(group) - n, 0)))
+
+
+@given(data=st.data())
+def test_a_pruned_block_loses_its_lowest_and_a_kept_one_stays_whole(data):
+    rows, cols = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 13))
+    a, b = data.draw(st.sampled_from([(1, 2), (1, 4), (2, 2), (3, 2), (2, 5), (1, 8)]))
+    lose = data.draw(st.integers(1, a * b - 1))
+    tensor = data.draw(tensor_of_few_values(torch.float32, (rows, cols))).nan_to_num(posinf=3.0, neginf=-3.0)
+    corners = [(r, c) for r in range(0, rows, a) for c in range(0, cols, b)]
+    blocks = [tensor[r : r + a, c : c + b] for r, c in corners]
+    count = data.draw(st.integers(0, len(blocks)))
+    stays = lowest_go(torch.stack([block.double().mean().float() for block in blocks]), count)
+    wanted = torch.ones(rows, cols, dtype=torch.bool)
+    for (r, c), block, whole in zip(corners, blocks, stays, strict=True):
+        if not whole:
+            inside = lowest_go(block.reshape(-1), min(lose, block.numel()))
+            wanted[r : r + a, c : c + b] = inside.view(block.shape)
+    found = select({"t": Scores.of(tensor)}, Pattern((a, b), lose=lose), count=count)["t"]
+    assert torch.equal(found, wanted)
+
+
+@given(data=st.data())
+def test_magnitudes_to_a_power_and_under_a_mask_rank_as_the_product_does(data):
+    dtype = data.draw(st.sampled_from(DTYPES))
+    rows, cols = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([4, 8, 12, 13]))
+    tensor = torch.randn(rows, cols, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99)))).to(dtype)
+    under = (torch.rand(rows, cols, generator=torch.Generator().manual_seed(7)) > 0.4).to(dtype)
+    pattern = Pattern.parse(data.draw(st.sampled_from(["unstructured", "1x4", "2x2", "1x4-2", "2x2-1", "2:4"])))
+    power = data.draw(st.sampled_from([1, 2]))
+    budget = {} if pattern.keep else {"count": data.draw(st.integers(0, -(-rows // 2)))}
+    wide = (tensor * under).abs().to(torch.promote_types(dtype, torch.float32))
+    plain = select({"t": Scores.of(wide**power)}, pattern, **budget)
+    assert torch.equal(select({"t": Scores.magnitude(tensor, power=power, under=under)}, pattern, **budget)["t"], plain["t"])

@@ -13,6 +13,8 @@ import secateur as sc
 from secateur._axes import Layout, layout_of
 from secateur.masks import Masks
 from secateur.patterns import Pattern
+from secateur.scores import Scores
+from secateur.select import fold
 
 # --- masks ------------------------------------------------------------------------------------------------------------
 
@@ -119,21 +121,22 @@ def test_a_tensor_goes_to_its_matrix_and_back(layout):
 @given(layouts(), st.sampled_from(["unstructured", "2x2", "3x1", "1x5", "out", "in"]), st.integers(0, 99))
 def test_unfolding_a_mask_of_units_and_folding_it_gives_the_units(layout, text, seed):
     pattern = Pattern.parse(text)
-    block = pattern.block(layout)
     sizes = pattern.sizes(layout)
     kept = torch.rand(sizes.shape, generator=torch.Generator().manual_seed(seed)) < 0.5
     elements = pattern.unfold(kept, layout)
     assert elements.shape == (layout.rows, layout.cols)
     assert int(sizes.sum()) == layout.rows * layout.cols
     assert int(elements.sum()) == int(sizes[kept].sum())
-    assert torch.equal(pattern.fold(elements.float(), block), kept.float())
+    if not pattern.elementwise:
+        assert pattern.grid(layout) == tuple(kept.shape)
+        assert torch.equal(fold(Scores.of(elements.float(), layout), pattern).rows(0, len(kept)), kept.float())
 
 
 @given(layouts(), st.integers(0, 99))
 def test_folding_is_the_mean_of_each_unit(layout, seed):
     scores = torch.rand(layout.rows, layout.cols, generator=torch.Generator().manual_seed(seed)).double()
     a, b = 2, 3
-    folded = Pattern.fold(scores, (a, b))
+    folded = fold(Scores.of(scores), Pattern((a, b))).rows(0, layout.rows)
     for i in range(folded.shape[0]):
         for j in range(folded.shape[1]):
             block = scores[i * a : (i + 1) * a, j * b : (j + 1) * b]

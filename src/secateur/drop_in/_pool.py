@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..patterns import Pattern
-from ..select import Scores, select
+from ..scores import Scores
+from ..select import select
 from ._module import hook_of, kind, parameter_to_prune
 
 

@@ -10,10 +10,14 @@ import functools
 import importlib.util
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def slab_elements(device: torch.device) -> int:
@@ -21,19 +25,46 @@ def slab_elements(device: torch.device) -> int:
     return 1 << 18 if device.type == "cpu" else 1 << 26
 
 
+def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """`work` for every item, in order, on as many threads as torch uses: numpy lets go of the interpreter while it works."""
+    threads = min(torch.get_num_threads(), len(items))
+    if threads < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, items))
+
+
 def _view(slab: Tensor) -> np.ndarray:
     """The slab's memory as an array. `Tensor.numpy` would pin the storage to its size, which sharding frameworks change."""
     return np.from_dlpack(slab.detach())
 
 
-def magnitude(slab: Tensor) -> Tensor:
-    """|slab|, exact in every dtype; on the CPU bfloat16 comes out as float32, in which it is ranked."""
+def _product(slab: Tensor, under: Tensor, out: Tensor | None = None) -> Tensor:
+    """slab * under; numpy's, where it can, does not start threads inside a thread."""
+    if slab.device.type == "cpu" and slab.dtype == under.dtype and slab.dtype in (torch.float32, torch.float64):
+        return torch.from_numpy(np.multiply(_view(slab), _view(under), out=None if out is None else _view(out)))
+    return torch.mul(slab, under, out=out)
+
+
+def magnitude(slab: Tensor, under: Tensor | None = None, power: float = 1) -> Tensor:
+    """|slab| ** power, or |slab * under| ** power. To the power 1 it is exact; half precision is raised in float32.
+
+    On the CPU bfloat16 comes out as float32, in which it is ranked.
+    """
+    if under is not None:
+        slab = _product(slab, under)
+    if power != 1 and slab.dtype in (torch.float16, torch.bfloat16):
+        slab, under = slab.float(), slab
     if slab.device.type == "cpu" and slab.dtype in (torch.float32, torch.float64):
-        return torch.from_numpy(np.abs(_view(slab)))
+        x, own = _view(slab), None if under is None else _view(slab)
+        if power == 2:
+            return torch.from_numpy(np.square(x, out=own))
+        x = np.abs(x, out=own)
+        return torch.from_numpy(x if power == 1 else np.power(x, power, out=x))
     if slab.device.type == "cpu" and slab.dtype == torch.bfloat16:  # the upper half of a float32; its sign is shifted out
         wide = np.left_shift(_view(slab.view(torch.int16)), np.uint32(17), dtype=np.uint32, casting="unsafe")
         return torch.from_numpy(np.right_shift(wide, np.uint32(1), out=wide).view(np.float32))
-    return slab.abs()
+    return slab.abs() if power == 1 else slab.abs().pow_(power)
 
 
 def magnitude_bits(slab: Tensor) -> Tensor:
@@ -130,6 +161,55 @@ def drop_ties(slab: Tensor, threshold: float, kept: Tensor, goes: int) -> int:
     return max(goes - len(equal), 0)
 
 
+def fold(matrix: Tensor, height: int, width: int, means: Tensor) -> None:
+    """The mean over each block of a matrix, smaller blocks at its edges, into `means`; added up in float64."""
+    for top, bottom, h in runs(matrix.shape[0], height):
+        for left, right, w in runs(matrix.shape[1], width):
+            grid = means[top // height :, left // width :][: (bottom - top) // h, : (right - left) // w]
+            _means(matrix[top:bottom, left:right], h, w, grid)
+
+
+def runs(size: int, run: int) -> list[tuple[int, int, int]]:
+    """(begin, end, length) of the whole runs along an axis, together, and of the shorter one at its end, if any."""
+    whole = size - size % run
+    return [part for part in ((0, whole, run), (whole, size, size - whole)) if part[0] < part[1]]
+
+
+def _means(matrix: Tensor, height: int, width: int, out: Tensor) -> None:
+    """The means of blocks that divide the matrix evenly."""
+    shape = (matrix.shape[0] // height, height, matrix.shape[1])
+    if matrix.device.type != "cpu":
+        total = matrix.reshape(shape).sum(1, dtype=torch.float64).unflatten(1, (-1, width)).sum(2)
+        out.copy_(total.div_(height * width))
+        return
+    total = np.add.reduce(_array(matrix).reshape(shape), axis=1, dtype=np.float64)
+    total = total.reshape(shape[0], shape[2] // width, width)
+    while total.shape[-1] > 1 and total.shape[-1] % 2 == 0:  # numpy adds long rows fast, and many short runs slowly
+        total = total[..., 0::2] + total[..., 1::2]
+    total = total[..., 0] if total.shape[-1] == 1 else total.sum(-1)
+    np.divide(total, height * width, out=out.numpy(), casting="same_kind")
+
+
+def repeat(kept: Tensor, times: int) -> Tensor:
+    """Every column of a bool matrix `times` times over."""
+    if kept.device.type != "cpu" or times == 1:
+        return kept.repeat_interleave(times, 1) if times > 1 else kept
+    size = next(size for size in (8, 4, 2, 1) if times % size == 0)
+    wide = kept.numpy()
+    if size > 1:  # one machine word holds that many
+        word = _WORDS[size]
+        wide = np.multiply(wide.view(np.uint8), word(sum(1 << 8 * i for i in range(size))), dtype=word)
+    return torch.from_numpy((np.repeat(wide, times // size, axis=1) if times > size else wide).view(np.bool_))
+
+
+def unite_(mask: Tensor, other: Tensor) -> None:
+    """Marks in `mask` what `other` marks."""
+    if mask.device.type == "cpu":
+        np.logical_or(mask.numpy(), other.numpy(), out=mask.numpy())
+    else:
+        mask |= other
+
+
 def keep_rows(groups: Tensor, drop: int, kept: Tensor) -> None:
     """Each row is a pool of which the `drop` lowest go, the lowest index first among equals; the rest is marked in `kept`."""
     size = groups.shape[1]
@@ -184,26 +264,34 @@ def _triton_installed() -> bool:
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def keep_magnitudes(weights: Sequence[Tensor], sample: Callable[[], Tensor], drop: int) -> list[Tensor] | None:
-    """The masks of a pool of magnitudes in two passes, where there is a kernel for it; None where there is not."""
-    if not 0 < drop < sum(weight.numel() for weight in weights) or not _triton(weights):
+def keep_magnitudes(
+    weights: Sequence[tuple[Tensor, Tensor | None]], sample: Callable[[], Tensor], drop: int
+) -> list[Tensor] | None:
+    """The masks of a pool of magnitudes in two passes, where there is a kernel for it; None where there is not.
+
+    Each weight comes with the mask it is multiplied with, or None.
+    """
+    if not 0 < drop < sum(weight.numel() for weight, _ in weights):
+        return None
+    if not _triton([tensor for pair in weights for tensor in pair if tensor is not None]):
         return None
     from . import cuda
 
     return cuda.keep_magnitudes(weights, sample(), drop)
 
 
-def keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor) -> bool:
-    """n:m of magnitudes in one pass into `kept`, where there is a kernel for it; False where there is not."""
-    if weight.shape[1] % size or not 0 < drop < size or not weight.is_contiguous():
+def keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor, under: Tensor | None = None) -> bool:
+    """n:m of magnitudes, of `weight * under` where that is given, in one pass into `kept`; False where there is no kernel."""
+    tensors = [weight] if under is None else [weight, under]
+    if weight.shape[1] % size or not 0 < drop < size or not all(tensor.is_contiguous() for tensor in tensors):
         return False
     if weight.device.type == "cpu" and size in _WORDS:
-        _keep_groups(weight, size, drop, kept)
+        _keep_groups(weight, under, size, drop, kept)
         return True
-    if size in (2, 4, 8, 16) and _triton([weight]):
+    if size in (2, 4, 8, 16) and _triton(tensors):
         from . import cuda
 
-        cuda.keep_groups(weight, size, drop, kept)
+        cuda.keep_groups(weight, under, size, drop, kept)
         return True
     return False
 
@@ -211,14 +299,16 @@ def keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor) -> bool:
 _WORDS: dict[int, type[np.unsignedinteger]] = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-def _keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor) -> None:
+def _keep_groups(weight: Tensor, under: Tensor | None, size: int, drop: int, kept: Tensor) -> None:
     """Every element is compared with the one 1, 2, ... places on, all at once, and without moving any.
 
     Magnitudes compare as the integers that their bits are. The outcomes of a group lie side by side, so they are one machine
     word, in which wins are added up byte by byte: an element wins against its equals to the left.
     """
-    x, out = _view(weight.view(_BITS[weight.element_size()])).reshape(-1), kept.numpy().reshape(-1)
-    infinity = int(torch.tensor(torch.inf, dtype=weight.dtype).view(_BITS[weight.element_size()]))
+    integer = _BITS[weight.element_size()]
+    flat, mask, out = weight.reshape(-1), None if under is None else under.reshape(-1), kept.numpy().reshape(-1)
+    infinity = int(torch.tensor(torch.inf, dtype=weight.dtype).view(integer))
+    x = _view(flat.view(integer))
     word, ones = _WORDS[size], sum(1 << 8 * i for i in range(size))
     # As if each beat all to its left and none to its right, and so many more that `drop` wins carry into bit log2(size).
     start = word(sum(i << 8 * i for i in range(size)) + ones * (size - drop))
@@ -228,11 +318,16 @@ def _keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor) -> None:
     def work(begin: int, end: int) -> None:
         length = min(_GROUP_SLAB, end - begin)
         magnitudes, beats, swings = np.empty(length, x.dtype), np.zeros(length, np.bool_), np.empty(length // size, word)
+        products = torch.from_numpy(magnitudes).view(weight.dtype)
         for first in range(begin, end, _GROUP_SLAB):
             n = min(_GROUP_SLAB, end - first)
             m, wins = magnitudes[:n], out[first : first + n].view(word)
             won = beats[:n].view(word)
-            if np.bitwise_and(x[first : first + n], sign, out=m).max() > infinity:
+            values = x[first : first + n]
+            if mask is not None:
+                _product(flat[first : first + n], mask[first : first + n], products[:n])
+                values = m
+            if np.bitwise_and(values, sign, out=m).max() > infinity:
                 raise NaNFound(0)
             for shift in range(1, size):
                 np.greater(m[:-shift], m[shift:], out=beats[: n - shift])
@@ -242,12 +337,9 @@ def _keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor) -> None:
             np.right_shift(wins, word(size.bit_length() - 1), out=wins)
             np.bitwise_and(wins, word(ones), out=wins)
 
-    threads = min(torch.get_num_threads(), x.size // _GROUP_SLAB)
-    if threads < 2:
-        return work(0, x.size)
-    part = -(-x.size // (2 * threads) // size) * size
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda begin: work(begin, min(begin + part, x.size)), range(0, x.size, part)))
+    part = -(-x.size // (2 * torch.get_num_threads()) // size) * size
+    part = max(part, _GROUP_SLAB)
+    in_threads(lambda begin: work(begin, min(begin + part, x.size)), range(0, x.size, part))
 
 
 _GROUP_SLAB = 1 << 19

@@ -24,8 +24,19 @@ _BLOCK = _TILE * _TURNS
 _MASK_TILE = 2048
 
 
+@triton.jit
+def _magnitude(x, under, at, inside, other, UNDER: tl.constexpr):
+    """|x|, or |x * under| in x's own precision, as float32; `other` outside."""
+    v = tl.load(x + at, mask=inside, other=other)
+    if UNDER:
+        v = v * tl.load(under + at, mask=inside, other=1.0)
+    return tl.abs(v.to(tl.float32))
+
+
 @triton.jit(do_not_specialize=["start"])
-def _count_kernel(x, ladder, counts, start, n, RUNGS: tl.constexpr, TILE: tl.constexpr, TURNS: tl.constexpr):
+def _count_kernel(
+    x, under, ladder, counts, start, n, UNDER: tl.constexpr, RUNGS: tl.constexpr, TILE: tl.constexpr, TURNS: tl.constexpr
+):
     """How many magnitudes of each block are below each rung, and how many are NaN. RUNGS is 4 or 8."""
     block = tl.program_id(0).to(tl.int64)
     t0, t1, t2, t3 = tl.load(ladder), tl.load(ladder + 1), tl.load(ladder + 2), tl.load(ladder + 3)
@@ -37,7 +48,7 @@ def _count_kernel(x, ladder, counts, start, n, RUNGS: tl.constexpr, TILE: tl.con
     first = block * (TILE * TURNS)
     for turn in range(TURNS):
         at = first + turn * TILE + tl.arange(0, TILE)
-        s = tl.abs(tl.load(x + at, mask=at < n, other=float("inf")).to(tl.float32))
+        s = _magnitude(x, under, at, at < n, float("inf"), UNDER)
         lower += (
             tl.where(s < t0, 1, 0) + tl.where(s < t1, 1 << 8, 0) + tl.where(s < t2, 1 << 16, 0) + tl.where(s < t3, 1 << 24, 0)
         )
@@ -58,13 +69,15 @@ def _count_kernel(x, ladder, counts, start, n, RUNGS: tl.constexpr, TILE: tl.con
 
 
 @triton.jit(do_not_specialize=["first_block"])
-def _mask_kernel(x, kept, before, first_block, threshold, goes, n, TILE: tl.constexpr, TILES: tl.constexpr):
+def _mask_kernel(
+    x, under, kept, before, first_block, threshold, goes, n, UNDER: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr
+):
     kept = kept.to(tl.pointer_type(tl.int8), bitcast=True)
     tile = tl.program_id(0)
     block = first_block + tile // TILES
     first = tile.to(tl.int64) * TILE
     at = first + tl.arange(0, TILE)
-    s = tl.abs(tl.load(x + at, mask=at < n, other=0.0).to(tl.float32))
+    s = _magnitude(x, under, at, at < n, 0.0, UNDER)
     t = tl.load(threshold)
     start = tl.load(before + block)
     left = tl.load(goes) - start  # how many ties of this block go
@@ -75,22 +88,22 @@ def _mask_kernel(x, kept, before, first_block, threshold, goes, n, TILE: tl.cons
     else:  # the one block in which some ties go and some stay: count those in the tiles before this one
         for earlier in range(tile % TILES):
             there = first - (earlier + 1) * TILE + tl.arange(0, TILE)
-            left -= tl.sum((tl.abs(tl.load(x + there).to(tl.float32)) == t).to(tl.int32))
+            left -= tl.sum((_magnitude(x, under, there, there >= 0, 0.0, UNDER) == t).to(tl.int32))
         equal = (s == t) & (at < n)
         keep = (s > t) | (equal & (tl.cumsum(equal.to(tl.int32), 0) > left))
     tl.store(kept + at, keep.to(tl.int8), mask=at < n)
 
 
 @triton.jit
-def _group_kernel(x, kept, nan, groups, drop, M: tl.constexpr, GROUPS: tl.constexpr):
+def _group_kernel(x, under, kept, nan, groups, drop, UNDER: tl.constexpr, M: tl.constexpr, GROUPS: tl.constexpr):
     g = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     i = tl.arange(0, M)
     at = g[:, None] * M + i[None, :]
     inside = (g < groups)[:, None]
-    s = tl.abs(tl.load(x + at, mask=inside, other=0.0).to(tl.float32))
+    s = _magnitude(x, under, at, inside, 0.0, UNDER)
     rank = tl.zeros([GROUPS, M], tl.int32)
     for j in tl.static_range(M):
-        other = tl.abs(tl.load(x + g * M + j, mask=g < groups, other=0.0).to(tl.float32))[:, None]
+        other = _magnitude(x, under, g * M + j, g < groups, 0.0, UNDER)[:, None]
         rank += ((other < s) | ((other == s) & (j < i)[None, :])).to(tl.int32)
     tl.store(kept + at, (rank >= drop).to(tl.int8), mask=inside)
     bad = tl.max(tl.max((s != s).to(tl.int32), 1), 0)
@@ -146,25 +159,29 @@ def _values(keys: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return ((keys << 16) if dtype == torch.bfloat16 else keys).astype(np.uint32).view(np.float32)
 
 
-def keep_magnitudes(weights: Sequence[Tensor], sample: Tensor, drop: int) -> list[Tensor] | None:
+def keep_magnitudes(pairs: Sequence[tuple[Tensor, Tensor | None]], sample: Tensor, drop: int) -> list[Tensor] | None:
     """Masks of contiguous tensors on one device without the `drop` lowest magnitudes of all, the lowest index first.
 
-    `drop` is at least 1 and less than all. None when the threshold is infinite, which a ladder cannot bracket.
+    Each comes with a mask that it is multiplied with first, or None. `drop` is at least 1 and less than all. Gives None when
+    the threshold is infinite, which a ladder cannot bracket.
     """
+    weights = [weight for weight, _ in pairs]
+    factors = [(weight if mask is None else mask, mask is not None) for weight, mask in pairs]
     device = weights[0].device
     dtypes = {weight.dtype for weight in weights}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     rungs = 8 if dtype == torch.float32 else 4
     starts = np.concatenate([[0], np.cumsum([triton.cdiv(weight.numel(), _BLOCK) for weight in weights])]).tolist()
-    parts = [part for part in zip(weights, starts, starts[1:], strict=False) if part[1] < part[2]]
+    parts = [part for part in zip(weights, factors, starts, starts[1:], strict=False) if part[2] < part[3]]
     counts = torch.empty(starts[-1], rungs + 1, dtype=torch.int32, device=device)
     total, infinity = sum(weight.numel() for weight in weights), int(_keys(np.array([np.inf]), dtype)[0])
     low, high, under, upto = 0, infinity + 1, 0, total  # under < drop are below low, upto >= drop below high
     ladder = _sampled_rungs(sample, drop / total, dtype, infinity, rungs)
     while True:
         values = torch.from_numpy(_values(ladder, dtype)).to(device)
-        for weight, start, end in parts:
-            _count_kernel[(end - start,)](weight, values, counts, start, weight.numel(), rungs, _TILE, _TURNS, num_warps=4)
+        for weight, (factor, has), start, end in parts:
+            arguments = weight, factor, values, counts, start, weight.numel(), has, rungs
+            _count_kernel[(end - start,)](*arguments, _TILE, _TURNS, num_warps=4)
         *below, nan = counts.sum(0, dtype=torch.int64).tolist()
         if nan:
             block = int(counts[:, -1].nonzero()[0, 0])
@@ -181,11 +198,11 @@ def keep_magnitudes(weights: Sequence[Tensor], sample: Tensor, drop: int) -> lis
     torch.cumsum(counts[:, at] - counts[:, at - 1], 0, out=before[1:])
     threshold, goes = values[at - 1 :], torch.tensor([drop - under], device=device)
     masks = [torch.empty(weight.shape, dtype=torch.bool, device=device) for weight in weights]
-    for weight, mask, start in zip(weights, masks, starts, strict=False):
+    for weight, (factor, has), mask, start in zip(weights, factors, masks, starts, strict=False):
         grid = (triton.cdiv(weight.numel(), _MASK_TILE),)
         if not weight.numel():
             continue
-        arguments = weight, mask, before, start, threshold, goes, weight.numel()
+        arguments = weight, factor, mask, before, start, threshold, goes, weight.numel(), has
         _mask_kernel[grid](*arguments, _MASK_TILE, _BLOCK // _MASK_TILE, num_warps=8)
     return masks
 
@@ -218,16 +235,17 @@ def _flag(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor) -> None:
+def keep_groups(weight: Tensor, under: Tensor | None, size: int, drop: int, kept: Tensor) -> None:
     """n:m over a contiguous matrix whose rows `size` divides: of every `size` neighbours the `drop` lowest magnitudes go."""
     groups = weight.numel() // size
     nan = _flag(weight.device)
-    if size == 4 and weight.element_size() == 2:
+    if size == 4 and weight.element_size() == 2 and under is None:
         arguments = weight, kept, nan, groups, drop, infinity_bits(weight.dtype)
         _quad_kernel[(triton.cdiv(groups, 1024),)](*arguments, 1024, num_warps=4)
     else:
         tile = 2048 // size
-        _group_kernel[(triton.cdiv(groups, tile),)](weight, kept.view(torch.int8), nan, groups, drop, size, tile, num_warps=8)
+        arguments = weight, weight if under is None else under, kept.view(torch.int8), nan, groups, drop, under is not None
+        _group_kernel[(triton.cdiv(groups, tile),)](*arguments, size, tile, num_warps=8)
     if nan.item():
         nan.zero_()
         raise NaNFound(0)

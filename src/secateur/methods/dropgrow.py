@@ -8,7 +8,8 @@ from torch import Tensor
 
 from .._dist import Comm
 from ..patterns import Pattern
-from ..select import Scores, select
+from ..scores import Scores
+from ..select import select
 
 
 def drop_and_grow(
