@@ -24,12 +24,13 @@ class Layout:
     """How one tensor maps to its matrix, and back.
 
     `span` columns belong to one input channel (the kernel size), and the rows come in `groups` equal parts that read
-    different inputs (grouped convolution).
+    different inputs (grouped convolution). A vector is one row, or, `tall`, one column.
     """
 
     shape: tuple[int, ...]
     flip: bool = False
     groups: int = 1
+    tall: bool = False
 
     @property
     def span(self) -> int:
@@ -38,13 +39,13 @@ class Layout:
     @property
     def rows(self) -> int:
         if not self.flip:
-            return self.shape[0] if self.shape else 1
+            return self.shape[0] if len(self.shape) > 1 or (self.shape and self.tall) else 1
         return self.shape[1] * self.groups
 
     @property
     def cols(self) -> int:
         if not self.flip:
-            return math.prod(self.shape[1:])  # also of a shard without rows
+            return math.prod(self.shape[1:] if self.rows != 1 or self.tall else self.shape)  # also of a shard without rows
         return math.prod(self.shape) // self.rows if self.rows else 0
 
     def matrix(self, tensor: Tensor) -> Tensor:
@@ -66,8 +67,8 @@ class Layout:
         return tensor[:, :1] if self.flip else tensor[: self.groups]
 
 
-def layout_of(module: nn.Module, shape: tuple[int, ...]) -> Layout:
-    """The layout of a parameter of this shape in this module."""
+def layout_of(module: nn.Module, shape: tuple[int, ...], *, tall: bool = False) -> Layout:
+    """The layout of a parameter of this shape in this module; `tall` for a vector that is sharded along it."""
     flip = len(shape) > 1 and any(isinstance(module, kind) for kind in _INPUT_FIRST)
     groups = vars(module).get("groups", 1)
-    return Layout(tuple(shape), flip, groups if isinstance(groups, int) and len(shape) > 2 else 1)
+    return Layout(tuple(shape), flip, groups if isinstance(groups, int) and len(shape) > 2 else 1, tall and len(shape) == 1)

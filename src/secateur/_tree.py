@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -24,6 +24,34 @@ class Slot:
         """The parameter as it is registered now; under a parametrization, the one that is trained."""
         parameter = self.module._parameters.get(self.attribute)
         return self.module.parametrizations[self.attribute].original if parameter is None else parameter  # type: ignore[index]
+
+
+class Loose(nn.Module):
+    """Tensors that are in no module, held where parameters would be, so that all the rest sees a model."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        super().__init__()
+        self._parameters.update(tensors)  # type: ignore[arg-type]  # the tensors themselves, so that an optimizer knows them
+
+
+Prunable = nn.Module | Mapping[str, Tensor] | Tensor
+
+
+def as_module(model: Prunable) -> nn.Module:
+    """The model itself; a tensor, or a mapping of names to tensors, as something that holds them."""
+    if isinstance(model, nn.Module):
+        return model
+    tensors = {"tensor": model} if isinstance(model, Tensor) else model
+    if not isinstance(tensors, Mapping):
+        raise TypeError(
+            f"the model must be a torch.nn.Module, a mapping of names to tensors or a tensor, not {type(model).__name__}"
+        )
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise TypeError(f"a mapping to prune is of names to tensors; {name!r} is a {type(tensor).__name__}")
+        if not tensor.is_leaf:
+            raise ValueError(f"{name!r} is computed from other tensors, so zeros would not stay in it; prune those instead")
+    return Loose(tensors)
 
 
 def slots(model: nn.Module) -> Iterator[Slot]:

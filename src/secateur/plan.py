@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from . import kernels
 from ._dist import Comm, comm_of, like, local, reshard_, sharded
 from ._dist import count as count_true
-from ._tree import slots
+from ._tree import Prunable, as_module, slots
 from .budgets import Spread
 from .criteria import Criterion, magnitude
 from .masks import Masks
@@ -50,7 +50,7 @@ class Plan:
     recipe: str
     dense: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
-    def apply_(self, model: nn.Module, *, keep_dense: bool = False) -> Plan:
+    def apply_(self, model: Prunable, *, keep_dense: bool = False) -> Plan:
         """Writes the zeros into the model. With `keep_dense`, remembers what they replace, for `undo_`."""
         weights = self._weights(model)
         alive = keep_dense and self.dense and any(bool(w[~local(self.masks[name])].any()) for name, w in weights.items())
@@ -62,7 +62,7 @@ class Plan:
             kernels.zero_(weight, local(self.masks[name]))
         return self
 
-    def undo_(self, model: nn.Module) -> None:
+    def undo_(self, model: Prunable) -> None:
         """Puts back the values that `apply_(keep_dense=True)` replaced by zeros."""
         if self.masks and not self.dense:
             raise ValueError("this plan kept no dense values; apply it with keep_dense=True to be able to undo it")
@@ -70,8 +70,9 @@ class Plan:
             weight[~local(self.masks[name])] = self.dense[name].to(weight)
         self.dense = {}
 
-    def _weights(self, model: nn.Module) -> dict[str, Tensor]:
+    def _weights(self, model: Prunable) -> dict[str, Tensor]:
         """The tensors the plan speaks of, all checked before any is touched."""
+        model = as_module(model)
         reshard_(model)
         found = {slot.name: slot.tensor for slot in slots(model)}
         if missing := [name for name in self.masks if name not in found]:
@@ -151,7 +152,7 @@ def _text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[st
 
 
 def plan(
-    model: nn.Module,
+    model: Prunable,
     criterion: Criterion | Callable[..., Tensor] = magnitude,
     *,
     sparsity: Number | None = None,
@@ -166,6 +167,7 @@ def plan(
     spread: Spread | Mapping[str, Number] | None = None,
 ) -> Plan:
     """What `prune_` with the same arguments would do. The model is not touched."""
+    model = as_module(model)
     recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread)
     if recipe.scheduled:
         raise TypeError(f"{recipe.scheduled[0]} changes with the step; use sc.Pruner for it, and a number to prune once")
@@ -226,6 +228,10 @@ def _check_sharded(recipe: Recipe, found: Sequence[Target], comm: Comm) -> None:
         raise NotImplementedError(
             f"{flipped[:3]} have their inputs on the axis that is sharded (transposed convolutions); prune before sharding, "
             "or exclude them"
+        )
+    if (recipe.pattern.keep or not recipe.pattern.elementwise) and sum(comm.sum(sum(t.layout.tall for t in found))):
+        raise NotImplementedError(
+            f"pattern {str(recipe.pattern)!r} sees a vector as one row, which is sharded; exclude vectors"
         )
     odd = [t.name for t in found if t.layout.rows % recipe.pattern.block(t.layout)[0]]
     if sum(comm.sum(len(odd))):

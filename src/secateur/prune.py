@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import kernels
 from ._dist import comm_of, like, local, reshard_, sharded
+from ._tree import Prunable, as_module
 from .budgets import Spread
 from .criteria import Criterion, magnitude
 from .criteria import criterion as as_criterion
@@ -28,7 +29,7 @@ from .targets import Globs, targets
 
 
 def prune_(
-    model: nn.Module,
+    model: Prunable,
     criterion: Criterion | Callable[..., Tensor] = magnitude,
     *,
     sparsity: float | None = None,
@@ -44,6 +45,8 @@ def prune_(
     keep_dense: bool = False,
 ) -> Plan:
     """Prunes a model in place, once, and gives the plan that was carried out. `print(plan)` is a table of its layers.
+
+    Tensors that are in no module are pruned as a mapping: `prune_({"codebook": tensor}, sparsity=0.5)`.
 
     `criterion` scores every element, the lowest go. `sparsity` is the fraction of the original weights to prune, `count` the
     number of units to prune in each pool. `pattern` says what goes together ("unstructured", "2:4", "16x1", "out", ...) and
@@ -93,7 +96,7 @@ class Pruner:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Prunable,
         criterion: Criterion | Callable[..., Tensor] = magnitude,
         *,
         sparsity: Number | None = None,
@@ -112,7 +115,7 @@ class Pruner:
         every: int = 1,
         keep_dense: bool = False,
     ):
-        self.model = model
+        self.model = model = as_module(model)
         self.recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread)
         self._grow = as_criterion(grow) if grow is not None else None
         self._swap, self._every = swap, every

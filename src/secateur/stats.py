@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 
 from ._axes import Layout
 from ._dist import local, row_offset, sharded
+from ._tree import Loose
 from .targets import Target
 
 Loss = Callable[[Any, Any], Tensor]
@@ -84,6 +85,8 @@ def collect(
         )
     check_evidence(needs, data, loss)
     assert data is not None
+    if isinstance(model, Loose):
+        raise TypeError(f"{_list(needs)} is collected by running a model, and these are tensors without one")
     with torch.inference_mode(False), _as_it_was(model):
         if "linear_grad" in needs:
             data = iter(data)

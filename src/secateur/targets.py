@@ -11,8 +11,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from ._axes import Layout, layout_of
-from ._dist import local, reshard_
-from ._tree import Slot, nearest, slots
+from ._dist import local, reshard_, sharded
+from ._tree import Loose, Prunable, Slot, as_module, nearest, slots
 from .scores import RANKED
 
 DEFAULT_TYPES: tuple[type[nn.Module], ...] = (
@@ -50,7 +50,7 @@ class Target:
 
 
 def targets(
-    model: nn.Module,
+    model: Prunable,
     *,
     include: Globs = (),
     exclude: Globs = (),
@@ -60,10 +60,10 @@ def targets(
 
     `include` and `exclude` are globs over parameter and module names ("encoder.*", "*.bias", "head"). By default the weights of
     linear and convolution layers are targets; `types` names other layer types, and an `include` without a wildcard names a
-    parameter or a module whatever its type. Tied parameters are one target.
+    parameter or a module whatever its type. Tied parameters are one target. Of a mapping of names to tensors, which is as good
+    as a model, all are.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+    model = as_module(model)
     include, exclude = _globs("include", include), _globs("exclude", exclude)
     kinds = DEFAULT_TYPES if types is None else _kinds(types)
     reshard_(model)
@@ -77,7 +77,8 @@ def targets(
     for slot in everything:
         reason = _reason(slot, include, exclude, kinds)
         if reason is None:
-            found.append(Target(slot, layout_of(slot.module, tuple(local(slot.tensor).shape))))
+            shape = tuple(local(slot.tensor).shape)
+            found.append(Target(slot, layout_of(slot.module, shape, tall=sharded(slot.tensor))))
         else:
             skipped |= dict.fromkeys((slot.name, *slot.also), reason)
     if not found:
@@ -151,6 +152,8 @@ def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: t
     named = include and any(not set(glob) & set("*?[") and _under(slot, [glob]) for glob in include)
     if include and not _under(slot, include):
         return "not included"
+    if isinstance(slot.module, Loose):
+        return "empty" if tensor.numel() == 0 else None
     strangers = [type(owner).__name__ for owner, _ in slot.owners if not isinstance(owner, kinds)]
     if not named and strangers:
         tied = "tied: " if len(slot.owners) > 1 else ""

@@ -299,7 +299,7 @@ def test_global_pruning_needs_no_copy_of_the_weights():
         code = PEAK.format(library=library)
         growth[library] = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
     assert growth["secateur.drop_in"] < 3  # mask and masked weight are one each, as the contract has it
-    assert growth["torch.nn.utils"] > 8
+    assert growth["torch.nn.utils"] > 2 * growth["secateur.drop_in"]
 
 
 def test_a_pruned_module_dies_with_its_last_reference():
