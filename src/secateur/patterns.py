@@ -106,9 +106,7 @@ class Pattern:
 
     def unfold(self, kept: Tensor, layout: Layout) -> Tensor:
         """A mask of units to a mask of elements."""
-        a, b = self.block(layout)
-        wide = kernels.repeat(kept, b)[:, : layout.cols]
-        return wide if a == 1 else wide.repeat_interleave(a, 0)[: layout.rows]
+        return kernels.spread(kept, *self.block(layout), (layout.rows, layout.cols))
 
 
 def _two_counts(value: object) -> bool:

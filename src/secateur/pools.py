@@ -18,7 +18,7 @@ from . import kernels
 from ._dist import Comm
 from .scores import Scores, nan_in
 
-_SAMPLE = {"cpu": 1 << 17, "cuda": 1 << 20}  # brackets the threshold to about 1 % of the pool, or less
+_SAMPLE = 1 << 17  # brackets the cut to about 1 % of the pool, or less
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ def find_cut(pool: Mapping[str, Scores], drop: int, comm: Comm) -> Cut:
         high = _quantile(sample, share + spread) if math.isnan(high) else high
         upto, inside = _tally(pool, low, high, comm)
         if drop <= upto:
-            (equal,) = comm.sum(_equal(pool, low))
+            none_below = low == 0 and all(one.magnitude_of is not None for one in pool.values())
+            (equal,) = (upto,) if none_below else comm.sum(_equal(pool, low))
             if drop > upto - equal or drop == 0:
                 return Cut(low, max(drop - (upto - equal), 0), equal)
             low, high = torch.nan, low
@@ -122,7 +123,8 @@ def _equal(pool: Mapping[str, Scores], value: float) -> int:
 
 
 def _sample(pool: Mapping[str, Scores], total: int) -> Tensor:
-    size = _SAMPLE.get(next(iter(pool.values())).device.type, 1 << 17)
+    on_cpu = next(iter(pool.values())).device.type == "cpu"
+    size = _SAMPLE if on_cpu else max(_SAMPLE >> 3, total >> 10)  # small ones sort with few launches, large pools repay more
     raw = [one.magnitude_of for one in pool.values() if one.magnitude_of is not None and one.magnitude_of.is_contiguous()]
     masks = [one.under for one in pool.values() if one.under is not None and one.under.is_contiguous()]
     if len(raw) == len(pool) and len(masks) in (0, len(pool)) and len({(m.device, m.dtype) for m in raw}) == 1:

@@ -20,8 +20,8 @@ Result = TypeVar("Result")
 class Scores:
     """The element scores of one tensor as a matrix, worked out a slab of rows at a time.
 
-    `magnitude_of` is set when the scores rank as the absolute values of that matrix do, which kernels then read directly;
-    `under` is a mask of the matrix's own dtype that it is multiplied with first.
+    `magnitude_of` is set when the scores are the absolute values of that matrix to a positive `power`, so that they rank as
+    those do, which kernels then read directly; `under` is a mask of the matrix's own dtype that it is multiplied with first.
     """
 
     layout: Layout
@@ -29,6 +29,7 @@ class Scores:
     rows: Callable[[int, int], Tensor]
     magnitude_of: Tensor | None = None
     under: Tensor | None = None
+    power: float = 1
 
     @staticmethod
     def of(matrix: Tensor, layout: Layout | None = None) -> Scores:
@@ -43,7 +44,7 @@ class Scores:
         def rows(first: int, last: int) -> Tensor:
             return kernels.magnitude(matrix[first:last], None if under is None else under[first:last], power)
 
-        return Scores(layout, matrix.device, rows, matrix, under)
+        return Scores(layout, matrix.device, rows, matrix, under, power)
 
     @property
     def numel(self) -> int:
@@ -55,14 +56,21 @@ class Scores:
         return [(first, min(first + step, self.layout.rows)) for first in range(0, self.layout.rows, step)]
 
     def each(self, look: Callable[[Tensor, int, int], Result], multiple: int = 1) -> list[Result]:
-        """`look(scores, first row, last row)` for every slab, in order, in threads where numpy works the scores out."""
+        """`look(scores, first row, last row)` for every slab, in order; magnitudes on the CPU in threads.
+
+        The scores are good while `look` looks.
+        """
+        matrix, under = self.magnitude_of, self.under
+        if matrix is None or self.device.type != "cpu":
+            return [look(self.rows(*rows), *rows) for rows in self.slabs(multiple)]
 
         def work(rows: tuple[int, int]) -> Result:
-            return look(self.rows(*rows), *rows)
+            part = slice(*rows)
+            return look(
+                kernels.magnitude(matrix[part], None if under is None else under[part], self.power, scratch=True), *rows
+            )
 
-        slabs = self.slabs(multiple)
-        numpy = self.device.type == "cpu" and self.magnitude_of is not None
-        return kernels.in_threads(work, slabs) if numpy else [work(rows) for rows in slabs]
+        return kernels.in_threads(work, self.slabs(multiple))
 
     def sample(self, size: int) -> Tensor:
         """About `size` scores from all over the tensor, the same ones every time."""

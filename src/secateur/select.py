@@ -47,7 +47,7 @@ def select(
         _no_nan_anywhere(scores, comm)
     if previous is not None:
         scores = {name: _held(one, previous[name]) for name, one in scores.items()}
-    kept: dict[str, Tensor] = {}
+    kept: dict[str, Tensor | None] = {}
     if pattern.keep or scope == "row":
         for name, one in scores.items():
             units = fold(one, pattern)
@@ -95,7 +95,9 @@ def fold(scores: Scores, pattern: Pattern) -> Scores:
     height, width = pattern.block(scores.layout)
     dtype = torch.float64 if scores.rows(0, 0).dtype == torch.float64 else torch.float32
     grid = torch.empty(pattern.grid(scores.layout), dtype=dtype, device=scores.device)
-    scores.each(lambda slab, a, b: kernels.fold(slab, height, width, grid[a // height : -(-b // height)]), multiple=height)
+    matrix = scores.magnitude_of
+    if matrix is None or not kernels.fold_magnitudes(matrix, scores.under, scores.power, height, width, grid):
+        scores.each(lambda slab, a, b: kernels.fold(slab, height, width, grid[a // height : -(-b // height)]), multiple=height)
     return replace(Scores.of(grid), magnitude_of=None if scores.magnitude_of is None else grid)  # such means are not negative
 
 
@@ -105,8 +107,8 @@ def _keep_units(
     sparsity: float | Mapping[str, float] | None,
     count: int | Mapping[str, int] | None,
     comm: Comm,
-) -> dict[str, Tensor]:
-    """Which units of one pool stay, as grids."""
+) -> Mapping[str, Tensor | None]:
+    """Which units of one pool stay, as grids; None where none does."""
     (total,) = comm.sum(sum(math.prod(pattern.grid(one.layout)) for one in pool.values()))
     units = functools.cache(lambda: {name: fold(one, pattern) for name, one in pool.items()})
     first = next(iter(pool))
@@ -121,7 +123,7 @@ def _keep_units(
         share = sparsity[first] if isinstance(sparsity, Mapping) else sparsity
         drop = round(share * total) if pattern.elementwise else _units_to_drop(pool, pattern, share, total, units, comm)
     if pattern.lose is not None and drop == total:  # every block loses some, so that none has to be ranked
-        return {name: torch.zeros(pattern.grid(one.layout), dtype=torch.bool, device=one.device) for name, one in pool.items()}
+        return dict.fromkeys(pool)
     return keep_pool(units(), drop, comm)
 
 
@@ -183,17 +185,16 @@ def _row_budget(
     return budget
 
 
-def _elements(name: str, scores: Scores, pattern: Pattern, kept: Tensor) -> Tensor:
-    """The mask of elements that a mask of units stands for."""
-    if pattern.elementwise:
-        return kept
-    if pattern.lose is None:
-        return pattern.unfold(kept, scores.layout)
+def _elements(name: str, scores: Scores, pattern: Pattern, kept: Tensor | None) -> Tensor:
+    """The mask of elements that a mask of units stands for; None is one of pruned units only."""
+    if kept is not None and pattern.lose is None:
+        return kept if pattern.elementwise else pattern.unfold(kept, scores.layout)
+    assert pattern.lose is not None
     height, width = pattern.block(scores.layout)
     mask = _keep_in_blocks(name, scores, height, width, pattern.lose)
-    for first, last in scores.slabs(height):  # blocks that are kept stay whole
-        rows = kept[first // height : -(-last // height)]
-        kernels.unite_(mask[first:last], pattern.unfold(rows, Layout((last - first, scores.layout.cols))))
+    if kept is not None:  # blocks that are kept stay whole
+        for first, last in scores.slabs(height):
+            kernels.unite_(mask[first:last], kept[first // height : -(-last // height)], height, width)
     return mask
 
 

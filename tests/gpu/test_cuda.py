@@ -115,3 +115,27 @@ def test_an_empty_tensor_anywhere_in_a_pool_changes_nothing(where):
     tensors.insert(where, torch.empty(0, 300, dtype=torch.bfloat16))
     ours, theirs = both({str(i): tensor for i, tensor in enumerate(tensors)}, sparsity=0.7, scope="global")
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("pattern", ["unstructured", "1x4", "16x16", "3x7", "1x4-2", "3x5-4", "2:4", "4:8", "out"])
+def test_gpu_masks_of_masked_weights_equal_cpu(dtype, power, pattern):
+    generator = torch.Generator().manual_seed(3)
+    for shape in ((64, 128), (130, 77), (1, 9)):
+        weight = torch.randn(shape, generator=generator).to(dtype)
+        under = (torch.rand(shape, generator=generator) > 0.3).to(dtype)
+        parsed = Pattern.parse(pattern)
+        units = parsed.grid(Scores.of(weight).layout)
+        masks = []
+        for device in ("cpu", "cuda"):
+            scores = Scores.magnitude(weight.to(device), power=power, under=under.to(device))
+            budget = {} if parsed.keep else {"count": units[0] * units[1] // 3}
+            masks.append(select({"w": scores}, parsed, **budget)["w"].cpu())
+        assert torch.equal(*masks)
+
+
+def test_gpu_pruning_blocks_that_lose_all_needs_no_ranking_of_blocks():
+    weight = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    blocks = select({"w": Scores.magnitude(weight)}, Pattern.parse("1x4-2"), count=64 * 16)["w"]
+    assert torch.equal(blocks, select({"w": Scores.magnitude(weight)}, Pattern.parse("2:4"))["w"])

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
+import math
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -34,6 +37,22 @@ def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Re
         return list(pool.map(work, items))
 
 
+class _Buffers(threading.local):
+    def __init__(self) -> None:
+        self.of: dict[str, np.ndarray] = {}
+
+
+_buffers = _Buffers()
+
+
+def _scratch(use: str, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> np.ndarray:
+    """Memory for one use at a time in this thread: fresh pages for every slab would take longer than the arithmetic."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if use not in _buffers.of or _buffers.of[use].size < size:
+        _buffers.of[use] = np.empty(size, np.uint8)
+    return _buffers.of[use][:size].view(dtype).reshape(shape)
+
+
 def _view(slab: Tensor) -> np.ndarray:
     """The slab's memory as an array. `Tensor.numpy` would pin the storage to its size, which sharding frameworks change."""
     return np.from_dlpack(slab.detach())
@@ -46,25 +65,28 @@ def _product(slab: Tensor, under: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mul(slab, under, out=out)
 
 
-def magnitude(slab: Tensor, under: Tensor | None = None, power: float = 1) -> Tensor:
+def magnitude(slab: Tensor, under: Tensor | None = None, power: float = 1, *, scratch: bool = False) -> Tensor:
     """|slab| ** power, or |slab * under| ** power. To the power 1 it is exact; half precision is raised in float32.
 
-    On the CPU bfloat16 comes out as float32, in which it is ranked.
+    On the CPU bfloat16 comes out as float32, in which it is ranked. With `scratch` the result is good until the next call.
     """
-    if under is not None:
-        slab = _product(slab, under)
-    if power != 1 and slab.dtype in (torch.float16, torch.bfloat16):
-        slab, under = slab.float(), slab
-    if slab.device.type == "cpu" and slab.dtype in (torch.float32, torch.float64):
-        x, own = _view(slab), None if under is None else _view(slab)
-        if power == 2:
-            return torch.from_numpy(np.square(x, out=own))
-        x = np.abs(x, out=own)
-        return torch.from_numpy(x if power == 1 else np.power(x, power, out=x))
-    if slab.device.type == "cpu" and slab.dtype == torch.bfloat16:  # the upper half of a float32; its sign is shifted out
-        wide = np.left_shift(_view(slab.view(torch.int16)), np.uint32(17), dtype=np.uint32, casting="unsafe")
-        return torch.from_numpy(np.right_shift(wide, np.uint32(1), out=wide).view(np.float32))
-    return slab.abs() if power == 1 else slab.abs().pow_(power)
+    if slab.device.type != "cpu" or slab.dtype == torch.float16:
+        slab = slab if under is None else slab * under
+        slab = slab.float() if power != 1 and slab.dtype in (torch.float16, torch.bfloat16) else slab
+        return slab.abs() if power == 1 else slab.abs().pow_(power)
+    wide = np.dtype(np.float64 if slab.dtype == torch.float64 else np.float32)
+    out = _scratch("magnitude", tuple(slab.shape), wide) if scratch else np.empty(slab.shape, wide)
+    if slab.dtype == torch.bfloat16:  # the upper half of a float32; its sign is shifted out
+        bits = _view((slab if under is None else slab * under).view(torch.int16))
+        words = np.left_shift(bits, np.uint32(17), dtype=np.uint32, casting="unsafe", out=out.view(np.uint32))
+        np.right_shift(words, np.uint32(1), out=words)
+    elif under is not None:
+        np.abs(np.multiply(_view(slab), _view(under), out=out, casting="unsafe"), out=out)
+    elif power == 2:
+        return torch.from_numpy(np.square(_view(slab), out=out))
+    else:
+        np.abs(_view(slab), out=out)
+    return torch.from_numpy(out if power == 1 else np.square(out, out=out) if power == 2 else np.power(out, power, out=out))
 
 
 def magnitude_bits(slab: Tensor) -> Tensor:
@@ -118,9 +140,11 @@ def tally(slab: Tensor, low: float, high: float) -> tuple[int, int, Tensor]:
     """How many are at most low, how many above it, and the values strictly between low and high. NaN is in none."""
     if slab.device.type == "cpu":
         x = _array(slab)
-        above = x > _limit(x, low)
-        between = torch.from_numpy(x[above & (x < _limit(x, high))])
-        return _count(x <= _limit(x, low)), _count(above), between
+        flags, above = (_scratch(use, x.shape, np.bool_) for use in ("flags", "above"))
+        upto = _count(np.less_equal(x, _limit(x, low), out=flags))
+        number = _count(np.greater(x, _limit(x, low), out=above))
+        between = x[np.logical_and(above, np.less(x, _limit(x, high), out=flags), out=flags)]
+        return upto, number, torch.from_numpy(between)
     own, slab = slab, _exact(slab, low, high)
     upto, above = torch.stack([(slab <= low).sum(), (slab > low).sum()]).tolist()
     return upto, above, own[(slab > low) & (slab < high)]
@@ -152,21 +176,28 @@ def keep_above(slab: Tensor, threshold: float, kept: Tensor, *, ties: bool) -> N
 
 def drop_ties(slab: Tensor, threshold: float, kept: Tensor, goes: int) -> int:
     """Unmarks the first `goes` of those that equal the threshold; gives how many are still to go after this slab."""
+    number = count_equal(slab, threshold)
+    if number <= goes:  # all of them, which are many when pruned weights score zero
+        keep_above(slab, threshold, kept, ties=False)
+        return goes - number
     if slab.device.type == "cpu":
         x = _array(slab)
         equal = torch.from_numpy(np.flatnonzero(x == _limit(x, threshold)))
     else:
         equal = (_exact(slab, threshold) == threshold).reshape(-1).nonzero().reshape(-1)
     kept.view(-1)[equal[:goes]] = False
-    return max(goes - len(equal), 0)
+    return 0
 
 
 def fold(matrix: Tensor, height: int, width: int, means: Tensor) -> None:
     """The mean over each block of a matrix, smaller blocks at its edges, into `means`; added up in float64."""
     for top, bottom, h in runs(matrix.shape[0], height):
         for left, right, w in runs(matrix.shape[1], width):
-            grid = means[top // height :, left // width :][: (bottom - top) // h, : (right - left) // w]
-            _means(matrix[top:bottom, left:right], h, w, grid)
+            step = max(_FOLD_SLAB // (right - left) // h, 1) * h if matrix.device.type == "cpu" else bottom - top
+            for first in range(top, bottom, step):
+                last = min(first + step, bottom)
+                grid = means[first // height :, left // width :][: (last - first) // h, : (right - left) // w]
+                _means(matrix[first:last, left:right], h, w, grid)
 
 
 def runs(size: int, run: int) -> list[tuple[int, int, int]]:
@@ -182,32 +213,74 @@ def _means(matrix: Tensor, height: int, width: int, out: Tensor) -> None:
         total = matrix.reshape(shape).sum(1, dtype=torch.float64).unflatten(1, (-1, width)).sum(2)
         out.copy_(total.div_(height * width))
         return
-    total = np.add.reduce(_array(matrix).reshape(shape), axis=1, dtype=np.float64)
+    total = _scratch("total", (shape[0], shape[2]), np.float64)
+    total = np.add.reduce(_array(matrix).reshape(shape), axis=1, dtype=np.float64, out=total)
     total = total.reshape(shape[0], shape[2] // width, width)
+    uses = itertools.cycle(("halves", "total"))
     while total.shape[-1] > 1 and total.shape[-1] % 2 == 0:  # numpy adds long rows fast, and many short runs slowly
-        total = total[..., 0::2] + total[..., 1::2]
+        half = _scratch(next(uses), (*total.shape[:2], total.shape[2] // 2), np.float64)
+        total = np.add(total[..., 0::2], total[..., 1::2], out=half)
     total = total[..., 0] if total.shape[-1] == 1 else total.sum(-1)
     np.divide(total, height * width, out=out.numpy(), casting="same_kind")
 
 
-def repeat(kept: Tensor, times: int) -> Tensor:
-    """Every column of a bool matrix `times` times over."""
-    if kept.device.type != "cpu" or times == 1:
-        return kept.repeat_interleave(times, 1) if times > 1 else kept
-    size = next(size for size in (8, 4, 2, 1) if times % size == 0)
-    wide = kept.numpy()
-    if size > 1:  # one machine word holds that many
-        word = _WORDS[size]
-        wide = np.multiply(wide.view(np.uint8), word(sum(1 << 8 * i for i in range(size))), dtype=word)
-    return torch.from_numpy((np.repeat(wide, times // size, axis=1) if times > size else wide).view(np.bool_))
-
-
-def unite_(mask: Tensor, other: Tensor) -> None:
-    """Marks in `mask` what `other` marks."""
-    if mask.device.type == "cpu":
-        np.logical_or(mask.numpy(), other.numpy(), out=mask.numpy())
+def spread(kept: Tensor, height: int, width: int, shape: tuple[int, int]) -> Tensor:
+    """A grid of units to the mask of elements that it stands for; units at the edges may be smaller."""
+    mask = torch.empty(shape, dtype=torch.bool, device=kept.device)
+    if kept.device.type == "cpu" and height == 1 and shape[1] % width == 0:
+        _repeat(kept.numpy(), width, mask.numpy())
     else:
-        mask |= other
+        _spread(kept, height, width, mask, unite=False)
+    return mask
+
+
+def unite_(mask: Tensor, kept: Tensor, height: int, width: int) -> None:
+    """Marks in `mask` the blocks that `kept` marks, too."""
+    _spread(kept, height, width, mask, unite=True)
+
+
+def _spread(kept: Tensor, height: int, width: int, mask: Tensor, *, unite: bool) -> None:
+    if mask.device.type == "cpu":
+        wide = np.empty((kept.shape[0], kept.shape[1] * width), np.bool_)
+        _repeat(kept.numpy(), width, wide)
+        for top, bottom, h in runs(mask.shape[0], height):
+            out = mask.numpy()[top:bottom].reshape((bottom - top) // h, h, mask.shape[1])
+            part = wide[top // height :, None, : mask.shape[1]][: len(out)]
+            np.logical_or(out, part, out=out) if unite else np.copyto(out, part)
+    elif mask.device.type == "cuda" and _triton_installed() and kept.is_contiguous() and mask.is_contiguous():
+        from . import cuda
+
+        cuda.spread(kept, height, width, mask, unite=unite)
+    else:
+        for top, bottom, h in runs(mask.shape[0], height):
+            for left, right, w in runs(mask.shape[1], width):
+                down, across = (bottom - top) // h, (right - left) // w
+                part = mask[top:bottom, left:right].unflatten(1, (across, w)).unflatten(0, (down, h))
+                units = kept[top // height :, left // width :][:down, None, :across, None]
+                part.logical_or_(units) if unite else part.copy_(units.expand_as(part))
+
+
+def _repeat(kept: np.ndarray, times: int, out: np.ndarray) -> None:
+    """Every column `times` times over."""
+    size = next(size for size in (8, 4, 2, 1) if times % size == 0)
+    if size == 1:
+        np.copyto(out, np.repeat(kept, times, axis=1))
+    else:  # one machine word holds that many
+        word = _WORDS[size]
+        ones, words = word(sum(1 << 8 * i for i in range(size))), out.view(word)
+        for i in range(times // size):
+            np.multiply(kept.view(np.uint8), ones, out=words[:, i :: times // size], dtype=word)
+
+
+def write_(out: Tensor, kept: Tensor) -> None:
+    """Zeros and ones of the dtype of `out`, where `kept` is False and True."""
+    fits = out.device.type == "cuda" and out.is_contiguous() and kept.is_contiguous()
+    if fits and out.dtype in _KERNEL_DTYPES and _triton_installed():
+        from . import cuda
+
+        cuda.write_(out, kept)
+    else:
+        out.copy_(kept.view(torch.int8))  # int8, because torch converts it faster than bool
 
 
 def keep_rows(groups: Tensor, drop: int, kept: Tensor) -> None:
@@ -280,6 +353,16 @@ def keep_magnitudes(
     return cuda.keep_magnitudes(weights, sample(), drop)
 
 
+def fold_magnitudes(weight: Tensor, under: Tensor | None, power: float, height: int, width: int, means: Tensor) -> bool:
+    """The mean magnitude of each block in one pass into `means`, where there is a kernel for it; False where there is not."""
+    if power not in (1, 2) or width > 1 << 14 or not _triton([weight] if under is None else [weight, under]):
+        return False
+    from . import cuda
+
+    cuda.fold_magnitudes(weight, under, int(power), height, width, means)
+    return True
+
+
 def keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor, under: Tensor | None = None) -> bool:
     """n:m of magnitudes, of `weight * under` where that is given, in one pass into `kept`; False where there is no kernel."""
     tensors = [weight] if under is None else [weight, under]
@@ -343,6 +426,7 @@ def _keep_groups(weight: Tensor, under: Tensor | None, size: int, drop: int, kep
 
 
 _GROUP_SLAB = 1 << 19
+_FOLD_SLAB = 1 << 17
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ZERO_CHUNK = 1 << 19
 

@@ -22,6 +22,7 @@ _TILE = 1024  # what a program of the counting kernel reads at a time
 _TURNS = 32  # how often: its counters have a byte per rung, so at most 255
 _BLOCK = _TILE * _TURNS
 _MASK_TILE = 2048
+_FEW = 1 << 18
 
 
 @triton.jit
@@ -66,6 +67,18 @@ def _count_kernel(
         tl.store(row + j, tl.sum((lower >> (8 * j)) & 255))
         if RUNGS == 8:
             tl.store(row + 4 + j, tl.sum((upper >> (8 * j)) & 255))
+
+
+@triton.jit
+def _gather_kernel(x, under, ends, found, cursor, n, UNDER: tl.constexpr, TILE: tl.constexpr):
+    """The magnitudes from the first of `ends` to below the second, in no order."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    s = _magnitude(x, under, at, at < n, float("inf"), UNDER)
+    inside = (s >= tl.load(ends)) & (s < tl.load(ends + 1))
+    number = tl.sum(inside.to(tl.int32))
+    if number > 0:
+        place = tl.atomic_add(cursor, number) + tl.cumsum(inside.to(tl.int32), 0) - 1
+        tl.store(found + place, s, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first_block"])
@@ -132,6 +145,73 @@ def _quad_kernel(x, kept, nan, groups, drop, INFINITY: tl.constexpr, TILE: tl.co
 
 
 @triton.jit
+def _fold_kernel(
+    x, under, means, rows, cols, across, height, width,
+    UNDER: tl.constexpr, POWER: tl.constexpr, WIDTH: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """The means of UNITS blocks side by side, added up in float64; WIDTH is `width` or the next power of two."""
+    down = tl.program_id(0).to(tl.int64)
+    unit = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
+    i = tl.arange(0, WIDTH)
+    col = unit[:, None] * width + i[None, :]
+    inside = (i[None, :] < width) & (col < cols)
+    total = tl.zeros([UNITS], tl.float64)
+    for k in range(height):
+        row = down * height + k
+        s = _magnitude(x, under, row * cols + col, inside & (row < rows), 0.0, UNDER)
+        total += tl.sum((s * s if POWER == 2 else s).to(tl.float64), 1)
+    size = tl.minimum(height, rows - down * height) * tl.minimum(width, cols - unit * width)
+    tl.store(means + down * across + unit, (total / size.to(tl.float64)).to(tl.float32), mask=unit < across)
+
+
+def fold_magnitudes(weight: Tensor, under: Tensor | None, power: int, height: int, width: int, means: Tensor) -> None:
+    """The mean magnitude, to a power, of each block of a contiguous matrix, or of its product with `under`."""
+    (rows, cols), (down, across) = weight.shape, means.shape
+    if not means.numel():
+        return
+    wide = triton.next_power_of_2(width)
+    units = min(max(1024 // wide, 1), triton.next_power_of_2(across))
+    arguments = weight, weight if under is None else under, means, rows, cols, across, height, width, under is not None
+    _fold_kernel[(down, triton.cdiv(across, units))](*arguments, power, wide, units, num_warps=4)
+
+
+@triton.jit
+def _spread_kernel(kept, mask, rows, cols, across, height, width, UNITE: tl.constexpr, TILE: tl.constexpr):
+    """Marks in one row of a mask the blocks that are kept; with UNITE, what is marked there stays."""
+    kept = kept.to(tl.pointer_type(tl.int8), bitcast=True)
+    mask = mask.to(tl.pointer_type(tl.int8), bitcast=True)
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = col < cols
+    v = tl.load(kept + (row // height) * across + col // width, mask=inside, other=0)
+    if UNITE:
+        v = v | tl.load(mask + row * cols + col, mask=inside, other=0)
+    tl.store(mask + row * cols + col, v, mask=inside)
+
+
+def spread(kept: Tensor, height: int, width: int, mask: Tensor, *, unite: bool) -> None:
+    """A grid of units to a contiguous mask of elements."""
+    rows, cols = mask.shape
+    if mask.numel():
+        grid = (rows, triton.cdiv(cols, 2048))
+        _spread_kernel[grid](kept, mask, rows, cols, kept.shape[1], height, width, unite, 2048, num_warps=4)
+
+
+@triton.jit
+def _write_kernel(kept, out, n, TILE: tl.constexpr):
+    kept = kept.to(tl.pointer_type(tl.int8), bitcast=True)
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    v = tl.load(kept + at, mask=at < n, other=0)
+    tl.store(out + at, v.to(out.dtype.element_ty), mask=at < n)
+
+
+def write_(out: Tensor, kept: Tensor) -> None:
+    """A contiguous mask as zeros and ones of another dtype."""
+    if out.numel():
+        _write_kernel[(triton.cdiv(out.numel(), 4096),)](kept, out, out.numel(), 4096, num_warps=8)
+
+
+@triton.jit
 def _zero_kernel(bits, mask, n, TILE: tl.constexpr):
     mask = mask.to(tl.pointer_type(tl.int8), bitcast=True)
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -193,7 +273,11 @@ def keep_magnitudes(pairs: Sequence[tuple[Tensor, Tensor | None]], sample: Tenso
             return None
         if 0 < at < rungs and high - low == 1:
             break
-        ladder = _rungs(low, high, under, upto, drop, infinity, rungs)
+        if low < high - 1 and upto - under <= _FEW and high <= infinity:  # few are left: look at them
+            key = _kth_between(parts, low, high, upto - under, drop - under, dtype)
+            ladder = np.minimum(key + np.arange(rungs), infinity)
+        else:
+            ladder = _rungs(low, high, under, upto, drop, infinity, rungs)
     before = torch.zeros(starts[-1] + 1, dtype=torch.int64, device=device)
     torch.cumsum(counts[:, at] - counts[:, at - 1], 0, out=before[1:])
     threshold, goes = values[at - 1 :], torch.tensor([drop - under], device=device)
@@ -207,25 +291,40 @@ def keep_magnitudes(pairs: Sequence[tuple[Tensor, Tensor | None]], sample: Tenso
     return masks
 
 
+def _kth_between(parts: Sequence, low: int, high: int, number: int, k: int, dtype: torch.dtype) -> int:
+    """The key of the k-th lowest of the `number` magnitudes with keys from `low` to below `high`."""
+    device = parts[0][0].device
+    ends = torch.from_numpy(_values(np.array([low, high]), dtype)).to(device)
+    found, cursor = torch.empty(number, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    for weight, (factor, has), *_ in parts:
+        grid = (triton.cdiv(weight.numel(), _MASK_TILE),)
+        _gather_kernel[grid](weight, factor, ends, found, cursor, weight.numel(), has, _MASK_TILE, num_warps=8)
+    return int(_keys(found.sort().values[k - 1 : k].cpu().numpy(), dtype)[0])
+
+
 def _sampled_rungs(sample: Tensor, share: float, dtype: torch.dtype, infinity: int, rungs: int) -> np.ndarray:
     """Rungs around the sampled quantile, about as wide as its error."""
     ordered, size = sample.sort().values, sample.numel()
     spread = 3 * (share * (1 - share) / size) ** 0.5 + 1 / size
     ends = [min(max(int((share + sign * spread) * size), 0), size - 1) for sign in (-1, 1)]
     first, last = _keys(ordered[ends].float().cpu().numpy(), dtype).tolist()
-    keys = first + np.arange(rungs) if last + 1 - first < rungs else np.linspace(first, last + 1, rungs)
+    if first == 0:  # zeros, as of weights that are pruned already, may be all that goes: count them by themselves
+        keys = np.concatenate([[0], np.linspace(1, max(last + 1, rungs - 1), rungs - 1)])
+    else:
+        keys = first + np.arange(rungs) if last + 1 - first < rungs else np.linspace(first, last + 1, rungs)
     return np.minimum(keys.astype(np.int64), infinity)
 
 
 def _rungs(low: int, high: int, under: int, upto: int, drop: int, infinity: int, rungs: int) -> np.ndarray:
-    """Low, high, and between them every key where there are few, or rungs close to where counts interpolate to `drop`."""
+    """Low, high, and between them every key where there are few; else rungs close to where counts interpolate to `drop`, and
+    as many spread evenly, so that the range shrinks whatever the counts are like."""
     if high - low < rungs:
         keys = low + np.arange(rungs)
     else:
-        per_count = (high - low) / (upto - under)
+        per_count, half = (high - low) / (upto - under), (rungs - 2) // 2
         middle, width = low + (drop - under) * per_count, 2 + 4 * per_count * (upto - under) ** 0.5
-        inner = np.linspace(max(middle - width, low + 1), min(middle + width, high - 1), rungs - 2)
-        keys = np.concatenate([[low], inner, [high]])
+        near = np.linspace(max(middle - width, low + 1), min(middle + width, high - 1), rungs - 2 - half)
+        keys = np.sort(np.concatenate([[low], near, np.linspace(low, high, half + 2)[1:-1], [high]]))
     return np.minimum(keys.astype(np.int64), infinity)
 
 

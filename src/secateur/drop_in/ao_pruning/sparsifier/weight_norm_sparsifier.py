@@ -1,0 +1,174 @@
+"""Blocks compete by their norm; `select` does the ranking."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .... import kernels
+from ....patterns import Pattern
+from ....scores import RANKED, Scores
+from ....select import select
+from .base_sparsifier import BaseSparsifier
+from .utils import FakeSparsity, parts
+
+__all__ = ["WeightNormSparsifier"]
+
+_PEEK = 4096  # elements of a mask that tell most pruned masks from one that is all ones
+
+
+class WeightNormSparsifier(BaseSparsifier):
+    """Prunes the blocks of a tensor that have the lowest norms.
+
+    `sparsity_level` is the share of blocks that are pruned (one is always kept below 1.0), `sparse_block_shape` their rows and
+    columns, `zeros_per_block` how many elements a pruned block loses, its lowest (all of them by default). `norm` is 1, 2
+    (the default) or a function that gives a score for each element; a block's score is the mean over its elements. A tensor
+    of more dimensions is seen as a matrix with its first one as rows. What is pruned scores 0, so it does not come back.
+    """
+
+    def __init__(
+        self,
+        sparsity_level: float = 0.5,
+        sparse_block_shape: tuple[int, int] = (1, 4),
+        zeros_per_block: int | None = None,
+        norm: Callable[[Tensor], Tensor] | int | None = None,
+    ) -> None:
+        if not callable(norm) and norm not in (None, 1, 2):
+            raise NotImplementedError(f"norm={norm!r} is not known; give 1, 2, or a function that scores each element")
+        super().__init__(
+            defaults={
+                "sparsity_level": sparsity_level,
+                "sparse_block_shape": sparse_block_shape,
+                "zeros_per_block": math.prod(sparse_block_shape) if zeros_per_block is None else zeros_per_block,
+            }
+        )
+        self.norm_fn: Callable[[Tensor], Tensor] = norm if callable(norm) else _magnitude if norm == 1 else _square
+
+    def update_mask(  # type: ignore[override]
+        self,
+        module: nn.Module,
+        tensor_name: str,
+        sparsity_level: float,
+        sparse_block_shape: Sequence[int],
+        zeros_per_block: int,
+        **kwargs: Any,
+    ) -> None:
+        """Ranks the blocks of the masked tensor and writes what is kept into its mask."""
+        name, size = kwargs.get("tensor_fqn", tensor_name), math.prod(sparse_block_shape)
+        if not 0 <= zeros_per_block <= size:
+            raise ValueError(
+                f"zeros_per_block={zeros_per_block} for {name!r}: a block of {tuple(sparse_block_shape)} loses from 0 to {size}"
+            )
+        mask = self._holder(module, tensor_name).mask
+        there = parts(module, tensor_name)
+        alone = len(there) == 1 and type(there[0]) is FakeSparsity and mask.shape == there.original.shape
+        weight = (there.original if alone else getattr(module, tensor_name)).detach()
+        if sparsity_level <= 0 or zeros_per_block == 0:
+            _write(mask, True, weight)
+        elif sparsity_level >= 1 and zeros_per_block == size:
+            _write(mask, False, weight)
+        else:
+            scores = self._scores(weight, mask if alone else None)
+            _write(mask, _kept(scores, sparsity_level, sparse_block_shape, zeros_per_block, name), weight)
+
+    def _scores(self, weight: Tensor, mask: Tensor | None) -> Scores:
+        """The scores of `weight`, under the mask if one is given; the product of the two is made only for a function."""
+        if self.norm_fn not in (_magnitude, _square):
+            scores = self.norm_fn(weight if mask is None else mask.to(weight.dtype) * weight).detach()
+            return Scores.of(_matrix(scores if scores.dtype in RANKED else scores.double()))
+        under = None if mask is None or (mask.device.type == "cpu" and _is_ones(mask)) else _matrix(mask).to(weight.dtype)
+        return Scores.magnitude(_matrix(weight), power=1 if self.norm_fn is _magnitude else 2, under=under)
+
+    # --- the parts, for subclasses that call them by name -----------------------------------------------------------------
+
+    def _make_tensor_mask(
+        self,
+        data: Tensor,
+        input_shape: Any,
+        sparsity_level: float,
+        sparse_block_shape: Sequence[int],
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """A mask of whole blocks: zero in the share `sparsity_level` of blocks that score lowest in `data`."""
+        return _filled(mask, _kept(Scores.of(data), sparsity_level, sparse_block_shape, math.prod(sparse_block_shape)))
+
+    def _make_block_mask(
+        self, data: Tensor, sparse_block_shape: Sequence[int], zeros_per_block: int, mask: Tensor | None = None
+    ) -> Tensor:
+        """A mask with `zeros_per_block` zeros in every block, where `data` scores lowest."""
+        return _filled(mask, _kept(Scores.of(data), 1.0, sparse_block_shape, zeros_per_block))
+
+    def _scatter_fold_block_mask(
+        self,
+        output_shape: Sequence[int],
+        dim: int,
+        indices: Tensor,
+        block_shape: Sequence[int],
+        mask: Tensor | None = None,
+        input_shape: Sequence[int] | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """A mask from the layout of `F.unfold` (1, elements of a block, blocks), zero at the indices, to that of the tensor."""
+        if mask is None:
+            if input_shape is None:
+                raise AssertionError("give either a mask or the input_shape of one")
+            mask = torch.ones(tuple(input_shape), device=device)
+        unfolded = mask.scatter_(dim, indices, 0)
+        mask.data = F.fold(unfolded, tuple(output_shape), kernel_size=tuple(block_shape), stride=tuple(block_shape))
+        return mask
+
+
+def _magnitude(T: Tensor) -> Tensor:
+    return T.abs()
+
+
+def _square(T: Tensor) -> Tensor:
+    return T * T
+
+
+def _flat_idx_to_2d(idx: Any, shape: Sequence[int]) -> tuple[Any, Any]:
+    """Row and column of a position in a flattened matrix."""
+    return idx // shape[1], idx % shape[1]
+
+
+def _kept(scores: Scores, level: float, block: Sequence[int], zeros: int, name: str = "data") -> Tensor:
+    """The mask as a bool matrix: the share `level` of blocks loses `zeros` each, and one block stays whole below 1.0."""
+    height, width = (int(size) for size in block)
+    blocks = -(-scores.layout.rows // height) * -(-scores.layout.cols // width)
+    drop = blocks if level >= 1 else max(min(round(level * blocks), blocks - 1), 0)
+    if zeros == 0:
+        return torch.ones(scores.layout.shape, dtype=torch.bool, device=scores.device)
+    pattern = Pattern((height, width), lose=None if zeros == height * width else int(zeros))
+    return select({name: scores}, pattern, count=drop)[name]
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    return tensor.reshape(1, -1) if tensor.dim() < 2 else tensor.flatten(1)
+
+
+def _is_ones(mask: Tensor) -> bool:
+    flat = mask.reshape(-1)
+    return all(
+        bool(low == 1) and bool(high == 1) for low, high in map(torch.aminmax, (flat[:_PEEK], flat) if len(flat) else ())
+    )
+
+
+def _write(mask: Tensor, kept: Tensor | bool, weight: Tensor) -> None:
+    """Into the mask as it is. Through `data`, because a backward pass may be under way that has saved the mask."""
+    if (mask.shape, mask.dtype) != (weight.shape, weight.dtype):  # a file or a user put another there
+        mask.data = torch.empty_like(weight, device=mask.device)
+    if isinstance(kept, bool):
+        mask.data.fill_(kept)
+    else:
+        kernels.write_(mask.data, kept.reshape(mask.shape))
+
+
+def _filled(mask: Tensor | None, kept: Tensor) -> Tensor:
+    mask = torch.ones((), device=kept.device) if mask is None else mask
+    mask.data = kept.to(mask.dtype)
+    return mask

@@ -1,0 +1,46 @@
+"""What docs/from-torch-ao.md calls the same is the same: both columns of its table are run and their masks compared."""
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import secateur as sc
+from secateur.drop_in.ao_pruning import WeightNormSparsifier
+from secateur.drop_in.ao_pruning._experimental.data_sparsifier import DataNormSparsifier
+
+PAGE = (Path(__file__).parents[2] / "docs" / "from-torch-ao.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| `(WeightNormSparsifier\([^`]*\))` \| `(sc\.prune_\([^`]*\))` \|$", PAGE, re.MULTILINE)
+DATA = re.findall(r"^\| `(DataNormSparsifier\(\[[^`]*\))` \| `(sc\.prune_\([^`]*\))` \|$", PAGE, re.MULTILINE)
+
+
+def test_the_table_was_found():
+    assert len(ROWS) >= 8
+    assert len(DATA) == 1
+
+
+@pytest.mark.parametrize(("theirs", "ours"), ROWS, ids=[row[0] for row in ROWS])
+def test_both_columns_give_the_same_masks(theirs, ours):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32))
+    twin = copy.deepcopy(model)
+    sparsifier = eval(theirs, {"WeightNormSparsifier": WeightNormSparsifier})
+    sparsifier.prepare(twin, None)
+    sparsifier.step()
+    plan = eval(ours, {"sc": sc, "model": model})
+    for name in ("0.weight", "2.weight"):
+        mask = sparsifier.state[name]["mask"]
+        assert torch.equal(plan.masks[name], mask.bool())
+        assert 0 < int((mask == 0).sum()) < mask.numel()
+
+
+@pytest.mark.parametrize(("theirs", "ours"), DATA)
+def test_data_too(theirs, ours):
+    tensor = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    sparsifier = eval(theirs, {"DataNormSparsifier": DataNormSparsifier, "tensor": tensor.clone()})
+    sparsifier.step()
+    plan = eval(ours, {"sc": sc, "tensor": tensor})
+    assert torch.equal(plan.masks["table"], sparsifier.get_mask("table").bool())
