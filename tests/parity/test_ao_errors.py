@@ -135,7 +135,7 @@ def test_a_bad_setting_raises_as_torch_does_and_leaves_the_mask(name):
 def test_a_block_that_is_none_leaves_the_mask(block):
     model, sparsifier = prepared(ours, zeros_per_block=0)
     sparsifier.groups[0].update(sparse_block_shape=block, zeros_per_block=math.prod(block))
-    with pytest.raises(ValueError, match=r"unit|unpack"):
+    with pytest.raises(ValueError, match="a block has"):
         sparsifier.step()
     assert model[0].parametrizations.weight[0].mask.all()
 

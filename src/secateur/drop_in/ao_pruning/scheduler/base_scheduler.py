@@ -67,7 +67,7 @@ class BaseScheduler:
     def step(self, epoch: int | None = None) -> None:
         """Writes the next levels; to be called after `sparsifier.step()`."""
         if self._step_count == 1:
-            self._warn_of_order()
+            warn_of_order(self.sparsifier)
         self._step_count += 1
         self._get_sl_called_within_step = True
         try:
@@ -89,15 +89,6 @@ class BaseScheduler:
             written.append(level)
         return written
 
-    def _warn_of_order(self) -> None:
-        if not hasattr(self.sparsifier.step, "_with_counter"):
-            text = "sparsifier.step was replaced after this scheduler was made, so it cannot see whether it is called"
-        elif vars(self.sparsifier)["_step_count"] < 1:
-            text = "scheduler.step() was called before sparsifier.step(), so the first levels were never used"
-        else:
-            return
-        warnings.warn(f"{text}; call sparsifier.step() before scheduler.step()", UserWarning, stacklevel=3)
-
     def _make_sure_a_list(self, var: Any) -> list[Any]:
         """One value for each group."""
         groups = len(self.sparsifier.groups)
@@ -106,6 +97,17 @@ class BaseScheduler:
         if len(var) != groups:
             raise ValueError(f"the sparsifier has {groups} groups, and {len(var)} values were given: {var!r}")
         return list(var)
+
+
+def warn_of_order(sparsifier: BaseSparsifier) -> None:
+    """Warns a scheduler that steps again when its sparsifier did not step in between, or cannot be seen to."""
+    if not hasattr(sparsifier.step, "_with_counter"):
+        text = "sparsifier.step was replaced after this scheduler was made, so it cannot see whether it is called"
+    elif vars(sparsifier)["_step_count"] < 1:
+        text = "scheduler.step() was called before sparsifier.step(), so the first levels were never used"
+    else:
+        return
+    warnings.warn(f"{text}; call sparsifier.step() before scheduler.step()", UserWarning, stacklevel=3)
 
 
 def _targets(sparsifier: BaseSparsifier) -> list[float]:

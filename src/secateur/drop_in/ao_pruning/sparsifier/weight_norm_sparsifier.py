@@ -60,21 +60,26 @@ class WeightNormSparsifier(BaseSparsifier):
     ) -> None:
         """Ranks the blocks of the masked tensor and writes what is kept into its mask."""
         name, size = kwargs.get("tensor_fqn", tensor_name), math.prod(sparse_block_shape)
-        if not 0 <= zeros_per_block <= size:
-            raise ValueError(
-                f"zeros_per_block={zeros_per_block} for {name!r}: a block of {tuple(sparse_block_shape)} loses from 0 to {size}"
-            )
+        check_blocks(name, sparse_block_shape, zeros_per_block)
         mask = self._holder(module, tensor_name).mask
         there = parts(module, tensor_name)
         alone = len(there) == 1 and type(there[0]) is FakeSparsity and mask.shape == there.original.shape
         weight = (there.original if alone else getattr(module, tensor_name)).detach()
         if sparsity_level <= 0 or zeros_per_block == 0:
-            _write(mask, True, weight)
+            write_mask(mask, True, weight)
         elif sparsity_level >= 1 and zeros_per_block == size:
-            _write(mask, False, weight)
+            write_mask(mask, False, weight)
         else:
             scores = self._scores(weight, mask if alone else None)
-            _write(mask, _kept(scores, sparsity_level, sparse_block_shape, zeros_per_block, name), weight)
+            kept = keep_blocks(scores, sparsity_level, sparse_block_shape, zeros_per_block, name, spare=1)
+            write_mask(mask, kept, weight)
+
+    def step(self, use_path: bool = True) -> None:
+        """Updates every mask, unless `enable_mask_update` is False; or none, where a setting is wrong."""
+        if self.enable_mask_update and type(self).update_mask is WeightNormSparsifier.update_mask:
+            for group in self.groups:
+                check_blocks(group["tensor_fqn"], group["sparse_block_shape"], group["zeros_per_block"])
+        super().step(use_path)
 
     def _scores(self, weight: Tensor, mask: Tensor | None) -> Scores:
         """The scores of `weight`, under the mask if one is given; the product of the two is made only for a function."""
@@ -95,13 +100,14 @@ class WeightNormSparsifier(BaseSparsifier):
         mask: Tensor | None = None,
     ) -> Tensor:
         """A mask of whole blocks: zero in the share `sparsity_level` of blocks that score lowest in `data`."""
-        return _filled(mask, _kept(Scores.of(data), sparsity_level, sparse_block_shape, math.prod(sparse_block_shape)))
+        zeros = math.prod(sparse_block_shape)
+        return _filled(mask, keep_blocks(Scores.of(data), sparsity_level, sparse_block_shape, zeros, spare=1))
 
     def _make_block_mask(
         self, data: Tensor, sparse_block_shape: Sequence[int], zeros_per_block: int, mask: Tensor | None = None
     ) -> Tensor:
         """A mask with `zeros_per_block` zeros in every block, where `data` scores lowest."""
-        return _filled(mask, _kept(Scores.of(data), 1.0, sparse_block_shape, zeros_per_block))
+        return _filled(mask, keep_blocks(Scores.of(data), 1.0, sparse_block_shape, zeros_per_block))
 
     def _scatter_fold_block_mask(
         self,
@@ -136,15 +142,25 @@ def _flat_idx_to_2d(idx: Any, shape: Sequence[int]) -> tuple[Any, Any]:
     return idx // shape[1], idx % shape[1]
 
 
-def _kept(scores: Scores, level: float, block: Sequence[int], zeros: int, name: str = "data") -> Tensor:
-    """The mask as a bool matrix: the share `level` of blocks loses `zeros` each, and one block stays whole below 1.0."""
+def check_blocks(name: str, block: Sequence[int], zeros: int) -> None:
+    """Raises unless there are such blocks and each has so many elements to lose."""
+    if len(block) != 2 or min(block) < 1:
+        raise ValueError(f"sparse_block_shape={block} for {name!r}: a block has (rows, columns), from 1 up")
+    if not 0 <= zeros <= math.prod(block):
+        raise ValueError(
+            f"zeros_per_block={zeros} for {name!r}: a block of {tuple(block)} loses from 0 to {math.prod(block)} elements"
+        )
+
+
+def keep_blocks(
+    scores: Scores, level: float, block: Sequence[int], zeros: int, name: str = "data", *, spare: int = 0
+) -> Tensor:
+    """The mask as a bool matrix: the share `level` of blocks loses `zeros` each; below 1.0, `spare` blocks stay in any case."""
     height, width = (int(size) for size in block)
-    blocks = -(-scores.layout.rows // height) * -(-scores.layout.cols // width)
-    drop = blocks if level >= 1 else max(min(round(level * blocks), blocks - 1), 0)
-    if zeros == 0:
-        return torch.ones(scores.layout.shape, dtype=torch.bool, device=scores.device)
-    pattern = Pattern((height, width), lose=None if zeros == height * width else int(zeros))
-    return select({name: scores}, pattern, count=drop)[name]
+    pattern = Pattern((height, width), lose=None if zeros in (0, height * width) else int(zeros))
+    blocks = math.prod(pattern.grid(scores.layout))
+    drop = blocks if level >= 1 else max(min(round(level * blocks), blocks - spare), 0)
+    return select({name: scores}, pattern, count=drop if zeros else 0)[name]
 
 
 def _matrix(tensor: Tensor) -> Tensor:
@@ -158,7 +174,7 @@ def _is_ones(mask: Tensor) -> bool:
     )
 
 
-def _write(mask: Tensor, kept: Tensor | bool, weight: Tensor) -> None:
+def write_mask(mask: Tensor, kept: Tensor | bool, weight: Tensor) -> None:
     """Into the mask as it is. Through `data`, because a backward pass may be under way that has saved the mask."""
     if (mask.shape, mask.dtype) != (weight.shape, weight.dtype):  # a file or a user put another there
         mask.data = torch.empty_like(weight, device=mask.device)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
-from ...scheduler.base_scheduler import BaseScheduler
+from ...scheduler.base_scheduler import warn_of_order
 from ...sparsifier.base_sparsifier import count_steps
 from ..data_sparsifier import BaseDataSparsifier
 
@@ -58,7 +57,7 @@ class BaseDataScheduler:
     def step(self) -> None:
         """Write the next values; to be called after `data_sparsifier.step()`."""
         if self._step_count == 1:
-            BaseScheduler._warn_of_order(SimpleNamespace(sparsifier=self.data_sparsifier))  # type: ignore[arg-type]
+            warn_of_order(self.data_sparsifier)
         self._step_count += 1
         self._get_sp_called_within_step = True
         try:

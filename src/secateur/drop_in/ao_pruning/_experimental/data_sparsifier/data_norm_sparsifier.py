@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from secateur.scores import RANKED, Scores
-
-from ...sparsifier.weight_norm_sparsifier import _kept, _write
+from .....scores import RANKED, Scores
+from ...sparsifier.weight_norm_sparsifier import check_blocks, keep_blocks, write_mask
 from .base_data_sparsifier import BaseDataSparsifier
 
 __all__ = ["DataNormSparsifier"]
@@ -57,15 +56,11 @@ class DataNormSparsifier(BaseDataSparsifier):
         **kwargs: Any,
     ) -> None:
         self._check(name, data, sparse_block_shape, zeros_per_block)
-        matrix = _matrix(data)
-        blocks = math.prod(-(-size // per) for size, per in zip(matrix.shape, sparse_block_shape, strict=True))
-        if sparsity_level <= 0 or zeros_per_block == 0 or blocks == 0:
-            kept = True
-        else:
-            level = 1.0 if round(sparsity_level * blocks) >= blocks else sparsity_level  # here no block is spared
-            scores = Scores.magnitude(matrix, power=1 if self.norm == "L1" else 2)
-            kept = _kept(scores, level, sparse_block_shape, zeros_per_block, name)
-        _write(self.get_mask(name), kept, data)
+        kept: Tensor | bool = True
+        if sparsity_level > 0 and zeros_per_block > 0 and data.numel():
+            scores = Scores.magnitude(_matrix(data), power=1 if self.norm == "L1" else 2)
+            kept = keep_blocks(scores, sparsity_level, sparse_block_shape, zeros_per_block, name)
+        write_mask(self.get_mask(name), kept, data)
 
     def step(self) -> None:
         """Update all masks, or, where a config or a shape is wrong, none."""
@@ -76,13 +71,7 @@ class DataNormSparsifier(BaseDataSparsifier):
 
     @staticmethod
     def _check(name: str, data: Tensor, sparse_block_shape: tuple[int, int], zeros_per_block: int) -> None:
-        if len(sparse_block_shape) != 2 or min(sparse_block_shape) < 1:
-            raise ValueError(f"sparse_block_shape={sparse_block_shape} for {name!r}: a block has (rows, columns), from 1 up")
-        size = math.prod(sparse_block_shape)
-        if not 0 <= zeros_per_block <= size:
-            raise ValueError(
-                f"zeros_per_block={zeros_per_block} for {name!r}: a block of {tuple(sparse_block_shape)} loses from 0 to {size}"
-            )
+        check_blocks(name, sparse_block_shape, zeros_per_block)
         if sum(length != 1 for length in data.shape) > 2:
             raise ValueError(
                 f"{name!r} has shape {tuple(data.shape)}: blocks are cut out of data with at most two axes longer than one; "
