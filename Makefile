@@ -24,7 +24,7 @@ lint: $(STAMP)
 	$(BIN)/pyright
 
 bench: $(STAMP)
-	@set -e; for script in benchmarks/*_cpu.py benchmarks/train_step.py; do \
+	@set -e; for script in benchmarks/*_cpu.py benchmarks/sparsifier.py benchmarks/train_step.py; do \
 	  echo "--- $$script"; $(BIN)/python $$script; echo; \
 	done
 

@@ -15,7 +15,7 @@ import torch
 from _bench import PeakMemory, copy_bandwidth, duration, in_fresh_process, interleaved, machine, median, show, verdict
 from torch import nn
 
-SHAPES = [(4096, 4096)]
+SHAPES = [(4096, 4096), (11008, 4096)]
 CASES = {  # name: level, block, zeros per block, how many times torch's time at least on the CPU, on a GPU
     "(1,4)": (0.5, (1, 4), 4, 20, 30),
     "(1,4), two zeros": (0.5, (1, 4), 2, 20, 30),

@@ -2,6 +2,7 @@
 allows, and remember the result as masks outside the model."""
 
 from ._axes import input_first
+from .activations import Gates, gate_
 from .budgets import erk, owl, uniform
 from .criteria import (
     Criterion,
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Criterion",
+    "Gates",
     "Masks",
     "Pattern",
     "Plan",
@@ -43,6 +45,7 @@ __all__ = [
     "erk",
     "exponential",
     "fisher",
+    "gate_",
     "grad",
     "grad_square",
     "input_first",

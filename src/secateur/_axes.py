@@ -72,3 +72,9 @@ def layout_of(module: nn.Module, shape: tuple[int, ...], *, tall: bool = False) 
     flip = len(shape) > 1 and any(isinstance(module, kind) for kind in _INPUT_FIRST)
     groups = vars(module).get("groups", 1)
     return Layout(tuple(shape), flip, groups if isinstance(groups, int) and len(shape) > 2 else 1, tall and len(shape) == 1)
+
+
+def features_axis(module: nn.Module) -> int:
+    """Where the features of a layer's input are: last, or before the axes that the kernel of a convolution covers."""
+    weight = getattr(module, "weight", None)
+    return 1 - max(weight.ndim, 2) if isinstance(weight, Tensor) else -1

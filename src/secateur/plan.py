@@ -120,7 +120,7 @@ class Plan:
         return [*rows, ("in all", "", f"{whole['kept']:,}", f"{whole['total']:,}", f"{whole['sparsity']:.2%}")]
 
     def __str__(self) -> str:
-        lines = [self.recipe, *_text_table(_HEADER, self._rows())]
+        lines = [self.recipe, *text_table(_HEADER, self._rows())]
         for reason, number in Counter(self.skipped.values()).items():
             names = [name for name, why in self.skipped.items() if why == reason]
             lines.append(f"left alone, {number}: {reason} ({', '.join(names[:4])}{', ...' if number > 4 else ''})")
@@ -140,7 +140,7 @@ class Plan:
 _HEADER = ("tensor", "shape", "kept", "of", "sparsity")
 
 
-def _text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Text lines, the first two columns to the left and the numbers to the right, the last row set apart."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
 

@@ -87,7 +87,7 @@ def collect(
     assert data is not None
     if isinstance(model, Loose):
         raise TypeError(f"{_list(needs)} is collected by running a model, and these are tensors without one")
-    with torch.inference_mode(False), _as_it_was(model):
+    with torch.inference_mode(False), as_it_was(model):
         if "linear_grad" in needs:
             data = iter(data)
             batch = next(data, None)
@@ -138,7 +138,7 @@ def _list(needs: Iterable[str]) -> str:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
+def as_it_was(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; mode and buffers as they were afterwards."""
     modes = {module: module.training for module in model.modules()}
     buffers = [

@@ -64,7 +64,7 @@ def targets(
     as a model, all are.
     """
     model = as_module(model)
-    include, exclude = _globs("include", include), _globs("exclude", exclude)
+    include, exclude = globs_of("include", include), globs_of("exclude", exclude)
     kinds = DEFAULT_TYPES if types is None else _kinds(types)
     reshard_(model)
     everything = list(slots(model))
@@ -87,7 +87,7 @@ def targets(
     return found, skipped
 
 
-def _globs(argument: str, given: Globs) -> tuple[str, ...]:
+def globs_of(argument: str, given: Globs) -> tuple[str, ...]:
     if given is None:
         return ()
     globs = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)

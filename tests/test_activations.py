@@ -1,0 +1,753 @@
+"""Gates: the smallest inputs of a layer become zero, as many as asked, and everything else about the model stays."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from secateur.activations import Gates, gate_
+from secateur.methods.allocate import blocks_of
+from secateur.methods.gates import Gate
+from secateur.patterns import Pattern
+from secateur.scores import Scores
+from secateur.select import keep_largest, select
+
+METHODS = ("threshold", "topk", "static")
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(width, hidden), nn.Linear(width, hidden)
+        self.down_proj = nn.Linear(hidden, width)
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """A decoder block that takes keyword arguments, gives a tuple, and writes keys into a cache, as real ones do."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm, self.q_proj, self.k_proj = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+        self.o_proj, self.mlp = nn.Linear(width, width), Mlp(width, 2 * width)
+
+    def forward(self, hidden, *, scale, cache=None):
+        x = self.norm(hidden)
+        keys = self.k_proj(x)
+        if cache is not None:
+            cache.seen.append(keys)
+            keys = torch.cat(cache.seen[-1:], 1)
+            assert len(cache.seen) <= cache.layers, "a cache was written to twice"
+        mixed = nn.functional.scaled_dot_product_attention(self.q_proj(x), keys, keys, is_causal=True)
+        hidden = hidden + self.o_proj(mixed) * scale
+        return (hidden + self.mlp(hidden), None)
+
+
+class Cache:
+    def __init__(self, layers: int):
+        self.layers, self.seen = layers, []
+
+
+class Decoder(nn.Module):
+    def __init__(self, width: int = 16, depth: int = 3, vocabulary: int = 40):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids, use_cache=True):
+        x, cache = self.embed(ids), Cache(len(self.layers)) if use_cache else None
+        for layer in self.layers:
+            x, _ = layer(x, scale=torch.tensor(0.5), cache=cache)
+        return {"logits": self.head(x), "cache": cache}
+
+
+class Conv1D(nn.Module):
+    """Hugging Face's: a linear layer whose weight is (in, out)."""
+
+    def __init__(self, out: int, inputs: int):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, out)), nn.Parameter(torch.zeros(out))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 10))
+
+
+def batches(*shape: int, count: int = 3) -> list[torch.Tensor]:
+    return [torch.randn(*shape) for _ in range(count)]
+
+
+def ids(count: int = 3) -> list[torch.Tensor]:
+    return [torch.randint(40, (2, 12)) for _ in range(count)]
+
+
+def hooks(model: nn.Module) -> dict:
+    names = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_state_dict_hooks", "_buffers")
+    return {(path, name): dict(getattr(module, name)) for path, module in model.named_modules() for name in names}
+
+
+def inputs_of(module: nn.Module, model: nn.Module, batch) -> torch.Tensor:
+    """What the layer really multiplies, seen by the last hook."""
+    found = []
+    handle = module.register_forward_pre_hook(lambda _, args: found.append(args[0].detach().clone()))
+    model(batch)
+    handle.remove()
+    return torch.cat(found)
+
+
+# --- which elements go ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sparsity", [0.1, 0.5, 0.83])
+def test_threshold_of_bfloat16_is_the_exact_quantile(sparsity):
+    model, data = nn.Sequential(nn.Linear(64, 8)).bfloat16(), [x.bfloat16() for x in batches(50, 64)]
+    gates = gate_(model, sparsity=sparsity, data=data)
+    magnitudes = torch.cat(data).float().abs().flatten()
+    values, counts = magnitudes.unique(return_counts=True)
+    below = (counts.cumsum(0) - counts) / counts.sum()
+    best = int((below - sparsity).abs().argmin())
+    assert gates.gates["0"].threshold == float(values[best])
+    assert gates.gates["0"].calibrated == pytest.approx(float(below[best]), abs=1e-7)
+    assert gates.measured(data).sparsity == pytest.approx(gates.gates["0"].calibrated)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_threshold_is_within_its_bin_of_the_exact_quantile_and_its_count_is_exact(dtype, scale):
+    model, data = nn.Sequential(nn.Linear(64, 8)).to(dtype), [(x * scale).to(dtype) for x in batches(100, 64)]
+    gates = gate_(model, sparsity=0.4, data=data)
+    gate, magnitudes = gates.gates["0"], torch.cat(data).abs().flatten().double()
+    assert gate.threshold == pytest.approx(float(magnitudes.quantile(0.4)), rel=1 / 400)
+    assert gate.calibrated == float((magnitudes.to(dtype) < gate.threshold).double().mean())
+    assert gates.measured(data).sparsity == pytest.approx(gate.calibrated)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(7, 1), (5, 2), (6, 33), (2, 3, 64), (40,)])
+@pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.5, 0.99])
+@pytest.mark.parametrize("tied", [False, True])
+def test_topk_keeps_what_select_would_keep_in_each_row(dtype, shape, sparsity, tied):
+    x = torch.randn(shape).to(dtype)
+    x = (x * 2).round() if tied else x
+    rows = x.reshape(-1, shape[-1])
+    drop = shape[-1] - max(round((1 - sparsity) * shape[-1]), 1)
+    kept = select({"x": Scores.magnitude(rows)}, Pattern(), scope="row", count=drop)["x"]
+    closed = Gate("x", "topk", sparsity).close(x)
+    assert torch.equal(closed.reshape(rows.shape), rows.masked_fill(~kept, 0))
+
+
+def test_topk_of_equal_values_gates_the_lowest_index_first():
+    closed = Gate("x", "topk", 0.5).close(torch.tensor([[1.0, -1.0, 1.0, 1.0], [2.0, 1.0, -1.0, 1.0]]))
+    assert closed.tolist() == [[0, 0, 1, 1], [2, 0, 0, 1]]
+
+
+def test_static_gates_the_features_that_are_least_on_average():
+    model, data = small(), batches(20, 32)
+    gates = gate_(model, sparsity=0.25, at="0", data=data, method="static")
+    assert torch.equal(gates.gates["0"].mask, keep_largest(torch.cat(data).abs().double().sum(0), 8))
+    assert inputs_of(model[0], model, data[0]).eq(0).all(0).sum() == 8
+
+
+LAYERS = {
+    "linear": (nn.Linear(12, 8), (5, 12), -1),
+    "linear over tokens": (nn.Linear(12, 8), (2, 5, 12), -1),
+    "conv1d": (nn.Conv1d(12, 8, 3), (4, 12, 9), 1),
+    "conv2d": (nn.Conv2d(12, 8, 3), (2, 12, 6, 6), 1),
+    "conv2d without a batch": (nn.Conv2d(12, 8, 3), (12, 6, 6), 0),
+    "grouped conv2d": (nn.Conv2d(12, 8, 3, groups=4), (2, 12, 6, 6), 1),
+    "conv3d": (nn.Conv3d(12, 8, 2), (2, 12, 3, 4, 4), 1),
+    "transposed conv2d": (nn.ConvTranspose2d(12, 8, 3), (2, 12, 4, 4), 1),
+    "(in, out) linear": (Conv1D(8, 12), (3, 4, 12), -1),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_gates_fit_every_kind_of_layer(kind, method):
+    layer, shape, axis = LAYERS[kind]
+    model, data = nn.Sequential(copy.deepcopy(layer)), batches(*shape)
+    gates = gate_(model, sparsity=0.5, data=data, method=method)
+    x = inputs_of(model[0], model, data[0])
+    kept = x.ne(0).movedim(axis, 0).flatten(1)
+    if method == "topk":
+        assert kept.sum(0).eq(6).all()
+    if method == "static":
+        assert kept.all(1).sum() == 6
+        assert kept.any(1).sum() == 6
+    assert gates.measured(data).sparsity == pytest.approx(0.5, abs=0.02)
+    assert torch.equal(model(data[0]), layer.forward(x))
+
+
+def test_sparsity_zero_changes_nothing():
+    model, data = small(), batches(8, 32)
+    before = model(data[0])
+    for method in METHODS:
+        gates = gate_(model, sparsity=0, data=data, method=method)
+        assert torch.equal(model(data[0]), before)
+        assert gates.measured(data).error == 0
+        gates.remove()
+
+
+def test_inputs_that_are_all_alike_are_not_gated_away():
+    model = nn.Sequential(nn.Linear(16, 4))
+    gates = gate_(model, sparsity=0.9, data=[torch.randn(8, 16).sign()])
+    assert gates.gates["0"].calibrated == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nan_is_not_hidden_by_a_gate(method):
+    model = nn.Sequential(nn.Linear(16, 4))
+    gate_(model, sparsity=0.5, data=batches(4, 16), method=method)
+    x = torch.randn(2, 16)
+    x[0] = torch.nan
+    assert model(x)[0].isnan().all()
+    assert not model(x)[1].isnan().any()
+
+
+def test_an_input_by_keyword_is_gated_too():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.layer(input=x)
+
+    model, x = Named(), torch.randn(3, 8)
+    gates = gate_(model, sparsity=0.5, method="topk")
+    assert gates.measured(x).sparsity == 0.5
+    assert torch.equal(model(x), model.layer.forward(Gate("", "topk", 0.5).close(x)))
+
+
+def test_gates_do_not_write_to_the_input():
+    model, x = small(), torch.randn(4, 32)
+    before = x.clone()
+    for method in METHODS:
+        gates = gate_(model, data=[x], method=method)
+        model(x)
+        gates.remove()
+    assert torch.equal(x, before)
+
+
+# --- which layers ---------------------------------------------------------------------------------------------------
+
+
+def test_default_is_every_layer_inside_the_repeated_blocks():
+    gates = gate_(Decoder(), method="topk")
+    assert len(gates.gates) == 3 * 6
+    assert all(name.startswith("layers.") for name in gates.gates)
+
+
+def test_default_without_blocks_is_every_layer():
+    assert list(gate_(small(), method="topk").gates) == ["0", "2", "4"]
+
+
+def test_globs_name_layers_and_skip_tables_containers_and_norms():
+    assert list(gate_(Decoder(), at="*.mlp.down_proj", method="topk").gates) == [f"layers.{i}.mlp.down_proj" for i in range(3)]
+    several = gate_(Decoder(), at=("*.1.*_proj", "head"), method="topk")
+    assert len(several.gates) == 7
+    everything = gate_(Decoder(), at="*", method="topk")
+    assert "embed" not in everything.gates
+    assert len(everything.gates) == 19
+
+
+def test_a_plain_name_gates_a_module_of_any_kind():
+    model = Decoder()
+    gates = gate_(model, at="layers.1.mlp", data=ids())
+    assert list(gates.gates) == ["layers.1.mlp"]
+    assert gates.measured(ids()).layers[0].sparsity == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_module_with_two_names_has_one_gate_and_may_be_called_often():
+    layer = nn.Linear(8, 8)
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    x = torch.randn(6, 8)
+    gates = gate_(model, data=[x])
+    assert list(gates.gates) == ["0"]
+    assert gates.measured(x).sparsity == pytest.approx(0.5, abs=0.05)
+    gates.remove()
+    assert list(gate_(model, at="2", data=[x]).gates) == ["0"]  # the other name means the same module
+
+
+# --- leaving the model as it was ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("spread", ["uniform", "greedy"])
+def test_remove_restores_the_model_exactly(method, spread):
+    model, data = Decoder(depth=2).train(), ids(1)
+    model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _, args: None)
+    before, state, output = hooks(model), copy.deepcopy(model.state_dict()), model(data[0])["logits"]
+    gates = gate_(model, data=data, method=method, spread=spread)
+    assert model.training
+    assert not torch.equal(model(data[0])["logits"], output)
+    gates.measured(data)
+    assert list(model.state_dict()) == list(state)
+    gates.remove()
+    gates.remove()
+    assert hooks(model) == before
+    assert torch.equal(model(data[0])["logits"], output)
+    assert all(torch.equal(model.state_dict()[name], state[name]) for name in state)
+
+
+def test_calibration_leaves_statistics_and_modes_alone():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(), nn.Conv2d(8, 8, 3)).train()
+    before = copy.deepcopy(model.state_dict())
+    gates = gate_(model, data=batches(2, 3, 8, 8), spread="greedy")
+    gates.measured(batches(2, 3, 8, 8))
+    assert all(module.training for module in model.modules())
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+
+
+class Breaks(nn.Module):
+    def __init__(self, value: float):
+        super().__init__()
+        self.first, self.second, self.value = nn.Linear(8, 8), nn.Linear(8, 8), value
+
+    def forward(self, x):
+        return self.second(self.first(x) * self.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"sparsity": 1.0}, ValueError, "sparsity=1.0"),
+        ({"sparsity": -0.1}, ValueError, "sparsity=-0.1"),
+        ({"sparsity": True}, ValueError, "sparsity=True"),
+        ({"sparsity": "half"}, ValueError, "sparsity='half'"),
+        ({"method": "treshold"}, ValueError, "Did you mean 'threshold'"),
+        ({"spread": "greed"}, ValueError, "Did you mean 'greedy'"),
+        ({"data": None}, ValueError, "method='threshold' is calibrated, so pass data="),
+        ({"data": None, "method": "topk", "spread": "greedy"}, ValueError, "spread='greedy' is calibrated"),
+        ({"data": torch.randn(2, 8)}, TypeError, r"pass \[batch\]"),
+        ({"data": []}, ValueError, "no batch"),
+        ({"data": [torch.randn(2, 9)]}, RuntimeError, "shapes cannot be multiplied"),
+        ({"data": [torch.randn(2, 8), "text"]}, TypeError, "a batch is"),
+        ({"at": "secnd"}, ValueError, "Did you mean 'second'"),
+        ({"at": "*.second"}, ValueError, "matches no layer"),
+        ({"at": ("first", "thrd*")}, ValueError, "thrd"),
+        ({"at": 3}, TypeError, "at=3"),
+    ],
+)
+def test_bad_arguments_raise_and_leave_the_model_as_it_was(given, error, words):
+    model = Breaks(1.0)
+    before = hooks(model)
+    with pytest.raises(error, match=words):
+        gate_(model, **{"data": [torch.randn(2, 8)], **given})
+    assert hooks(model) == before
+    assert model.training
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("method", ["threshold", "static"])
+def test_inputs_that_are_not_finite_name_the_layer(value, method):
+    model = Breaks(value)
+    before = hooks(model)
+    with pytest.raises(ValueError, match="'second' is NaN or infinite"):
+        gate_(model, data=[torch.randn(2, 8)], method=method)
+    assert hooks(model) == before
+
+
+def test_nan_in_the_output_stops_greedy_and_leaves_the_model_as_it_was():
+    model = Breaks(1.0)
+    with torch.no_grad():
+        model.second.bias.fill_(torch.nan)
+    before = hooks(model)
+    with pytest.raises(ValueError, match="NaN"):
+        gate_(model, data=[torch.randn(2, 8)], spread="greedy")
+    assert hooks(model) == before
+
+
+def test_a_layer_that_sees_nothing_is_named():
+    model = Breaks(1.0)
+    model.spare = nn.Linear(8, 8)
+    with pytest.raises(ValueError, match="'spare' saw no input"):
+        gate_(model, data=[torch.randn(2, 8)])
+    assert not model.spare._forward_pre_hooks
+
+
+def test_an_input_that_is_no_float_names_the_layer():
+    model = Decoder()
+    with pytest.raises(TypeError, match=r"first input of 'embed' is torch\.int64"):
+        gate_(model, at="embed", data=ids())
+    assert not model.embed._forward_pre_hooks
+
+
+def test_a_second_gate_is_refused_and_the_first_stays():
+    model, x = small(), torch.randn(4, 32)
+    gates = gate_(model, at="2", method="topk")
+    before, output = hooks(model), model(x)
+    with pytest.raises(ValueError, match=r"'2' has a gate already; call remove\(\)"):
+        gate_(model, method="topk")
+    with pytest.raises(ValueError, match="'2' has a gate already"):
+        Gates.load(model, gates.state_dict())
+    assert hooks(model) == before
+    assert torch.equal(model(x), output)
+
+
+def test_gates_that_were_removed_do_not_take_away_later_ones():
+    model, x = small(), torch.randn(4, 32)
+    first = gate_(model, method="topk")
+    first.remove()
+    gate_(model, sparsity=0.8, method="topk")
+    output = model(x)
+    first.remove()
+    assert torch.equal(model(x), output)
+
+
+# --- what is measured -----------------------------------------------------------------------------------------------
+
+
+def test_measured_counts_zeros_that_were_there_and_those_the_gate_adds():
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+    x = torch.randn(50, 32)
+    hidden = model[1](model[0](x))
+    already = float(hidden.eq(0).double().mean())
+    gates = gate_(model, sparsity=0.8, at="2", data=[x])
+    (layer,) = gates.measured(x).layers
+    assert layer.before == pytest.approx(already)
+    assert layer.sparsity == pytest.approx(0.8, abs=0.01)
+    gates.remove()
+    lower = gate_(model, sparsity=0.2, at="2", data=[x])  # more is zero already than was asked
+    assert lower.measured(x).sparsity == pytest.approx(already)
+    assert lower.measured(x).error == 0
+    assert lower.gates["2"].calibrated == pytest.approx(already)
+
+
+def test_measured_errors_are_relative_distances_of_outputs():
+    model, x = small(), torch.randn(20, 32)
+    model.requires_grad_(False)
+    dense = model(x)
+    gates = gate_(model, sparsity=0.5, data=[x])
+    measured, gated = gates.measured(x), model(x)
+    assert measured.error == pytest.approx(float((gated - dense).norm() / dense.norm()), rel=1e-5)
+    first = model[0].forward(x)
+    own = float((model[0].forward(gates.gates["0"].close(x)) - first).norm() / first.norm())
+    assert measured.layers[0].error == pytest.approx(own, rel=1e-5)
+    weights = [32 * 64, 64 * 48, 48 * 10]
+    assert measured.sparsity == pytest.approx(sum(w * one.sparsity for w, one in zip(weights, measured.layers)) / sum(weights))
+
+
+@pytest.mark.parametrize("form", ["tensor", "pair", "mapping", "list", "generator"])
+def test_measured_takes_a_batch_or_batches(form):
+    model, x = small(), torch.randn(6, 32)
+    gates = gate_(model, method="topk", at="0")
+    if form == "mapping":
+        model.forward = lambda inputs: nn.Sequential.forward(model, inputs)
+    given = {
+        "tensor": x,
+        "pair": (x, torch.zeros(6)),
+        "mapping": {"inputs": x},
+        "list": [x, (x, 0)],
+        "generator": (x for _ in "ab"),
+    }
+    assert gates.measured(given[form]).sparsity == 0.5
+
+
+def test_measured_says_what_it_cannot_measure():
+    model = small()
+    gates = gate_(model, method="topk")
+    with pytest.raises(ValueError, match="no batch"):
+        gates.measured([])
+    with pytest.raises(TypeError, match="iterable of batches"):
+        gates.measured(3)
+    gates.remove()
+    with pytest.raises(ValueError, match="removed"):
+        gates.measured(torch.randn(2, 32))
+
+
+def test_a_batch_that_fails_leaves_the_gates_on():
+    model = small()
+    gates = gate_(model, method="topk")
+    before = hooks(model)
+    with pytest.raises(RuntimeError):
+        gates.measured(torch.randn(2, 33))
+    assert hooks(model) == before
+
+
+def test_tables_name_every_layer_and_the_whole():
+    model, data = Decoder(), ids()
+    gates = gate_(model, sparsity=0.5, at="*.mlp.*", data=data)
+    for text in (str(gates), str(gates.measured(data))):
+        assert all(name in text for name in gates.gates)
+        assert text.splitlines()[-1].startswith("in all, by weights")
+    assert "|x| >= " in str(gates)
+    unknown = nn.Sequential(Conv1D(4, 6))
+    assert "the largest ?" in str(gate_(unknown, method="topk"))
+
+
+# --- what users do with models --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_state_puts_gates_back_without_data(method):
+    model, data = Decoder(), ids()
+    gates = gate_(model, at="*.mlp.*", data=data, method=method, spread="greedy")
+    output = model(data[0])["logits"]
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "gates": gates.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    fresh = Decoder()
+    fresh.load_state_dict(saved["model"])
+    again = Gates.load(fresh, saved["gates"])
+    assert torch.equal(fresh(data[0])["logits"], output)
+    assert str(again) == str(gates)
+    assert again.measured(data) == gates.measured(data)
+
+
+def test_state_of_another_model_is_refused_before_anything_changes():
+    state = gate_(small(), method="topk").state_dict()
+    model = nn.Sequential(nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 8))
+    with pytest.raises(ValueError, match="'4', which the model does not have"):
+        Gates.load(model, {"0": state["0"], "4": state["4"]})
+    with pytest.raises(ValueError, match="'2' takes 8 features here, and 64"):
+        Gates.load(model, {"2": state["2"]})
+    with pytest.raises(ValueError, match=r"entry of '0' is not one that Gates\.state_dict"):
+        Gates.load(model, {"0": {"method": "topk"}})
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_deepcopy_is_gated_too_and_on_its_own(method):
+    model, data = small(), batches(8, 32)
+    dense = model(data[0])
+    gates = gate_(model, data=data, method=method)
+    gated, other = model(data[0]), copy.deepcopy(model)
+    assert torch.equal(other(data[0]), gated)
+    Gates.of(other).remove()
+    assert torch.equal(other(data[0]), dense)
+    assert torch.equal(model(data[0]), gated)
+    with pytest.raises(ValueError, match="no gates"):
+        Gates.of(other)
+    gates.remove()
+    assert torch.equal(model(data[0]), dense)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_gated_model_is_saved_whole(method):
+    model, data = small(), batches(8, 32)
+    gate_(model, data=data, method=method)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded(data[0]), model(data[0]))
+    assert len(Gates.of(loaded).gates) == 3
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_gated_model_compiles_in_one_graph(method, backend):
+    torch._dynamo.reset()
+    model, data = Decoder(depth=1), ids()
+    gate_(model, data=data, method=method)
+    run = torch.compile(lambda x: model(x, use_cache=False)["logits"], fullgraph=True, backend=backend)
+    torch.testing.assert_close(run(data[0]), model(data[0])["logits"])
+
+
+@pytest.mark.slow
+def test_a_gated_model_compiles_with_inductor():
+    torch._dynamo.reset()
+    model, data = small(), batches(8, 32)
+    for method in METHODS:
+        gates = gate_(model, data=data, method=method)
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(model, fullgraph=True)(data[0]), model(data[0]))
+        gates.remove()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_gated_model_exports_and_any_batch_size_runs(method):
+    model, data = small().eval(), batches(8, 32)
+    gate_(model, data=data, method=method)
+    program = torch.export.export(model, (data[0],), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    x = torch.randn(5, 32)
+    torch.testing.assert_close(program.module()(x), model(x))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_flow_through_what_is_kept_alone(method):
+    model, data = nn.Sequential(nn.Linear(16, 4)), batches(8, 16)
+    gates = gate_(model, data=data, method=method)
+    x = data[0].clone().requires_grad_()
+    model(x).sum().backward()
+    assert torch.equal(x.grad.ne(0), gates.gates["0"].close(data[0]).ne(0))
+    assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gates_follow_the_model_to_another_dtype(method):
+    model, data = small(), batches(8, 32)
+    gates = gate_(model, data=data, method=method)
+    model.bfloat16()
+    half = data[0].bfloat16()
+    assert model(half).dtype == torch.bfloat16
+    assert gates.measured(half).sparsity == pytest.approx(0.5, abs=0.05)
+    model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert gates.measured(data[0]).sparsity == pytest.approx(0.5, abs=0.05)
+
+
+def test_static_masks_follow_the_model_to_another_device():
+    model = small()
+    gate_(model, data=batches(8, 32), method="static")
+    assert model.to("meta")(torch.randn(2, 32, device="meta")).shape == (2, 10)
+
+
+# --- greedy ---------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_the_longest_module_list_and_the_rest_is_one():
+    model = Decoder(depth=4)
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    blocks = blocks_of(model, names)
+    assert [block.module for block in blocks] == [*model.layers, model]
+    assert blocks[-1].names == ["head"]
+    assert sorted(name for block in blocks for name in block.names) == sorted(names)
+    (whole,) = blocks_of(other := small(), ["0", "2"])
+    assert whole.module is other
+
+
+@pytest.mark.parametrize(
+    ("method", "asked"), [(m, a) for m in METHODS for a in (0.37, 0.97)] + [("topk", 0.1), ("static", 0.9)]
+)
+def test_greedy_meets_the_budget_by_weights(method, asked):
+    model = Decoder(width=8, depth=2)
+    gates = gate_(model, sparsity=asked, at="*.mlp.*", data=ids(1), method=method, spread="greedy")
+    total = sum(gate.weights for gate in gates.gates.values())
+    assert sum(gate.sparsity * gate.weights for gate in gates.gates.values()) / total == pytest.approx(asked)
+    assert all(0 <= gate.sparsity <= max(asked, 0.95) + 1e-9 for gate in gates.gates.values())
+
+
+def test_greedy_spends_where_it_costs_least_and_errs_less_than_uniform():
+    model, data = Decoder(depth=3), ids(2)
+    with torch.no_grad():
+        model.layers[1].mlp.down_proj.weight.mul_(1e-3)  # what goes in here hardly comes out
+        model.layers[2].o_proj.weight.mul_(10)
+    error = {}
+    for spread in ("uniform", "greedy"):
+        gates = gate_(model, sparsity=0.5, data=data, spread=spread)
+        error[spread] = gates.measured(ids(4)).error
+        level = {name: gate.sparsity for name, gate in gates.gates.items()}
+        gates.remove()
+    assert error["greedy"] < 0.8 * error["uniform"]
+    assert level["layers.1.mlp.down_proj"] > 0.8
+    assert level["layers.2.o_proj"] < 0.5
+
+
+def test_greedy_takes_the_optimum_where_costs_add_up():
+    """Two independent halves of different size: brute force over all levels finds nothing better."""
+
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(40, 4, bias=False), nn.Linear(40, 16, bias=False)
+
+        def forward(self, x):
+            return torch.cat([3 * self.a(x[:, :40]), self.b(x[:, 40:])], 1)
+
+    model, x = Halves(), torch.randn(64, 80)
+    gates = gate_(model, sparsity=0.4, data=[x], spread="greedy")
+    found = gates.measured(x).error
+    gates.remove()
+
+    def error(a: float, b: float) -> float:
+        levels = {"a": gate_(model, sparsity=a, at="a", data=[x]), "b": gate_(model, sparsity=b, at="b", data=[x])}
+        value = Gates.of(model).measured(x).error
+        for one in levels.values():
+            one.remove()
+        return value
+
+    best = min(error(a / 20, (0.4 * 20 - a / 20 * 4) / 16) for a in range(20))
+    assert found <= best * 1.01
+
+
+def test_a_block_that_writes_to_its_input_is_measured_right():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return x.mul_(0.5).add_(self.layer(x))
+
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(InPlace() for _ in range(3))
+
+        def forward(self, x):
+            x = x + 0
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model, x = Stack(), torch.randn(8, 8)
+    kept = x.clone()
+    gates = gate_(model, data=[x], spread="greedy")
+    assert torch.equal(x, kept)
+    assert max(gate.sparsity for gate in gates.gates.values()) < 0.95
+
+
+def test_long_work_says_so_on_stderr(capsys, monkeypatch):
+    clock = iter(range(0, 10_000, 6))
+    monkeypatch.setattr("secateur.methods.allocate.time.monotonic", lambda: next(clock))
+    gate_(Decoder(depth=2), at="*.mlp.*", data=ids(1), spread="greedy")
+    assert "secateur: gates: measuring block 1 of 2" in capsys.readouterr().err
+
+
+def test_an_empty_budget_leaves_every_gate_open():
+    gates = gate_(small(), sparsity=0.0, data=batches(2, 32), spread="greedy")
+    assert {gate.threshold for gate in gates.gates.values()} == {0.0}
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_hugging_face_decoders_are_gated_by_name(family):
+    transformers = pytest.importorskip("transformers")
+    if family == "llama":
+        config = transformers.LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+        at, count = ("*.self_attn.*_proj", "*.mlp.*_proj"), 14
+    else:
+        config = transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4)
+        at, count = ("*.attn.c_*", "*.mlp.c_*"), 8
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    data = [{"input_ids": torch.randint(64, (2, 10))} for _ in range(2)]
+    dense = model.eval()(**data[0]).logits
+    for method in METHODS:
+        for spread in ("uniform", "greedy"):
+            gates = gate_(model, sparsity=0.5, at=at, data=data, method=method, spread=spread)
+            assert len(gates.gates) == count
+            assert gates.measured(data).sparsity == pytest.approx(0.5, abs=0.03)
+            gates.remove()
+            assert torch.equal(model(**data[0]).logits, dense)
+    gate_(model, at=at, method="topk")
+    torch.testing.assert_close(copy.deepcopy(model)(**data[0]).logits, model(**data[0]).logits)
+    assert list(gate_(copy.deepcopy(model), at="lm_head", method="topk").gates) == ["lm_head"]
+    Gates.of(model).remove()
+    assert len(gate_(model, method="topk").gates) == count
