@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -191,13 +191,13 @@ def drop_ties(slab: Tensor, threshold: float, kept: Tensor, goes: int) -> int:
 
 def fold(matrix: Tensor, height: int, width: int, means: Tensor) -> None:
     """The mean over each block of a matrix, smaller blocks at its edges, into `means`; added up in float64."""
+    on_cpu = matrix.device.type == "cpu"
+    x: Any = _array(matrix) if on_cpu else matrix
+    out: Any = means.numpy() if on_cpu else means
     for top, bottom, h in runs(matrix.shape[0], height):
         for left, right, w in runs(matrix.shape[1], width):
-            step = max(_FOLD_SLAB // (right - left) // h, 1) * h if matrix.device.type == "cpu" else bottom - top
-            for first in range(top, bottom, step):
-                last = min(first + step, bottom)
-                grid = means[first // height :, left // width :][: (last - first) // h, : (right - left) // w]
-                _means(matrix[first:last, left:right], h, w, grid)
+            grid = out[top // height :, left // width :][: (bottom - top) // h, : (right - left) // w]
+            (_means if on_cpu else _torch_means)(x[top:bottom, left:right], h, w, grid)
 
 
 def runs(size: int, run: int) -> list[tuple[int, int, int]]:
@@ -206,22 +206,37 @@ def runs(size: int, run: int) -> list[tuple[int, int, int]]:
     return [part for part in ((0, whole, run), (whole, size, size - whole)) if part[0] < part[1]]
 
 
-def _means(matrix: Tensor, height: int, width: int, out: Tensor) -> None:
-    """The means of blocks that divide the matrix evenly."""
-    shape = (matrix.shape[0] // height, height, matrix.shape[1])
-    if matrix.device.type != "cpu":
-        total = matrix.reshape(shape).sum(1, dtype=torch.float64).unflatten(1, (-1, width)).sum(2)
-        out.copy_(total.div_(height * width))
-        return
-    total = _scratch("total", (shape[0], shape[2]), np.float64)
-    total = np.add.reduce(_array(matrix).reshape(shape), axis=1, dtype=np.float64, out=total)
-    total = total.reshape(shape[0], shape[2] // width, width)
-    uses = itertools.cycle(("halves", "total"))
-    while total.shape[-1] > 1 and total.shape[-1] % 2 == 0:  # numpy adds long rows fast, and many short runs slowly
-        half = _scratch(next(uses), (*total.shape[:2], total.shape[2] // 2), np.float64)
-        total = np.add(total[..., 0::2], total[..., 1::2], out=half)
-    total = total[..., 0] if total.shape[-1] == 1 else total.sum(-1)
-    np.divide(total, height * width, out=out.numpy(), casting="same_kind")
+def _torch_means(matrix: Tensor, height: int, width: int, out: Tensor) -> None:
+    total = matrix.unflatten(0, (-1, height)).sum(1, dtype=torch.float64).unflatten(1, (-1, width)).sum(2)
+    out.copy_(total.div_(height * width))
+
+
+def _means(x: np.ndarray, height: int, width: int, out: np.ndarray) -> None:
+    """The means of blocks that divide the matrix evenly, a few rows at a time so that sums stay in the cache."""
+    step = max(_FOLD_SLAB // x.shape[1] // height, 1) * height
+    for first in range(0, len(x), step):
+        some = x[first : first + step]
+        wide = _scratch("wide", some.shape, np.float64)
+        np.copyto(wide, some)
+        if height > 1:
+            shape = (len(some) // height, some.shape[1])
+            wide = np.add.reduce(wide.reshape(shape[0], height, shape[1]), axis=1, out=_scratch("rows", shape, np.float64))
+        part = out[first // height : -(-(first + step) // height)]
+        np.divide(_sum_runs(wide, width), height * width, out=part, casting="same_kind")
+
+
+def _sum_runs(wide: np.ndarray, run: int) -> np.ndarray:
+    """The sums of neighbours in rows. numpy adds long rows fast and short runs slowly, so runs are halved again and again,
+    the first time as the real and imaginary parts of complex numbers, which lie side by side."""
+    rows, cols = wide.shape
+    if run % 2:
+        return wide.reshape(rows, cols // run, run).sum(-1)
+    pairs, uses = wide.view(np.complex128).reshape(rows, cols // run, run // 2), itertools.cycle(("halves", "quarters"))
+    while pairs.shape[2] > 1 and pairs.shape[2] % 2 == 0:
+        half = _scratch(next(uses), (rows, cols // run, pairs.shape[2] // 2), np.complex128)
+        pairs = np.add(pairs[..., 0::2], pairs[..., 1::2], out=half)
+    total = pairs[..., 0] if pairs.shape[2] == 1 else pairs.sum(-1)
+    return np.add(np.real(total), np.imag(total), out=_scratch("sums", total.shape, np.float64))
 
 
 def spread(kept: Tensor, height: int, width: int, shape: tuple[int, int]) -> Tensor:
