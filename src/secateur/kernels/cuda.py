@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import NaNFound, infinity_bits
+from .arrays import NaNFound, infinity_bits
 
 _TILE = 1024  # what a program of the counting kernel reads at a time
 _TURNS = 32  # how often: its counters have a byte per rung, so at most 255

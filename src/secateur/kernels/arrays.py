@@ -1,0 +1,87 @@
+"""Tensors as numpy arrays, memory to work in, threads: what the arithmetic on a CPU stands on."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS: dict[int, type[np.unsignedinteger]] = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """`work` for every item, in order, on as many threads as torch uses: numpy lets go of the interpreter while it works."""
+    threads = min(torch.get_num_threads(), len(items))
+    if threads < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, items))
+
+
+class _Buffers(threading.local):
+    def __init__(self) -> None:
+        self.of: dict[str, np.ndarray] = {}
+
+
+_buffers = _Buffers()
+
+
+def workspace(use: str, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> np.ndarray:
+    """Memory for one use at a time in this thread: fresh pages for every slab would take longer than the arithmetic."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if use not in _buffers.of or _buffers.of[use].size < size:
+        _buffers.of[use] = np.empty(size, np.uint8)
+    return _buffers.of[use][:size].view(dtype).reshape(shape)
+
+
+def view(slab: Tensor) -> np.ndarray:
+    """The slab's memory as an array. `Tensor.numpy` would pin the storage to its size, which sharding frameworks change."""
+    return np.from_dlpack(slab.detach())
+
+
+def array(slab: Tensor) -> np.ndarray:
+    """The slab as a numpy array of float32, float64 or int16, whose order and equality are those of the slab."""
+    return view(slab.float() if slab.dtype in (torch.bfloat16, torch.float16) else slab)
+
+
+def product(slab: Tensor, under: Tensor, out: Tensor | None = None) -> Tensor:
+    """slab * under; numpy's, where it can, does not start threads inside a thread."""
+    if slab.device.type == "cpu" and slab.dtype == under.dtype and slab.dtype in (torch.float32, torch.float64):
+        return torch.from_numpy(np.multiply(view(slab), view(under), out=None if out is None else view(out)))
+    return torch.mul(slab, under, out=out)
+
+
+def infinity_bits(dtype: torch.dtype) -> int:
+    """The bits of infinity in half precision, as an integer: what is above is NaN."""
+    return 0x7F80 if dtype == torch.bfloat16 else 0x7C00
+
+
+class NaNFound(ValueError):
+    """A kernel met NaN in the tensor at this position."""
+
+    def __init__(self, position: int):
+        super().__init__(f"NaN in tensor {position}")
+        self.position = position
+
+
+def readable_by_triton(weights: Sequence[Tensor]) -> bool:
+    """Whether the Triton kernels can read these tensors."""
+    fits = all(w.device.type == "cuda" and w.is_contiguous() and w.dtype in KERNEL_DTYPES for w in weights)
+    return fits and len({w.device for w in weights}) == 1 and triton_installed()
+
+
+@functools.cache
+def triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
