@@ -1,8 +1,9 @@
 """`WeightNormSparsifier`: ours and torch's in turns, in one process. `python benchmarks/sparsifier.py [cpu | cuda]`.
 
 On the CPU in float32, on a GPU in bfloat16. For each case: seconds of a `step`, the extra memory it takes, how many elements of
-the two masks differ (they may where two blocks have the same score to the last digits), and the floor: what has to be read and
-written once, over the bandwidth of a copy. Then the forward pass of a prepared and of a squashed layer.
+the two masks differ (they may where two blocks have the same score to the last digits: torch ranks in the precision of the
+weights), and the floor: what has to be read and written once, over the bandwidth of a copy. Then the forward pass of a
+prepared and of a squashed layer.
 """
 
 from __future__ import annotations
@@ -76,6 +77,13 @@ def extra_memory(ours: bool, shape: tuple[int, int], case: str, device: str) -> 
     return peak.extra / (shape[0] * shape[1])
 
 
+def on_device(run: Any) -> float:
+    """Seconds that the kernels of a run take on the GPU, without the time in which it waits for the host."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+    return sum(event.self_device_time_total for event in profiler.key_averages()) / 1e6
+
+
 def steps(device: str) -> None:
     bandwidth = copy_bandwidth() if device == "cpu" else 4.8e12
     rows = []
@@ -88,6 +96,7 @@ def steps(device: str) -> None:
                 run()
             times = interleaved(*runs, rounds=(5 if shape == SHAPES[0] else 3) if device == "cpu" else 15)
             own, torchs = map(median, times)
+            alone = [on_device(run) for run in runs] if device == "cuda" else [0.0, 0.0]
             masks = [m[0].parametrizations.weight[0].mask for m in (model, theirs_model)]
             differ = int((masks[0].bool() != masks[1].bool()).sum())
             del model, theirs_model, ours, theirs, runs, masks
@@ -104,10 +113,12 @@ def steps(device: str) -> None:
                     f"{shape[0]}x{shape[1]} {case}", duration(own), duration(torchs), f"{torchs / own:.1f}x", f"{goal}x",
                     verdict(torchs / own >= goal), f"{own / floor:.1f}x", f"{memory[0]:.2f} B", f"{memory[1]:.1f} B",
                     verdict(memory[0] <= 1.5), f"{differ:,}",
+                    *([duration(alone[0]), f"{alone[1] / alone[0]:.1f}x"] if device == "cuda" else []),
                 )
             )  # fmt: skip
     header = (
-        "step", "ours", "torch", "ratio", "goal", "", "over floor", "extra, ours", "extra, torch", "goal 1.5 B", "differ"
+        "step", "ours", "torch", "ratio", "goal", "", "over floor", "extra, ours", "extra, torch", "goal 1.5 B", "differ",
+        *(["on the device", "ratio"] if device == "cuda" else []),
     )  # fmt: skip
     show("WeightNormSparsifier.step (extra memory per weight)", header, rows)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import secateur as sc
 from secateur.activations import Gates, gate_
 from secateur.methods.allocate import blocks_of
 from secateur.methods.gates import Gate
@@ -377,8 +378,11 @@ def test_a_layer_that_sees_nothing_is_named():
     model = Breaks(1.0)
     model.spare = nn.Linear(8, 8)
     with pytest.raises(ValueError, match="'spare' saw no input"):
-        gate_(model, data=[torch.randn(2, 8)])
+        gate_(model, at="*", data=[torch.randn(2, 8)])
     assert not model.spare._forward_pre_hooks
+    gates = gate_(model, data=[torch.randn(2, 8)])
+    assert list(gates.skipped) == ["spare"]
+    assert "left alone: spare, which saw no input" in str(gates)
 
 
 def test_an_input_that_is_no_float_names_the_layer():
@@ -485,7 +489,7 @@ def test_tables_name_every_layer_and_the_whole():
     gates = gate_(model, sparsity=0.5, at="*.mlp.*", data=data)
     for text in (str(gates), str(gates.measured(data))):
         assert all(name in text for name in gates.gates)
-        assert text.splitlines()[-1].startswith("in all, by weights")
+        assert "\nin all, by weights" in text
     assert "|x| >= " in str(gates)
     unknown = nn.Sequential(Conv1D(4, 6))
     assert "the largest ?" in str(gate_(unknown, method="topk"))
@@ -751,3 +755,89 @@ def test_hugging_face_decoders_are_gated_by_name(family):
     assert list(gate_(copy.deepcopy(model), at="lm_head", method="topk").gates) == ["lm_head"]
     Gates.of(model).remove()
     assert len(gate_(model, method="topk").gates) == count
+
+
+# --- outputs of every kind, and layers that are not called ------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """Gives its output in an object of its own."""
+
+    class Output:
+        def __init__(self, logits):
+            self.logits = logits
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.Output(self.second(self.first(x)))
+
+
+def test_the_error_of_an_output_in_an_object_is_measured():
+    torch.manual_seed(0)
+    model, data = Wrapped(), [torch.randn(8, 16)]
+    dense = model(data[0]).logits
+    gates = sc.gate_(model, sparsity=0.5, data=data)
+    wanted = float((model(data[0]).logits - dense).detach().norm() / dense.detach().norm())
+    assert gates.measured(data).error == pytest.approx(wanted, rel=1e-5)
+    gates.remove()
+    levels = [gate.sparsity for gate in sc.gate_(model, sparsity=0.5, data=data, spread="greedy").gates.values()]
+    assert min(levels) > 0, "greedy looked at the output"
+
+
+def test_an_output_without_a_float_tensor_has_no_error_to_measure():
+    class Labels(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).argmax(-1)
+
+    gates = sc.gate_(nn.Sequential(Labels(8, 4)), sparsity=0.5, method="topk")
+    with pytest.raises(ValueError, match="no float tensor"):
+        gates.measured(torch.randn(2, 8))
+
+
+def test_infinities_that_both_outputs_have_are_no_error():
+    class Masked(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).index_fill(-1, torch.tensor([0]), -torch.inf)
+
+    gates = sc.gate_(nn.Sequential(Masked(8, 4)), sparsity=0.5, method="topk")
+    assert 0 < gates.measured(torch.randn(2, 8)).error < 1
+
+
+def test_a_gate_works_where_a_tool_hangs_it_up_without_keyword_arguments():
+    layer = nn.Linear(8, 4)
+    model = nn.Sequential(layer)
+    gate = sc.gate_(model, sparsity=0.5, method="topk").gates["0"]
+    plain = nn.Sequential(nn.Linear(8, 4))
+    plain.load_state_dict(model.state_dict())
+    plain[0].register_forward_pre_hook(gate)
+    x = torch.randn(3, 8)
+    assert torch.equal(plain(x), model(x))
+
+
+def test_without_at_layers_that_are_never_called_are_left_out():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False)
+    data = [torch.randn(2, 5, 16)]
+    gates = sc.gate_(encoder, sparsity=0.5, data=data)
+    assert sorted(gates.gates) == [f"layers.{i}.linear{j}" for i in (0, 1) for j in (1, 2)]
+    gates.remove()
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.out_proj.*saw no input"):
+        sc.gate_(encoder, sparsity=0.5, data=data, at="layers.0.self_attn.out_proj")
+
+
+def test_the_table_says_what_share_of_the_model_is_gated():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 24))
+    assert "64 of the 256 weights in the model's matrices (25.0%)" in str(sc.gate_(model, at="0", method="topk"))
+
+
+@pytest.mark.parametrize("broken", [{"threshold": "high"}, {"mask": torch.ones(3, dtype=torch.bool)}, {"mask": None}])
+def test_gates_whose_numbers_do_not_fit_are_not_loaded(broken):
+    model, data = nn.Sequential(nn.Linear(8, 4)), [torch.randn(4, 8)]
+    gates = sc.gate_(model, data=data, method="static")
+    state = gates.state_dict()
+    gates.remove()
+    with pytest.raises(ValueError, match="'0'"):
+        sc.Gates.load(model, {"0": state["0"] | broken})
+    assert not model[0]._forward_pre_hooks

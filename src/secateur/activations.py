@@ -26,6 +26,7 @@ from .stats import as_it_was, check_evidence, split_batch
 from .targets import Globs, globs_of
 
 SPREADS = ("uniform", "greedy")
+_NO_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.Bilinear, nn.LayerNorm, nn.RMSNorm)  # weights that meet no vector of features
 _REPLAYED = 8  # the first batches of the data are run again and again by spread="greedy"
 
 
@@ -53,17 +54,23 @@ def gate_(
         name: Gate(name, method, float(sparsity), features_axis(module), _features(module), _weights(module))
         for name, module in _layers(model, globs_of("at", at)).items()
     }
+    made = gates
     if data is not None and (method != "topk" or spread == "greedy"):
-        gates = _calibrated(model, gates, data, float(sparsity), spread)
-    return Gates(model, gates)._attach()
+        made = _calibrated(model, gates, data, float(sparsity), spread, named=bool(at))
+    skipped = dict.fromkeys(gates.keys() - made.keys(), "saw no input while the data ran through")
+    return Gates(model, made, skipped)._attach()
 
 
 @dataclass
 class Gates:
-    """The gates of a model. `print` shows them, `measured` says what they reach, `remove` takes them away."""
+    """The gates of a model. `print` shows them, `measured` says what they reach, `remove` takes them away.
+
+    `skipped` has the layers that were found and left alone, with the reason.
+    """
 
     model: nn.Module = field(repr=False)
     gates: dict[str, Gate]
+    skipped: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module) -> Gates:
@@ -83,6 +90,10 @@ class Gates:
                 raise ValueError(f"the gates name {name!r}, which the model does not have.{nearest(name, known)}")
             if not isinstance(entry, Mapping) or set(entry) != fields - {"name"} or entry["method"] not in METHODS:
                 raise ValueError(f"the entry of {name!r} is not one that Gates.state_dict() made")
+            if not isinstance(entry["threshold"], Real) or (entry["mask"] is None) == (entry["method"] == "static"):
+                raise ValueError(f"the entry of {name!r} has no threshold or mask that its method could use")
+            if entry["mask"] is not None and entry["mask"].shape != (entry["features"],):
+                raise ValueError(f"the mask of {name!r} is {tuple(entry['mask'].shape)}, for {entry['features']} features")
             module = model.get_submodule(name)
             if entry["features"] != (features := _features(module)) and None not in (entry["features"], features):
                 raise ValueError(f"{name!r} takes {features} features here, and {entry['features']} where its gate was made")
@@ -141,7 +152,11 @@ class Gates:
         known = all(gate.calibrated is not None for gate in gates)
         calibrated = f"{_mean((gate.calibrated or 0.0, gate.weights) for gate in gates):.2%}" if known else "-"
         header = ("layer", "method", "features", "stays", "asked", "calibrated")
-        return "\n".join(text_table(header, [*map(row, gates), ("in all, by weights", "", "", "", f"{asked:.2%}", calibrated)]))
+        rows = [*map(row, gates), ("in all, by weights", "", "", "", f"{asked:.2%}", calibrated)]
+        gated, every = sum(gate.weights for gate in gates), sum(p.numel() for p in self.model.parameters() if p.ndim > 1)
+        share = f"these layers hold {gated:,} of the {every:,} weights in the model's matrices ({gated / max(every, 1):.1%})"
+        left = [f"left alone: {name}, which {why}" for name, why in self.skipped.items()]
+        return "\n".join([*text_table(header, rows), share, *left])
 
 
 @dataclass(frozen=True)
@@ -262,11 +277,7 @@ def _layers(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
 def _has_matrix(module: nn.Module) -> bool:
     """Whether a module multiplies its input by a weight of its own (a table that is looked up does not)."""
     own = [p for p in module.parameters(recurse=False) if p.ndim > 1]
-    return (
-        bool(own)
-        and isinstance(getattr(module, "weight", None), Tensor)
-        and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
-    )
+    return bool(own) and isinstance(getattr(module, "weight", None), Tensor) and not isinstance(module, _NO_PRODUCTS)
 
 
 def _weights(module: nn.Module) -> int:
@@ -314,8 +325,10 @@ def _instead(modules: Mapping[str, nn.Module], hooks: Mapping[str, Callable[...,
             table[key] = gate
 
 
-def _calibrated(model: nn.Module, gates: dict[str, Gate], data: Iterable[Any], sparsity: float, spread: str) -> dict[str, Gate]:
-    """The gates as the data has them. The model comes out as it went in."""
+def _calibrated(
+    model: nn.Module, gates: dict[str, Gate], data: Iterable[Any], sparsity: float, spread: str, *, named: bool
+) -> dict[str, Gate]:
+    """The gates as the data has them; of layers that nobody `named`, those that saw data. The model comes out as it went in."""
     seen = {name: Seen(name, gate.axis, gate.method) for name, gate in gates.items()}
     first: list[Any] = []
     batches = 0
@@ -333,6 +346,8 @@ def _calibrated(model: nn.Module, gates: dict[str, Gate], data: Iterable[Any], s
                 handle.remove()
         if not batches:
             raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
+        if not named:  # a layer that is read without being called, as nn.MultiheadAttention reads its projection
+            gates = {name: gate for name, gate in gates.items() if seen[name].elements} or gates
         made = {name: seen[name].gate(gate, sparsity) for name, gate in gates.items()}
         if spread == "uniform":
             return made

@@ -68,8 +68,9 @@ def targets(
     kinds = DEFAULT_TYPES if types is None else _kinds(types)
     reshard_(model)
     everything = list(slots(model))
+    kind = "the mapping" if isinstance(model, Loose) else type(model).__name__
     if not everything:
-        raise ValueError(f"{type(model).__name__} has no parameters, so there is nothing to prune")
+        raise ValueError(f"{kind} has no parameters, so there is nothing to prune")
     _all_match(model, everything, include, "include")
     _all_match(model, everything, exclude, "exclude")
     found: list[Target] = []
@@ -83,7 +84,7 @@ def targets(
             skipped |= dict.fromkeys((slot.name, *slot.also), reason)
     if not found:
         why = "; ".join(sorted(set(skipped.values())))
-        raise ValueError(f"no tensor of {type(model).__name__} is left to prune ({why}); widen include=, types= or exclude=")
+        raise ValueError(f"no tensor of {kind} is left to prune ({why}); widen include=, types= or exclude=")
     return found, skipped
 
 

@@ -37,6 +37,11 @@ def magnitude(slab: Tensor, under: Tensor | None = None, power: float = 1, *, sc
         slab = slab if under is None else slab * under
         slab = slab.float() if power != 1 and slab.dtype in (torch.float16, torch.bfloat16) else slab
         return slab.abs() if power == 1 else slab.abs().pow_(power)
+    with np.errstate(over="ignore", under="ignore"):  # a square may be infinite, or zero; it is ranked as that
+        return _numpy_magnitude(slab, under, power, scratch)
+
+
+def _numpy_magnitude(slab: Tensor, under: Tensor | None, power: float, scratch: bool) -> Tensor:
     wide = np.dtype(np.float64 if slab.dtype == torch.float64 else np.float32)
     out = workspace("magnitude", tuple(slab.shape), wide) if scratch else np.empty(slab.shape, wide)
     if slab.dtype == torch.bfloat16:  # the upper half of a float32; its sign is shifted out

@@ -82,21 +82,37 @@ def allocate(
 
 
 def squares(output: Any, dense: Any) -> tuple[float, float]:
-    """The squared distance of an output from the dense one, and the squared size of that, over all their float tensors."""
-    if isinstance(output, Tensor):
-        if not output.is_floating_point():
-            return 0.0, 0.0
-        if output.shape != dense.shape:
+    """The squared distance of an output from the dense one, and the squared size of that, over all their float tensors.
+
+    Infinities that both have, as masked logits do, are no distance and no size.
+    """
+    pairs = list(zip(_floats(output), _floats(dense), strict=True))
+    if not pairs:
+        raise ValueError(
+            f"no float tensor was found in an output of type {type(output).__name__}, so there is no error to measure"
+        )
+    distance = size = 0.0
+    for one, other in pairs:
+        if one.shape != other.shape:
             raise ValueError(
-                f"an output is {tuple(output.shape)} with gates and {tuple(dense.shape)} without; no error to measure"
+                f"an output is {tuple(one.shape)} with gates and {tuple(other.shape)} without; no error to measure"
             )
-        return float((output - dense).double().square().sum()), float(dense.double().square().sum())
+        distance += float((one - other).masked_fill(one == other, 0).double().square().sum())
+        size += float(other.masked_fill(other.isinf(), 0).double().square().sum())
+    return distance, size
+
+
+def _floats(output: Any) -> list[Tensor]:
+    """The float tensors of an output, whatever holds them: tuples, lists, mappings, objects with attributes."""
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
     if isinstance(output, Mapping):
-        output, dense = list(output.values()), list(dense.values())
-    if not isinstance(output, tuple | list):
-        return 0.0, 0.0
-    found = [squares(one, other) for one, other in zip(output, dense, strict=True)]
-    return sum(distance for distance, _ in found), sum(size for _, size in found)
+        parts: Iterable[Any] = output.values()
+    elif isinstance(output, tuple | list):
+        parts = output
+    else:
+        parts = getattr(output, "__dict__", {}).values()
+    return [tensor for part in parts for tensor in _floats(part)]
 
 
 class _Replay:

@@ -31,9 +31,11 @@ class Gate:
     mask: Tensor | None = None
     calibrated: float | None = None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        x = first_input(self.name, args, kwargs)
-        gated = self.close(x)
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        """As a hook that gets keyword arguments, or, where another tool has hung it up anew, as one that does not."""
+        gated = self.close(first_input(self.name, args, kwargs or {}))
+        if kwargs is None:
+            return (gated, *args[1:])
         return ((gated, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): gated})
 
     def close(self, x: Tensor) -> Tensor:

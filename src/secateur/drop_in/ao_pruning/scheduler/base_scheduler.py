@@ -39,7 +39,9 @@ class BaseScheduler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave, and gives the groups the levels they had then."""
-        vars(self).update(state_dict)
+        if len(base := state_dict.get("base_sl", self.base_sl)) != (groups := len(self.sparsifier.groups)):
+            raise ValueError(f"the sparsifier has {groups} groups, and this state of a scheduler is for {len(base)}")
+        vars(self).update({name: list(value) if isinstance(value, list) else value for name, value in state_dict.items()})
         self._write(state_dict.get("_last_sl", ()))
 
     def get_last_sl(self) -> list[float]:

@@ -84,6 +84,8 @@ class BaseSparsifier(abc.ABC):
         return {name: value for name, value in vars(self).items() if not getattr(value, "_with_counter", False)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).setdefault("_registered", {})  # of a subclass that says itself what its state is
+        vars(self).setdefault("enable_mask_update", True)
         vars(self).update(state)
         if "_step_count" in state and "step" not in state:
             count_steps(self)
@@ -125,6 +127,8 @@ class BaseSparsifier(abc.ABC):
             raise AttributeError(
                 f"this {type(self).__name__} has no model to load masks into; call prepare(model, config) first"
             )
+        if absent := {"state", "groups"} - state_dict.keys():
+            raise KeyError(f"this is no state of a sparsifier: {sorted(absent)} missing")
         states, groups = state_dict["state"], state_dict["groups"]
         names = dict.fromkeys([*states, *(group["tensor_fqn"] for group in groups)])
         found = {name: _resolved(self.model, name) for name in names}
@@ -135,6 +139,11 @@ class BaseSparsifier(abc.ABC):
             if info is not None and mask is not None and mask.shape != (shape := self._mask_shape(info)):
                 raise RuntimeError(f"the mask of {name!r} has shape {tuple(mask.shape)}, and the model's {tuple(shape)}")
         there = {name: info for name, info in found.items() if info is not None}
+        places = {(id(info["module"]), info["tensor_name"]) for info in there.values()}
+        for own, (module, tensor_name) in list(self._registered.items()):
+            if (id(module), tensor_name) not in places:  # a mask that the state does not speak of
+                unregister(module, tensor_name, own)
+                del self._registered[own]
         new_groups = [copy.deepcopy(group) | there[group["tensor_fqn"]] for group in groups if group["tensor_fqn"] in there]
         new_state = defaultdict(Entry, {name: self._load_mask(info, states.get(name, {})) for name, info in there.items()})
         self.__setstate__({"state": new_state, "groups": new_groups})
@@ -159,9 +168,12 @@ class BaseSparsifier(abc.ABC):
     ) -> None:
         """Writes to `config` the weight of every descendant whose type is exactly one of these."""
         self.config: Any = []
-        stack = [model]
+        stack, seen = [model], {model}
         while stack:
             for child in stack.pop().children():
+                if child in seen:  # a layer in two places is one layer
+                    continue
+                seen.add(child)
                 if type(child) in SUPPORTED_MODULES:
                     self.config.append({"tensor_fqn": f"{module_to_fqn(model, child)}.weight"})
                 else:
@@ -182,6 +194,10 @@ class BaseSparsifier(abc.ABC):
                 self.make_config_from_model(model)
             asked = _checked(model, self.config, self.defaults)
             self.groups = _merged([group for group in self.groups if _is_masked(group)], asked)
+            names = {group["tensor_fqn"] for group in self.groups}
+            self.state = defaultdict(Entry, {name: entry for name, entry in self.state.items() if name in names})
+            remembered = vars(self).get("_scheduled", {})  # by schedulers, of the settings that were there before
+            self._scheduled = {n: level for n, level in remembered.items() if n not in {g["tensor_fqn"] for g in asked}}
             self._prepare()
         except BaseException:
             for own, (module, tensor_name) in reversed(self._registered.items()):
@@ -257,6 +273,7 @@ class BaseSparsifier(abc.ABC):
         `sparse_params` of the module.
         """
         kept = []
+        params_to_keep = (params_to_keep,) if isinstance(params_to_keep, str) else params_to_keep
         for group in self.groups:
             if not _is_masked(group):
                 raise ValueError(f"{group['tensor_fqn']!r} has no mask to squash: it was squashed already")

@@ -37,11 +37,12 @@ class FakeSparsity(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.mask.shape != x.shape:
+        mask = self.mask  # once: a module looks its buffers up slowly, and this runs in every forward pass
+        if mask.shape != x.shape:
             raise AssertionError(
-                f"the mask has shape {tuple(self.mask.shape)} and its tensor {tuple(x.shape)}; a mask has the tensor's shape"
+                f"the mask has shape {tuple(mask.shape)} and its tensor {tuple(x.shape)}; a mask has the tensor's shape"
             )
-        return self.mask.to(x.dtype) * x
+        return (mask if mask.dtype == x.dtype else mask.to(x.dtype)) * x
 
 
 def module_contains_param(module: nn.Module, parametrization: type[nn.Module]) -> bool:
@@ -58,10 +59,10 @@ def swap_module(mod: nn.Module, mapping: Mapping[type[nn.Module], Any]) -> nn.Mo
     if len(devices) > 1:
         raise AssertionError(f"the tensors of {mod} lie on {sorted(map(str, devices))}; a module is swapped on one device only")
     new = target.from_dense(mod)
-    for before in mod._forward_pre_hooks.values():
-        new.register_forward_pre_hook(before)
-    for after in mod._forward_hooks.values():
-        new.register_forward_hook(after)
+    for key, before in mod._forward_pre_hooks.items():
+        new.register_forward_pre_hook(before, with_kwargs=key in mod._forward_pre_hooks_with_kwargs)
+    for key, after in mod._forward_hooks.items():
+        new.register_forward_hook(after, with_kwargs=key in mod._forward_hooks_with_kwargs)
     for device in devices:
         new.to(device)
     return new

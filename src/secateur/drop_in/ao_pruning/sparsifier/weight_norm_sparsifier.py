@@ -169,9 +169,7 @@ def _matrix(tensor: Tensor) -> Tensor:
 
 def _is_ones(mask: Tensor) -> bool:
     flat = mask.reshape(-1)
-    return all(
-        bool(low == 1) and bool(high == 1) for low, high in map(torch.aminmax, (flat[:_PEEK], flat) if len(flat) else ())
-    )
+    return all(bool((part == 1).all()) for part in (flat[:_PEEK], flat))
 
 
 def write_mask(mask: Tensor, kept: Tensor | bool, weight: Tensor) -> None:

@@ -5,6 +5,7 @@ The hooks are objects rather than closures: they can be pickled, and the copy of
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,7 @@ def aggregate(fn: Aggregation, data: Any, x: Tensor) -> Any:
 
     Positions not seen before start from zero, as all do at the first input; positions that `x` does not have stay as they are.
     So a sum stays the exact sum over all samples, and `mean(dim=0)` of it divides by the largest batch. A function that takes
-    sizes that differ (`torch.cat`, `data + x.sum(0)`) is simply called.
+    sizes that differ (`torch.cat`, `data + x.sum(0)`) is simply called; it is tried on small zeros first.
     """
     if not isinstance(data, Tensor):
         return fn(data, x)
@@ -103,6 +104,7 @@ def _takes_any_sizes(fn: Aggregation, data: Tensor, x: Tensor) -> bool:
 
 def _works(fn: Aggregation, a: list[int], b: list[int], a_type: torch.dtype, b_type: torch.dtype, device: torch.device) -> bool:
     try:
+        fn = copy.deepcopy(fn)  # an object that counts its calls does not count this one
         fn(torch.zeros(a, dtype=a_type, device=device), torch.zeros(b, dtype=b_type, device=device))
     except Exception:  # whatever the user's function raises: the sizes do not fit
         return False

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from secateur._tree import nearest
-
+from ....._tree import nearest
 from ...sparsifier import base_sparsifier, utils
 
 __all__ = ["BaseDataSparsifier"]
@@ -139,7 +138,10 @@ class BaseDataSparsifier(base_sparsifier.BaseSparsifier):
             if not self._is_masked(name):
                 raise ValueError(f"the mask of {name!r} was squashed already; name only those that are still masked")
         for name in dict.fromkeys(names):
-            parametrize.remove_parametrizations(self._container, _key(name), leave_parametrized=leave_parametrized)
+            if leave_parametrized:
+                utils.squash(self._container, _key(name))
+            else:
+                parametrize.remove_parametrizations(self._container, _key(name), leave_parametrized=False)
 
     def _delete_data(self, name: str) -> None:
         """Let go of the data under `name`, unmasked."""

@@ -15,7 +15,7 @@ except ImportError:  # the same code under its newer name
     from lightning.pytorch import Callback  # type: ignore[import-not-found]
 
 
-class PostTrainingDataSparsity(Callback):
+class PostTrainingDataSparsity(Callback):  # type: ignore[misc]  # one of two classes
     """Sparsifies a copy of `pl_module.model` when the fit is over; the model itself is left alone.
 
     The copy is `sparsified`, and the sparsifier that made it `data_sparsifier`.
@@ -41,7 +41,7 @@ class PostTrainingDataSparsity(Callback):
         _log_sparsified_level(self.sparsified, self.data_sparsifier)
 
 
-class TrainingAwareDataSparsity(Callback):
+class TrainingAwareDataSparsity(Callback):  # type: ignore[misc]
     """After every epoch, sparsifies a fresh copy of `pl_module.model` at the level that a scheduler has reached.
 
     The model that is trained is left alone. The last copy is `sparsified`; its zeros are in its weights when training is over.
