@@ -253,6 +253,15 @@ def _sdpa(s: Sites, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) 
         s.tracer.uses_size(s.axes(_arg(a, k, 0, "query"))[-1], "scaled_dot_product_attention(scale=None)")
 
 
+@reads("lstm")
+def _lstm(s: Sites, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
+    """Torch tells a projection by states that are narrower than the cells, so they have to stay narrower."""
+    hidden, cell = next(v for v in a if isinstance(v, tuple | list) and len(v) == 2)
+    if hidden.shape[-1] < cell.shape[-1]:
+        h, c = (s.sized(t.shape[-1], s.axes(t)[-1]) for t in (hidden, cell))
+        s.journal.compared(operator.lt, h, c, True)
+
+
 @reads("multi_head_attention_forward")
 def _mha(s: Sites, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
     """Its inside is not seen by this mode: the width is that of the query, each projection has it, heads divide it."""

@@ -1,0 +1,147 @@
+"""Structured pruning: whole units out of every tensor that carries them, so that the model is smaller everywhere.
+
+`shrink` makes a small copy, `shrink_` cuts in place. Rooms: `request` (what is asked), `work` (the way through), `importance`
+(scores of units), `budget` (how many stay), `masked` and `constants` (what removed units still say), `cut` (slicing), `layers`
+(sizes that layers keep), `optimizers`, `sizes` (what remains), `verify`, `refit`, and `shrunk` (the plan).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+
+from ..criteria import magnitude
+from ..graph.slots import owned_tensors
+from ..stats import Loss
+from .cut import Attribute, Cuts, apply_cuts_, select_indices
+from .importance import UnitCriterion, activation_variance, bn_scale, fpgm, unit_criterion
+from .optimizers import follow_
+from .request import Options
+from .shrunk import Row, Shrunk
+from .verify import Verified
+from .work import AnyCriterion, shrunk
+
+__all__ = [
+    "shrink",
+    "shrink_",
+    "Shrunk",
+    "Row",
+    "Verified",
+    "Cuts",
+    "Attribute",
+    "apply_cuts_",
+    "UnitCriterion",
+    "unit_criterion",
+    "fpgm",
+    "bn_scale",
+    "activation_variance",
+]
+
+
+def shrink(
+    model: nn.Module,
+    example_inputs: Any,
+    criterion: AnyCriterion = magnitude,
+    *,
+    channels: float | None = None,
+    params: float | None = None,
+    flops: float | None = None,
+    latency: float | None = None,
+    multiple_of: int = 1,
+    scope: str = "global",
+    exclude: str | Iterable[str] = (),
+    floor: float | None = None,
+    data: Iterable[Any] | None = None,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    exact_only: bool = False,
+    reestimate: bool = False,
+    refit: bool = False,
+) -> tuple[nn.Module, Shrunk]:
+    """A smaller copy of the model, and the plan of the cut. The model is not touched.
+
+    `example_inputs`: a tensor, a tuple of positional arguments, or a mapping of keyword arguments; the model is run on them.
+    One of `channels`, `params`, `flops`, `latency` says what remains, as a fraction of the original; it is met within 2 % of
+    that, or the error says what is in the way. FLOPs are those of the example inputs; latency is measured on them.
+
+    `scope`: "global" (all groups compete, scores over the mean of their group), "tensor" (every group keeps the same fraction)
+    or "isomorphic" (groups that are wired alike compete). `floor`: the fraction of its units that every group keeps (0.1, or
+    less where less is asked). `multiple_of`: sizes that are a multiple of it stay one. `exclude`: globs over names of tensors
+    and modules that keep their shape. `exact_only`: leave groups alone that cannot be cut exactly.
+
+    `criterion`: element scores, summed over the tensors that produce a unit, or one of units (`fpgm`, `bn_scale`,
+    `activation_variance`); `data` and `loss` as for `prune_`. `optimizer` goes on with the small model: its state is cut along.
+    `reestimate` and `refit` use `data`: new BatchNorm statistics, and a least-squares fit of what reads the cut groups.
+    """
+    given = Options(
+        channels=channels,
+        params=params,
+        flops=flops,
+        latency=latency,
+        multiple_of=multiple_of,
+        scope=scope,
+        exclude=exclude,
+        floor=floor,
+        data=data,
+        loss=loss,
+        optimizer=optimizer,
+        exact_only=exact_only,
+        reestimate=reestimate,
+        refit=refit,
+    )
+    small, plan, state = shrunk(model, example_inputs, criterion, given)
+    _carry_gradients(model, small, plan.cuts)
+    if optimizer is not None:
+        follow_(optimizer, model, small, state, plan.cuts)
+    return small, plan
+
+
+def shrink_(
+    model: nn.Module, example_inputs: Any, criterion: AnyCriterion = magnitude, **options: Unpack[Options]
+) -> tuple[nn.Module, Shrunk]:
+    """`shrink` in place, with the same arguments: the model itself gets smaller, its parameters stay the same objects.
+
+    When anything fails, the model and the optimizer are exactly as they were.
+    """
+    small, plan, state = shrunk(model, example_inputs, criterion, options)
+    optimizer = options.get("optimizer")
+    with _all_or_nothing(model):
+        apply_cuts_(model, plan.cuts, dict(owned_tensors(small).values()))
+    if optimizer is not None:
+        follow_(optimizer, model, model, state, plan.cuts)
+    plan.small, plan.original = model, None
+    return model, plan
+
+
+def _carry_gradients(model: nn.Module, small: nn.Module, cuts: Cuts) -> None:
+    """Deepcopy leaves gradients behind; the small model gets what its parameters keep of them."""
+    new = dict(owned_tensors(small).values())
+    for name, tensor in owned_tensors(model).values():
+        if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+            new[name].grad = select_indices(tensor.grad.detach().clone(), cuts.tensors.get(name, {}))
+
+
+@contextmanager
+def _all_or_nothing(model: nn.Module) -> Iterator[None]:
+    """When the block raises, the modules have their attributes back and the tensors their values."""
+    tensors = [(t, t.data, t.grad if t.is_leaf else None) for _, t in owned_tensors(model).values()]
+    spaces = [(module, dict(vars(module)), dict(module._parameters)) for module in model.modules()]
+    try:
+        yield
+    except BaseException:
+        for module, space, parameters in spaces:
+            vars(module).clear()
+            vars(module).update(space)
+            module._parameters.clear()
+            module._parameters.update(parameters)
+        for tensor, data, grad in tensors:
+            if tensor.is_leaf:
+                tensor.grad = None
+            tensor.data = data
+            if grad is not None:
+                tensor.grad = grad
+        raise

@@ -1,0 +1,198 @@
+"""The cut itself: what stays of each tensor and which integers change, as plain data, and a model cut by it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._tree import nearest
+from ..graph import Atom, Change, Trace, atoms, keep_mask, solve_attributes
+from ..graph.slots import owned_tensors
+from .layers import right_sizes
+
+Keep = Mapping[Atom, Tensor]
+Indices = dict[int, list[int]]  # dim -> what stays
+
+
+class Attribute(NamedTuple):
+    """A number that changes: attribute `name` (at `index`, if it holds several) of the object at the dotted `path`.
+
+    `own`: that object is a config which other modules read too, and this module wants a value of its own: it gets a copy.
+    """
+
+    path: str
+    name: str
+    index: Any
+    old: float
+    new: float
+    own: bool = False
+
+
+@dataclass
+class Cuts:
+    """All of a cut as plain data: kept indices for tensor and dim, old shapes, changed numbers, added parameters."""
+
+    tensors: dict[str, Indices] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    attributes: list[Attribute] = field(default_factory=list)
+    added: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def cuts_of(trace: Trace, keep: Keep) -> Cuts:
+    """What keeping these units does to the traced model."""
+    cuts = Cuts(attributes=_located(trace.model, solve_attributes(trace, dict(keep))))
+    lists: dict[bytes, list[int]] = {}  # one list for all dims that keep the same indices
+    touched = set(keep)
+    for name, axes in trace.dims.items():
+        found: Indices = {}
+        for d, e in enumerate(axes):
+            if touched.isdisjoint(atoms(e)):
+                continue
+            mask = keep_mask(e, keep)
+            if not bool(mask.all()):
+                found[d] = lists.setdefault(mask.numpy().tobytes(), mask.nonzero()[:, 0].tolist())
+        if found:
+            cuts.tensors[name] = found
+            cuts.shapes[name] = tuple(e.size for e in axes)
+    return cuts
+
+
+def apply_cuts_(model: nn.Module, cuts: Cuts, values: Mapping[str, Tensor] | None = None) -> nn.Module:
+    """Cut a model of the architecture that the cuts were made for, in place: a fresh one, or a full-size copy.
+
+    `values` gives the tensors what to hold instead of their own slices. Raises ValueError, before anything has changed, when
+    the model is another one.
+    """
+    tensors = dict(owned_tensors(model).values())
+    check_fits(model, cuts)
+    new = (
+        {name: select_indices(tensors[name].detach(), kept) for name, kept in cuts.tensors.items()}
+        if values is None
+        else values
+    )
+    grads = {
+        name: select_indices(tensors[name].grad, kept)  # type: ignore[arg-type]
+        for name, kept in cuts.tensors.items()
+        if tensors[name].is_leaf and tensors[name].grad is not None
+    }
+    layers = [(module, right_sizes(module)) for module in model.modules()]
+    for name, data in new.items():
+        tensor = tensors.get(name)
+        if tensor is not None:
+            grad = grads.get(name, tensor.grad if tensor.is_leaf else None)
+            if tensor.is_leaf:
+                tensor.grad = None
+            tensor.data = data.detach()
+            if grad is not None:
+                tensor.grad = grad
+    for attribute in cuts.attributes:
+        _write(model, attribute)
+    for module, sizes in layers:
+        for name, read in sizes:
+            vars(module)[name] = read(module)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    for name, shape in cuts.added.items():
+        _add(model, name, shape, None if values is None else values[name])
+    return model
+
+
+def select_indices(tensor: Tensor, kept: Indices) -> Tensor:
+    last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+    for d, indices in sorted(kept.items(), key=lambda item: len(item[1]) / tensor.shape[item[0]]):
+        tensor = tensor.index_select(d, torch.tensor(indices, device=tensor.device))
+    return tensor.contiguous(memory_format=torch.channels_last) if last else tensor
+
+
+def check_fits(model: nn.Module, cuts: Cuts) -> None:
+    """Raises ValueError unless the model is, in its names and sizes, the one that the cuts were made for."""
+    tensors = dict(owned_tensors(model).values())
+    for name, shape in cuts.shapes.items():
+        if name not in tensors:
+            raise ValueError(f"the model has no tensor {name!r}, which the cuts speak of.{nearest(name, tensors)}")
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(
+                f"{name!r} is {tuple(tensors[name].shape)} in this model; the cuts are for {shape}. Build the model as it was "
+                "before the cut."
+            )
+    for a in cuts.attributes:
+        value = _value(model, a)
+        if value != a.old:
+            raise ValueError(f"{a.path or 'the model'}.{a.name} is {value!r} in this model; the cuts change it from {a.old}")
+
+
+def _at(model: nn.Module, path: str) -> Any:
+    return functools.reduce(getattr, path.split("."), model) if path else model
+
+
+def _value(model: nn.Module, a: Attribute) -> Any:
+    try:
+        held = getattr(_at(model, a.path), a.name)
+        return held if a.index is None else held[a.index]
+    except (AttributeError, LookupError):
+        return None
+
+
+def _write(model: nn.Module, a: Attribute) -> None:
+    owner = _at(model, a.path)
+    if a.own:
+        parent, _, name = a.path.rpartition(".")
+        owner = vars(_at(model, parent))[name] = copy.copy(owner)
+    held = vars(owner)[a.name]
+    if a.index is None:
+        held = a.new
+    elif isinstance(held, dict):
+        held = {**held, a.index: a.new}
+    else:
+        held = type(held)(a.new if i == a.index else v for i, v in enumerate(held))
+    vars(owner)[a.name] = held
+
+
+def _add(model: nn.Module, name: str, shape: Sequence[int], value: Tensor | None) -> None:
+    path, _, attribute = name.rpartition(".")
+    module = _at(model, path)
+    like = next(module.parameters())
+    data = torch.zeros(tuple(shape), dtype=like.dtype, device=like.device) if value is None else value.detach()
+    module.register_parameter(attribute, nn.Parameter(data, requires_grad=like.requires_grad))
+
+
+# --- where the owners of integers are -------------------------------------------------------------------------------
+
+
+def _located(model: nn.Module, changes: Sequence[Change]) -> list[Attribute]:
+    modules = {id(module): name for name, module in model.named_modules()}
+    configs: dict[int, str] | None = None
+    found: list[Attribute] = []
+    for change in changes:
+        path, own = modules.get(id(change.owner)), False
+        if path is None and change.module is None:
+            configs = configs or {id(value): at for at, value in _objects(model)}
+            path = configs[id(change.owner)]
+        elif path is None:
+            assert change.module is not None
+            inside = _at(model, change.module)
+            path = next(at for at, value in _held(inside, change.module) if value is change.owner)
+            own = True
+        found.append(Attribute(path, *change.key, change.old, change.new, own))
+    return sorted(found, key=lambda a: a.own)  # copies of a config are made when it holds what all agree on
+
+
+def _objects(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Objects with attributes that modules hold, the shortest path last, so that it is the one a dict keeps."""
+    everything = [item for path, module in model.named_modules() for item in _held(module, path)]
+    return iter(sorted(everything, key=lambda item: -item[0].count(".")))
+
+
+def _held(owner: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    for name, value in list(vars(owner).items()):
+        if hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type):
+            at = f"{path}.{name}" if path else name
+            yield at, value
+            if depth < 2:
+                yield from _held(value, at, depth + 1)

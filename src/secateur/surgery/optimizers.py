@@ -1,0 +1,66 @@
+"""An optimizer that follows a cut: its state is sliced like the parameters, its groups hold the small ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..graph.slots import owned_tensors
+from .cut import Cuts, select_indices
+
+
+def sliced_state(optimizer: torch.optim.Optimizer, model: nn.Module, cuts: Cuts) -> dict[str, dict[str, Any]]:
+    """Parameter name -> its state after the cut. Raises, before anything has changed, where the state cannot be cut."""
+    names = _names(model)
+    known = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+    if not known:
+        raise ValueError(
+            "optimizer= holds no parameter of this model; pass the optimizer that was made with model.parameters()"
+        )
+    found: dict[str, dict[str, Any]] = {}
+    for parameter in known:
+        name = names[id(parameter)]
+        found[name] = {
+            key: _sliced(name, key, value, parameter, cuts) for key, value in optimizer.state.get(parameter, {}).items()
+        }
+    return found
+
+
+def _sliced(name: str, key: str, value: Any, parameter: Tensor, cuts: Cuts) -> Any:
+    kept = cuts.tensors.get(name)
+    if kept is None or not isinstance(value, Tensor) or value.numel() == 1:
+        return value
+    if value.shape != parameter.shape:
+        raise ValueError(
+            f"the optimizer's {key!r} of {name!r} is {tuple(value.shape)} and the parameter {tuple(parameter.shape)}: it "
+            "cannot be cut along. Make a new optimizer for the small model instead of passing optimizer=. Nothing has changed."
+        )
+    return select_indices(value, kept)
+
+
+def follow_(
+    optimizer: torch.optim.Optimizer, model: nn.Module, small: nn.Module, state: Mapping[str, dict[str, Any]], cuts: Cuts
+) -> None:
+    """Point the groups of the optimizer at the parameters of `small`; biases that were added join the group of their layer."""
+    names, new = _names(model), dict(small.named_parameters(remove_duplicate=False))
+    for group in optimizer.param_groups:
+        own = [names.get(id(p)) for p in group["params"]]
+        for old, name in zip(group["params"], own):
+            if name in state:
+                optimizer.state.pop(old, None)
+        group["params"] = [new[name] if name is not None else p for p, name in zip(group["params"], own)]
+        group["params"] += [new[b] for b in cuts.added if any(_same_layer(b, name) for name in own if name)]
+        for name in own:
+            if name is not None and state.get(name):
+                optimizer.state[new[name]] = dict(state[name])
+
+
+def _same_layer(bias: str, name: str) -> bool:
+    return bias.rpartition(".")[0] == name.rpartition(".")[0] and name.rpartition(".")[2] == "weight"
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    return {key: name for key, (name, tensor) in owned_tensors(model).items() if isinstance(tensor, nn.Parameter)}

@@ -1,0 +1,84 @@
+"""What was asked of `shrink`: its keywords, and the checks on them that come before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, TypedDict
+
+import torch
+
+from .._tree import nearest
+from ..graph import Group, Trace
+from ..stats import Loss
+from .budget import SCOPES
+
+
+class Options(TypedDict, total=False):
+    """The keywords of `shrink` and `shrink_`."""
+
+    channels: float | None
+    params: float | None
+    flops: float | None
+    latency: float | None
+    multiple_of: int
+    scope: str
+    exclude: str | Iterable[str]
+    floor: float | None
+    data: Iterable[Any] | None
+    loss: Loss | None
+    optimizer: torch.optim.Optimizer | None
+    exact_only: bool
+    reestimate: bool
+    refit: bool
+
+
+def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs as positional and keyword arguments."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
+
+
+def target_of(options: Options) -> tuple[str, float]:
+    given = {key: options.get(key) for key in ("channels", "params", "flops", "latency")}
+    asked = {key: value for key, value in given.items() if value is not None}
+    if len(asked) != 1:
+        said = ", ".join(f"{key}={value}" for key, value in asked.items()) or "none of them"
+        raise ValueError(f"say what remains with one of channels=, params=, flops=, latency= (0.5 is half); given: {said}")
+    ((what, value),) = asked.items()
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ValueError(f"{what}={value!r} is the fraction that remains: a number above 0 and at most 1")
+    return what, float(value)
+
+
+def check(options: Options) -> None:
+    scope, multiple, floor = options.get("scope", "global"), options.get("multiple_of", 1), options.get("floor")
+    if unknown := set(options) - set(Options.__annotations__):
+        name = sorted(unknown)[0]
+        raise TypeError(f"shrink_ has no argument {name!r}.{nearest(name, Options.__annotations__)}")
+    if scope not in SCOPES:
+        raise ValueError(f"scope={scope!r} must be one of {', '.join(map(repr, SCOPES))}.{nearest(str(scope), SCOPES)}")
+    if not isinstance(multiple, int) or isinstance(multiple, bool) or multiple < 1:
+        raise ValueError(f"multiple_of={multiple!r} must be a whole number from 1 on, such as 8")
+    if floor is not None and (isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 <= floor <= 1):
+        raise ValueError(f"floor={floor!r} is the fraction of its units that every group keeps: a number from 0 to 1")
+    if (options.get("reestimate") or options.get("refit")) and options.get("data") is None:
+        raise ValueError("reestimate= and refit= work on data, so pass data= (an iterable of batches)")
+
+
+def excluded(traced: Trace, globs: str | Iterable[str]) -> dict[Group, str]:
+    """The groups that excluded names carry: all of a name keeps its shape."""
+    globs = (globs,) if isinstance(globs, str) else tuple(globs)
+    modules = [name for name, _ in traced.model.named_modules() if name]
+    for glob in globs:
+        if not isinstance(glob, str):
+            raise TypeError(f"exclude={glob!r} must be a name or glob such as 'encoder.*'")
+        if not any(fnmatchcase(name, glob) for name in (*traced.dims, *modules)):
+            raise ValueError(f"exclude={glob!r} matches no tensor and no module.{nearest(glob, (*traced.dims, *modules))}")
+
+    def out(tensor: str) -> bool:
+        parts = tensor.split(".")
+        return any(fnmatchcase(".".join(parts[: n + 1]), glob) for glob in globs for n in range(len(parts)))
+
+    return {g: "excluded" for g in traced.prunable if any(out(m.tensor) for m in g.members)}

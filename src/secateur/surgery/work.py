@@ -1,0 +1,202 @@
+"""From a request to a small model and its plan: trace, score, choose, cut, check by running. Nothing given is touched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..criteria import Criterion
+from ..graph import Group, Trace, trace
+from ..graph.trace import plain_kernels
+from .budget import TOLERANCE, Choice, Knob, choose, keep_of
+from .importance import Scores, UnitCriterion, unit_scores
+from .masked import Made, bare, make, names_of, run
+from .optimizers import sliced_state
+from .request import Options, check, excluded, split_inputs, target_of
+from .shrunk import Row, Shrunk
+from .sizes import Counting, Model
+from .sizes import latency as measured_latency
+from .verify import tensors_of
+
+AnyCriterion = Criterion | UnitCriterion | Callable[..., Tensor]
+
+
+class Done(NamedTuple):
+    small: nn.Module
+    plan: Shrunk
+    state: dict[str, dict[str, Any]]
+
+
+def shrunk(model: nn.Module, example_inputs: Any, criterion: AnyCriterion, options: Options) -> Done:
+    check(options)
+    what, target = target_of(options)
+    data = options.get("data")
+    if data is not None and iter(data) is data:  # it may be needed twice
+        data = list(data)
+    args, kwargs = split_inputs(example_inputs)
+    traced = trace(model, args, kwargs)
+    left = excluded(traced, options.get("exclude", ()))
+    groups = [g for g in traced.prunable if g not in left]
+    scores, unscored = unit_scores(traced, groups, criterion, data, options.get("loss")) if groups else ({}, {})
+    left |= unscored
+    sizes = Model(traced)
+    while True:
+        if not scores:
+            raise ValueError(_nothing_left(traced, left))
+        choice = _choice(traced, scores, sizes, what, target, options, (args, kwargs))
+        made = make(model, traced, keep_of(scores, choice.counts), args, kwargs)
+        if not options.get("exact_only"):
+            break
+        inexact = [g for g in scores if g in made.reasons]
+        if not inexact:
+            break
+        left |= {g: f"exact_only: {made.reasons[g]}" for g in inexact}
+        scores = {g: s for g, s in scores.items() if g not in left}
+    counted = _check_runs(model, made.small, args, kwargs)
+    unfitted = _repair(made, model, data, options)
+    optimizer = options.get("optimizer")
+    state = {} if optimizer is None else sliced_state(optimizer, model, made.cuts)
+    totals = _totals(model, made.small, sizes, counted, what, (args, kwargs))
+    if what == "flops" and abs(totals["flops"][1] / totals["flops"][0] - target) > TOLERANCE:
+        raise ValueError(
+            f"flops={target:g}: the cut counts {totals['flops'][1] / totals['flops'][0]:.3g}; the model is as it was"
+        )
+    recipe = (
+        f"{criterion}, {what}={target:g}, scope={options.get('scope', 'global')}, multiple_of={options.get('multiple_of', 1)}"
+    )
+    plan = _plan(recipe, model, traced, choice, made, left, totals, (args, kwargs))
+    plan.skipped |= unfitted
+    return Done(made.small, plan, state)
+
+
+def _choice(
+    traced: Trace, scores: Scores, sizes: Model, what: str, target: float, options: Options, inputs: tuple[Any, Any]
+) -> Choice:
+    given = options.get("floor")
+    floor = min(0.1, target) if given is None else float(given)
+    floors = {g: min(g.size, max(1, math.ceil(floor * g.size))) for g in scores}
+    knob = Knob(traced, scores, floors, options.get("scope", "global"), options.get("multiple_of", 1))
+    whole = {"params": sizes.params({}), "flops": sizes.flops({}), "channels": sum(g.size for g in scores)}
+    if not whole.get(what, 1):
+        raise ValueError(f"{what}={target:g}: the model has no {what} to count on these inputs; ask for another target")
+
+    def measure(counts: Mapping[Group, int]) -> float:
+        if what == "channels":
+            return sum(counts.values()) / whole["channels"]
+        if what == "latency":
+            return _speed(traced.model, bare(traced.model, traced, keep_of(scores, counts)), inputs)
+        atoms = {g.atom: n for g, n in counts.items()}
+        return (sizes.params(atoms) if what == "params" else sizes.flops(atoms)) / whole[what]
+
+    return choose(knob, measure, target, what, measured=what == "latency")
+
+
+def _speed(model: nn.Module, small: nn.Module, inputs: tuple[Any, Any]) -> float:
+    times = _times(model, small, inputs)
+    return times[1] / times[0]
+
+
+def _times(model: nn.Module, small: nn.Module, inputs: tuple[Any, Any]) -> tuple[float, float]:
+    modes = {module: module.training for m in (model, small) for module in m.modules()}
+    try:
+        model.eval()
+        small.eval()
+        with torch.no_grad():
+            return measured_latency(lambda: model(*inputs[0], **inputs[1]), lambda: small(*inputs[0], **inputs[1]))
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _repair(made: Made, model: nn.Module, data: Iterable[Any] | None, options: Options) -> dict[str, str]:
+    """Repairs from data, as asked; the layers that could not be refitted, and why."""
+    from .refit import reestimate_, refit_
+
+    left: dict[str, str] = {}
+    if options.get("refit"):
+        assert data is not None
+        left = {name: f"not refitted: {why}" for name, why in refit_(made.small, model, made.cuts, data).items()}
+        before = {name for name, _ in model.named_parameters()}
+        made.cuts.added.update({n: tuple(p.shape) for n, p in made.small.named_parameters() if n not in before})
+    if options.get("reestimate"):
+        assert data is not None
+        reestimate_(made.small, data)
+    return left
+
+
+def _check_runs(model: nn.Module, small: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The small model runs, gives what the model gave in the same shapes, also for two batches in one; its FLOPs."""
+    shapes = [t.shape for t in tensors_of(run(model, args, kwargs))]
+    try:
+        with plain_kernels(), Counting() as counter:
+            found = [t.shape for t in tensors_of(run(small, args, kwargs))]
+    except Exception as error:
+        raise RuntimeError(
+            f"the cut model does not run: {type(error).__name__}: {error}. The model is as it was; exclude the layer that fails"
+        ) from error
+    if shapes != found:
+        raise RuntimeError(f"the cut model answers with shapes {found} instead of {shapes}; the model is as it was")
+    doubled = _doubled(args, kwargs)
+    if doubled is not None:
+        try:
+            run(small, *doubled)
+        except Exception as error:
+            if _runs(model, *doubled):
+                raise RuntimeError(
+                    f"the cut model does not run on twice the batch: {error}. The model is as it was."
+                ) from error
+    return counter.total
+
+
+def _runs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        run(model, args, kwargs)
+    except Exception:
+        return False
+    return True
+
+
+def _doubled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+    if not tensors or any(t.dim() == 0 or t.shape[0] != tensors[0].shape[0] for t in tensors):
+        return None
+    twice = [torch.cat([v, v]) if isinstance(v, Tensor) else v for v in (*args, *kwargs.values())]
+    return tuple(twice[: len(args)]), dict(zip(kwargs, twice[len(args) :]))
+
+
+def _totals(
+    model: nn.Module, small: nn.Module, sizes: Model, counted: int, what: str, inputs: tuple[Any, Any]
+) -> dict[str, tuple[float, float]]:
+    params = tuple(sum(p.numel() for p in m.parameters()) for m in (model, small))
+    totals: dict[str, tuple[float, float]] = {"params": (params[0], params[1]), "flops": (sizes.flops({}), counted)}
+    return totals | ({"latency": _times(model, small, inputs)} if what == "latency" else {})
+
+
+def _plan(
+    recipe: str,
+    model: nn.Module,
+    traced: Trace,
+    choice: Choice,
+    made: Made,
+    left: Mapping[Group, str],
+    totals: dict[str, tuple[float, float]],
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+) -> Shrunk:
+    names = names_of(traced)
+    rows = [
+        Row(names[g], g.size, n, made.reasons.get(g), tuple(dict.fromkeys(m.tensor for m in g.members)))
+        for g, n in choice.counts.items()
+    ]
+    skipped = {**{names[g]: why for g, why in left.items()}, **traced.skipped}
+    moved = {names[g]: why for g, why in choice.moved.items()}
+    return Shrunk(recipe, rows, skipped, moved, made.cuts, totals, made.small, model, inputs)
+
+
+def _nothing_left(traced: Trace, left: Mapping[Group, str]) -> str:
+    reasons = list(dict.fromkeys((*left.values(), *traced.skipped.values())))
+    shown = "; ".join(reasons[:6]) or "no tensor has units"
+    return f"no group of {type(traced.model).__name__} is left to cut ({shown}). The model is as it was."

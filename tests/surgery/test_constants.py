@@ -1,0 +1,379 @@
+"""What removed units still say goes into their consumers: masked == cut, in float64, for every wiring; or it is reported."""
+
+import copy
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from secateur.graph import keep_mask, trace
+from secateur.surgery.constants import fold_
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
+from cutting import choose, cut_, difference, run, seeded
+
+
+class Lam(nn.Module):
+    """A module from a function, so that a probe fits on a few lines."""
+
+    def __init__(self, forward, **parts):
+        super().__init__()
+        self.run = forward
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *x):
+        return self.run(self, *x)
+
+
+def tokens(width=12, length=5):
+    return torch.randn(2, length, width, generator=torch.Generator().manual_seed(1))
+
+
+def image(channels=3, size=8):
+    return torch.randn(2, channels, size, size, generator=torch.Generator().manual_seed(1))
+
+
+def conv(i, o, k=1, **options):
+    return nn.Conv2d(i, o, k, **options)
+
+
+def shifted_bn(channels):
+    norm = nn.BatchNorm2d(channels)
+    norm.running_mean.normal_(generator=torch.Generator().manual_seed(3))
+    norm.running_var.uniform_(0.5, 2, generator=torch.Generator().manual_seed(4))
+    return norm
+
+
+def silence_(model, t, keep):
+    """Zero the weights that make the removed units; biases stay."""
+    tensors = dict(model.named_parameters())
+    for group in t.groups:
+        for m in group.members:
+            if group.atom in keep and m.role == "produce" and tensors[m.tensor].dim() > 1:
+                gone = ~keep_mask(t.dims[m.tensor][m.dim], {group.atom: keep[group.atom]})
+                tensors[m.tensor].data = tensors[m.tensor].data.index_fill(m.dim, gone.nonzero()[:, 0], 0)
+    return model
+
+
+def cut_copy(model, t, keep, inputs, fold):
+    """Masked output, output of the cut model, and what folding reports."""
+    one = copy.deepcopy(SimpleNamespace(model=model, trace=t, keep=keep))
+    silence_(one.model, one.trace, one.keep)
+    masked = run(one.model, inputs)
+    known = set(dict(one.model.named_parameters()))
+    report = fold_(one.model, one.trace, one.keep, inputs) if fold else {}
+    for name, bias in one.model.named_parameters():
+        if name not in known:
+            dims = one.trace.dims[name.replace("bias", "weight")]
+            one.trace.dims[name] = [next(e for e in (dims[0], dims[1]) if e.size == len(bias))]
+    cut_(one.model, one.trace, one.keep)
+    return masked, run(one.model, inputs), report
+
+
+def check(model, *inputs, only=None, constants=True, least=1, report=None):
+    """Three selections: exact after folding, wrong without it where constants are at stake, and the cut moves the output."""
+    model = seeded(model)
+    inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+    dense = run(model, inputs)
+    t = trace(model, inputs)
+    groups = [g for g in t.prunable if only is None or only(g)]
+    assert len(groups) >= least, t.groups
+    moved = lost = 0
+    for seed, ratio in zip(range(3), (0.4, 0.5, 0.7)):
+        keep = choose(t, groups, seed, ratio)
+        masked, small, said = cut_copy(model, t, keep, inputs, True)
+        _, unfolded, _ = cut_copy(model, t, keep, inputs, False)
+        if report is not None:
+            assert any(report in why for why in said.values()), said
+            assert difference(small, masked) > 1e-8
+            assert torch.equal(small, unfolded)  # left as it was
+            continue
+        assert said == {}
+        assert difference(small, masked) < 1e-10, (seed, difference(small, masked), keep)
+        moved += difference(masked, dense) > 1e-6
+        lost += difference(unfolded, masked) > 1e-6
+    assert report is not None or moved == 3
+    assert report is not None or bool(lost) == constants
+    return t
+
+
+# ---------------------------------------------------------------- where constants come from and go
+
+
+@pytest.mark.parametrize("activation", [F.relu, torch.sigmoid, F.softplus, F.gelu, torch.cos], ids=lambda f: f.__name__)
+def test_bias_and_activation_of_zero_go_into_the_next_bias(activation):
+    check(Lam(lambda s, x: s.b(activation(s.a(x))), a=nn.Linear(12, 16), b=nn.Linear(16, 5)), tokens())
+
+
+def test_a_consumer_without_a_bias_gets_one():
+    t = check(
+        Lam(lambda s, x: s.b(torch.sigmoid(s.a(x))), a=nn.Linear(12, 16, bias=False), b=nn.Linear(16, 5, bias=False)), tokens()
+    )
+    assert "b.bias" not in t.dims  # the trace of the model that was given is not touched
+    check(nn.Sequential(conv(3, 8), nn.Sigmoid(), conv(8, 5, bias=False)), image())
+
+
+def test_no_constant_adds_no_bias():
+    m = seeded(nn.Sequential(nn.Linear(12, 16, bias=False), nn.ReLU(), nn.Linear(16, 5, bias=False)))
+    x = (tokens().double(),)
+    t = trace(m, x)
+    keep = choose(t, t.prunable, 0)
+    silence_(m, t, keep)
+    assert fold_(m, t, keep, x) == {}
+    assert m[2].bias is None
+
+
+def test_batch_norm_shift():
+    check(nn.Sequential(conv(3, 8, bias=False), shifted_bn(8), nn.ReLU(), conv(8, 5)), image())
+    check(nn.Sequential(conv(3, 8, 3), shifted_bn(8), nn.SiLU(), conv(8, 6, 3), shifted_bn(6), nn.ReLU(), conv(6, 5)), image())
+
+
+@pytest.mark.parametrize("groups", [2, 8], ids=["grouped", "depthwise"])
+def test_grouped_convolution(groups):
+    m = nn.Sequential(conv(3, 8), nn.Sigmoid(), conv(8, 8, 3, groups=groups), nn.Sigmoid(), conv(8, 5))
+    check(m, image())
+
+
+def test_transposed_convolution_of_one_pixel():
+    m = nn.Sequential(
+        conv(3, 8), nn.Sigmoid(), nn.ConvTranspose2d(8, 6, 1), nn.Sigmoid(), nn.ConvTranspose2d(6, 4, 1, groups=2)
+    )
+    check(m, image())
+
+
+def test_transposed_convolution_that_spreads_its_input_is_reported():
+    m = nn.Sequential(conv(3, 8), nn.Sigmoid(), nn.ConvTranspose2d(8, 4, 3, stride=2))
+    check(m, image(), report="position")
+
+
+def test_flatten_gives_many_columns_to_a_channel():
+    check(nn.Sequential(conv(3, 8, 3), nn.Sigmoid(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 9, 5)), image())
+
+
+def test_concatenation_and_several_consumers():
+    m = Lam(
+        lambda s, x: s.o(torch.cat([torch.sigmoid(s.a(x)), torch.cos(s.b(x))], 1)) + s.p(torch.cos(s.b(x))),
+        a=conv(3, 8), b=conv(3, 6), o=conv(14, 4), p=conv(6, 4, bias=False),
+    )  # fmt: skip
+    t = check(m, image(), least=2)
+    assert sorted(g.size for g in t.prunable) == [6, 8]
+
+
+def test_residual_of_two_producers():
+    m = Lam(
+        lambda s, x: s.o(torch.cos(s.a(x) + s.c(F.softplus(s.b(s.a(x)))))),
+        a=nn.Linear(12, 16), b=nn.Linear(16, 24), c=nn.Linear(24, 16), o=nn.Linear(16, 5),
+    )  # fmt: skip
+    check(m, tokens(), least=2)
+
+
+def test_heads_times_dims():
+    def forward(s, x):
+        b, n, _ = x.shape
+        q, k, v = (p(x).view(b, n, s.h, -1).transpose(1, 2) for p in (s.q, s.k, s.v))
+        return s.o((torch.softmax(q @ k.mT * 0.4, -1) @ v).transpose(1, 2).flatten(2))
+
+    parts = {name: nn.Linear(12, 24) for name in "qkv"}
+    t = check(Lam(forward, **parts, o=nn.Linear(24, 5), h=4), tokens(), least=3)  # heads, q/k dims, v dims
+    assert sorted(g.size for g in t.prunable) == [4, 6, 6]
+    check(Lam(forward, **parts, o=nn.Linear(24, 5), h=4), tokens(), only=lambda g: g.size == 6)
+
+
+def test_gates_of_a_recurrent_layer_take_the_constants_of_its_inputs():
+    for kind, layers, both in ((nn.LSTM, 1, False), (nn.GRU, 2, True)):
+        m = Lam(
+            lambda s, x: s.o(s.r(torch.sigmoid(s.i(x)))[0]),
+            i=nn.Linear(12, 6),
+            r=kind(6, 8, layers, bidirectional=both, batch_first=True),
+            o=nn.Linear(16 if both else 8, 5),
+        )
+        check(m, tokens(), only=lambda g: g.size == 6)
+
+
+def test_hidden_units_with_biases_are_reported():
+    m = Lam(lambda s, x: s.o(s.r(x)[0]), r=nn.LSTM(12, 8, batch_first=True), o=nn.Linear(8, 5))
+    check(m, tokens(), report="depends on position")
+
+
+def test_weights_stored_as_in_by_out():
+    def forward(s, x):
+        h = torch.addmm(s.b1, x.reshape(-1, x.shape[-1]), s.w1)
+        return torch.addmm(s.b2, torch.sigmoid(h), s.w2).view(*x.shape[:-1], -1)
+
+    parts = {"w1": (12, 16), "b1": (16,), "w2": (16, 5), "b2": (5,)}
+    check(Lam(forward, **{k: nn.Parameter(torch.randn(v)) for k, v in parts.items()}), tokens())
+
+
+def test_multihead_attention_module():
+    m = Lam(
+        lambda s, x: s.o(s.att(*[torch.sigmoid(s.i(x))] * 3, need_weights=False)[0]),
+        i=nn.Linear(12, 24), att=nn.MultiheadAttention(24, 4, batch_first=True), o=nn.Linear(24, 5),
+    )  # fmt: skip
+    check(m, tokens(), only=lambda g: "scale" not in g.flags)
+
+
+# ---------------------------------------------------------------- no exact answer
+
+
+def test_constant_under_zero_padding_is_reported_and_zero_is_not():
+    def pair(activation):
+        return nn.Sequential(conv(3, 8, bias=False), activation, conv(8, 5, 3, padding=1))
+
+    check(pair(nn.Sigmoid()), image(), report="zero padding of 2")
+    check(pair(nn.ReLU()), image(), constants=False)
+
+
+def test_average_pool_that_counts_its_padding_is_reported():
+    m = nn.Sequential(conv(3, 8), nn.Sigmoid(), nn.AvgPool2d(3, 1, padding=1), conv(8, 5))
+    check(m, image(), report="avg_pool2d in 2")
+    m[2].count_include_pad = False
+    check(m, image())
+
+
+@pytest.mark.parametrize(
+    ("middle", "why"),
+    [
+        (nn.LayerNorm(16), "native_layer_norm in n"),
+        (nn.Softmax(-1), "softmax in n"),
+        (nn.GroupNorm(4, 16), "native_group_norm in n"),
+    ],
+)
+def test_what_runs_over_the_cut_axis_is_reported(middle, why):
+    m = Lam(lambda s, x: s.b(s.n(s.a(x.flatten(0, 1)))), a=nn.Linear(12, 16), n=middle, b=nn.Linear(16, 5))
+    check(m, tokens(), report=why, only=lambda g: {"norm", "softmax"} & g.flags)
+
+
+def test_weight_sharing_with_different_constants_is_reported():
+    m = Lam(
+        lambda s, x: s.o(s.m(torch.sigmoid(s.a(x))) * s.m(torch.cos(s.a(x)))),
+        a=nn.Linear(12, 16), m=nn.Linear(16, 8), o=nn.Linear(8, 5),
+    )  # fmt: skip
+    check(m, tokens(), only=lambda g: g.size == 16, report="m is applied more than once, with different constants")
+    same = Lam(
+        lambda s, x: s.o(s.m(torch.sigmoid(s.a(x))) * s.m(torch.sigmoid(s.a(-x)))),
+        a=nn.Linear(12, 16), m=nn.Linear(16, 8), o=nn.Linear(8, 5),
+    )  # fmt: skip
+    check(same, tokens(), only=lambda g: g.size == 16)
+
+
+def test_positions_that_differ_are_reported():
+    m = Lam(lambda s, x: s.o(s.a(x) + s.pos), a=nn.Linear(12, 16), o=nn.Linear(16, 5), pos=nn.Parameter(torch.randn(5, 16)))
+    check(m, tokens(), report="depends on position")
+
+
+def test_a_sum_without_a_bias_is_reported():
+    check(Lam(lambda s, x: s.a(x).cos().sum(-1), a=nn.Linear(12, 16)), tokens(), report="sum in the model, which has no bias")
+
+
+def test_one_bad_group_does_not_spoil_the_others():
+    m = seeded(nn.Sequential(nn.Linear(12, 16), nn.LayerNorm(16), nn.Linear(16, 10), nn.Sigmoid(), nn.Linear(10, 5)))
+    x = (tokens().double(),)
+    t = trace(m, x)
+    good = [g for g in t.prunable if g.size == 10]
+    both = choose(t, t.prunable, 0)
+    silence_(m, t, both)
+    alone, together = copy.deepcopy(m), copy.deepcopy(m)
+    assert [g.members[0].tensor for g in fold_(together, t, both, x)] == ["0.weight"]
+    assert fold_(alone, t, {g.atom: both[g.atom] for g in good}, x) == {}
+    assert torch.equal(alone[4].bias, together[4].bias)
+    assert not torch.equal(alone[4].bias, m[4].bias)
+
+
+# ---------------------------------------------------------------- fewer elements, other sizes
+
+
+class Rms(nn.Module):
+    """RMSNorm as models write it; `one`: the weight is stored as its difference from one."""
+
+    def __init__(self, width, one=False):
+        super().__init__()
+        self.weight, self.variance_epsilon, self.one = nn.Parameter(torch.ones(width)), 1e-2, one
+
+    def forward(self, x):
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return x * (1 + self.weight) if self.one else self.weight * x
+
+
+@pytest.mark.parametrize("rms", [nn.RMSNorm(16, eps=1e-2), nn.RMSNorm(16), Rms(16), Rms(16, one=True)])
+def test_rms_norm_over_fewer_units(rms):
+    m = Lam(lambda s, x: s.b(s.n(s.a(x))), a=nn.Linear(12, 16, bias=False), n=rms, b=nn.Linear(16, 5))
+    check(m, tokens())
+
+
+def test_rms_norm_that_cannot_be_exact_is_reported():
+    def with_norm(rms, bias=False):
+        return Lam(lambda s, x: s.b(s.n(s.a(x))), a=nn.Linear(12, 16, bias=bias), n=rms, b=nn.Linear(16, 5))
+
+    check(with_norm(nn.RMSNorm(16), bias=True), tokens(), report="mean in n, which has no bias")
+    check(with_norm(nn.RMSNorm(16, elementwise_affine=False)), tokens(), report="has no weight")
+    literal = Lam(lambda s, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.01) * s.w, w=nn.Parameter(torch.ones(16)))
+    check(with_norm(literal), tokens(), report="eps = 0.01 is no attribute")
+    average = Lam(lambda s, x: (s.b(x) * s.w).mean(-1), b=nn.Linear(12, 16, bias=False), w=nn.Parameter(torch.ones(16)))
+    check(average, tokens(), report="is no RMSNorm")
+
+
+def attention(kind):
+    def forward(s, x):
+        b, n, _ = x.shape
+        if kind == "fused":
+            q, k, v = s.qkv(x).view(b, n, 3, s.h, -1).permute(2, 0, 3, 1, 4)
+        else:
+            q, k, v = (p(x).view(b, n, s.h, -1).transpose(1, 2) for p in (s.q, s.k, s.v))
+        if kind == "eager":
+            y = torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) @ v
+        elif kind == "power":
+            y = torch.softmax((q * q.shape[-1] ** -0.5) @ k.mT, -1) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v)
+        return s.o(y.transpose(1, 2).flatten(2))
+
+    parts = {"qkv": nn.Linear(12, 72)} if kind == "fused" else {name: nn.Linear(12, 24) for name in "qkv"}
+    return Lam(forward, **parts, o=nn.Linear(24, 5), h=4)
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager", "power", "fused"])
+def test_scale_of_attention_is_made_good_in_the_queries(kind):
+    t = check(attention(kind), tokens(), only=lambda g: g.size == 6, least=2)
+    assert any("scale" in g.flags for g in t.prunable)
+
+
+def test_queries_without_a_bias_take_constants_and_scale_at_once():
+    inner = attention("sdpa")
+    for name in "qkv":
+        setattr(inner, name, nn.Linear(10, 24, bias=False))
+    t = check(Lam(lambda s, x: s.att(torch.sigmoid(s.i(x))), i=nn.Linear(12, 10), att=inner), tokens(), least=4)
+    assert sorted(g.size for g in t.prunable) == [4, 6, 6, 10]
+
+
+def test_a_size_that_no_weight_can_make_good_is_reported():
+    m = Lam(
+        lambda s, x: s.o(torch.tanh(s.a(x)).reshape(-1, s.d) / math.sqrt(s.d)), a=nn.Linear(12, 16), o=nn.Linear(16, 5), d=16
+    )
+    check(m, tokens(), report="its size enters a formula")
+
+
+def test_what_is_found_in_single_precision_is_as_good_as_single_precision():
+    m = nn.Sequential(conv(3, 8, bias=False), shifted_bn(8), nn.SiLU(), conv(8, 5)).eval()
+    x = (image(),)
+    t = trace(m, x)
+    keep = choose(t, t.prunable, 0)
+    masked, small, said = cut_copy(m, t, keep, x, True)
+    assert said == {}
+    assert difference(small, masked) < 1e-5
+
+
+def test_a_run_that_leaves_its_trace_is_reported_and_changes_nothing():
+    m = seeded(Lam(lambda s, x: s.b(torch.sigmoid(s.a(x))) * s.times, a=nn.Linear(12, 16), b=nn.Linear(16, 5), times=1.0))
+    x = (tokens().double(),)
+    t = trace(m, x)
+    keep = choose(t, t.prunable, 0)
+    m.run = lambda s, x: s.b(torch.tanh(s.a(x)))
+    before = {k: v.clone() for k, v in m.state_dict().items()}
+    assert "cannot be found" in fold_(m, t, keep, x)[t.prunable[0]]
+    assert all(torch.equal(v, before[k]) for k, v in m.state_dict().items())

@@ -1,0 +1,255 @@
+"""Repairs from data: BatchNorm statistics are those of all data, and the fit is the least-squares one, layer after layer."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from secateur.graph import trace
+from secateur.surgery.cut import Cuts
+from secateur.surgery.masked import make
+from secateur.surgery.refit import patches, reestimate_, refit_
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def low_rank(n, width, rank, seed):
+    """Data in few directions: units are redundant, so that fewer can say the same."""
+    return draw(n, rank, seed=seed) @ draw(rank, width, seed=99)
+
+
+def halved(model, x, size, drop=2):
+    """The model without every second (or `drop`-th) unit of the groups of this size."""
+    t = trace(model, x)
+    keep = {g.atom: torch.arange(g.size) % drop != 0 for g in t.prunable if g.size == size}
+    assert keep
+    return make(model, t, keep, (x,), {})
+
+
+# ---------------------------------------------------------------- BatchNorm
+
+
+def test_statistics_are_those_of_all_data_together():
+    m = nn.Sequential(nn.BatchNorm1d(6, momentum=0.3)).double().eval()
+    batches = [draw(n, 6, seed=n) * (1 + n) + n for n in (5, 8, 13)]  # batches that differ in mean, spread and length
+    whole = torch.cat(batches)
+    assert reestimate_(m, batches) == 1
+    assert torch.allclose(m[0].running_mean, whole.mean(0), rtol=1e-12)
+    assert torch.allclose(m[0].running_var, whole.var(0), rtol=1e-12)
+    average = torch.stack([b.var(0) for b in batches]).mean(0)
+    assert not torch.allclose(m[0].running_var, average, rtol=1e-2)
+
+
+def test_images_and_layers_that_follow_each_other():
+    m = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 1), nn.BatchNorm2d(5)).double().eval()
+    x = draw(8, 3, 6, 6)
+    reestimate_(m, [(x, None)])
+    first = m[0](x)
+    assert torch.allclose(m[1].running_mean, first.mean((0, 2, 3)))
+    assert torch.allclose(m[1].running_var, first.transpose(0, 1).flatten(1).var(1))
+    out = m(x)  # the second one was estimated behind the first one as it now is, up to n - 1 in place of n
+    assert torch.allclose(out.mean((0, 2, 3)), torch.zeros(5).double(), atol=1e-2)
+
+
+def test_modes_momentum_counters_and_other_layers_stay():
+    m = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(6, momentum=0.3), nn.BatchNorm1d(6, track_running_stats=False)).double()
+    m[1].eval()
+    before = m[1].num_batches_tracked.clone()
+    reestimate_(m, [draw(7, 6)])
+    assert [x.training for x in m] == [True, False, True]
+    assert m[1].momentum == 0.3
+    assert torch.equal(m[1].num_batches_tracked, before)
+    assert torch.allclose(m[1].running_mean, draw(7, 6).mean(0))  # no dropout on the way
+
+
+def test_a_failing_batch_leaves_the_statistics():
+    m = nn.Sequential(nn.BatchNorm1d(6)).double()
+    state = {k: v.clone() for k, v in m.state_dict().items()}
+    with pytest.raises((RuntimeError, ValueError)):
+        reestimate_(m, [draw(7, 6), draw(7, 5)])
+    assert all(torch.equal(v, state[k]) for k, v in m.state_dict().items())
+    assert m[0].training
+    assert not m[0]._forward_pre_hooks
+
+
+@pytest.mark.parametrize("repair", [reestimate_, lambda m, data: refit_(m, m, Cuts(), data)])
+def test_data_that_is_no_list_of_batches_is_refused(repair):
+    m = nn.Sequential(nn.BatchNorm1d(6)).double()
+    with pytest.raises(TypeError, match="pass \\[batch\\]"):
+        repair(m, draw(7, 6))
+    with pytest.raises(ValueError, match="gave no batch"):
+        repair(m, iter([]))
+
+
+# ---------------------------------------------------------------- the fit
+
+
+def test_redundant_units_leave_without_a_trace():
+    """Data of rank 4 needs 4 of 16 linear units: cutting to 8 loses nothing once the consumer is fitted."""
+    m = nn.Sequential(nn.Linear(12, 16, bias=False), nn.Linear(16, 5)).double().eval()
+    batches = [low_rank(40, 12, 4, seed) for seed in range(3)]
+    made = halved(m, batches[0], 16)
+    fresh = low_rank(40, 12, 4, 7)
+    assert F.mse_loss(made.small(fresh), m(fresh)) > 1e-3
+    assert refit_(made.small, m, made.cuts, batches, ridge=1e-9) == {}
+    assert F.mse_loss(made.small(fresh), m(fresh)) < 1e-12
+
+
+def test_it_is_the_least_squares_solution():
+    m = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 5)).double().eval()
+    x = draw(200, 12)
+    made = halved(m, x, 16)
+    refit_(made.small, m, made.cuts, [x[:70], x[70:]], ridge=1e-12)
+    h = made.small[1](made.small[0](x)).detach()
+    best = torch.linalg.lstsq(torch.cat([h, torch.ones(200, 1).double()], 1), m(x).detach()).solution
+    assert torch.allclose(made.small[2].weight, best[:-1].T, atol=1e-8)
+    assert torch.allclose(made.small[2].bias, best[-1], atol=1e-8)
+
+
+def test_ridge_holds_the_weights_where_they_are():
+    m = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 5)).double().eval()
+    x = draw(200, 12)
+    made = halved(m, x, 16)
+    cut = made.small[2].weight.detach().clone()
+    moved = []
+    for ridge in (1e-6, 1.0, 1e6):
+        small = copy.deepcopy(made.small)
+        refit_(small, m, made.cuts, [x], ridge=ridge)
+        moved.append(float((small[2].weight - cut).norm().detach()))
+    assert moved[0] > moved[1] > moved[2]
+    assert moved[2] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("conv", "shape"),
+    [
+        (nn.Conv1d(8, 6, 3, stride=2, padding=1), (40, 3, 9)),
+        (nn.Conv2d(8, 6, (3, 2), padding=1, dilation=2, bias=False), (40, 3, 7, 8)),
+        (nn.Conv2d(8, 6, 3, padding=1, padding_mode="reflect"), (40, 3, 6, 6)),
+        (nn.Conv2d(8, 6, 3, padding="same"), (40, 3, 6, 6)),
+        (nn.Conv3d(8, 6, 2), (40, 3, 4, 4, 4)),
+    ],
+)
+def test_convolutions(conv, shape):
+    first = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}[len(shape)](3, 8, 1)
+    m = nn.Sequential(first, conv).double().eval()  # eight linear units on three channels: four are plenty
+    x = draw(*shape)
+    rows = patches(conv, x.new_zeros(2, 8, *shape[2:]) + draw(2, 8, *shape[2:]))
+    plain = (rows @ conv.weight.flatten(1).T).unflatten(0, (2, -1)).transpose(1, 2)
+    expected = conv(draw(2, 8, *shape[2:])) - (0 if conv.bias is None else conv.bias.view(-1, *[1] * (len(shape) - 2)))
+    assert torch.allclose(plain, expected.flatten(2))
+    made = halved(m, x[:4], 8)
+    lost = F.mse_loss(made.small(x), m(x)).detach()
+    refit_(made.small, m, made.cuts, [x[:20], x[20:]], ridge=1e-9)
+    left = F.mse_loss(made.small(x), m(x)).detach()
+    if conv.padding_mode == "zeros" and any(p for p in conv._reversed_padding_repeated_twice):
+        assert left < 0.1 * lost  # at the border the bias of the first layer is not seen: that part cannot be said
+    else:
+        assert left < 1e-10 * lost + 1e-12
+
+
+def test_later_layers_correct_the_errors_of_earlier_ones():
+    layers = [nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 14), nn.Tanh(), nn.Linear(14, 5)]
+    m = nn.Sequential(*layers).double().eval()
+    x = draw(400, 12)
+    t = trace(m, x)
+    made = make(m, t, {g.atom: torch.arange(g.size) % 3 != 0 for g in t.prunable}, (x,), {})
+    alone = copy.deepcopy(made.small)
+    refit_(made.small, m, made.cuts, [x], ridge=1e-9)
+    for i in (2, 4):  # each from the dense model's own activations
+        kept = made.cuts.tensors[f"{i}.weight"]
+        h = m[:i](x).detach()[:, kept[1]]
+        y = m[: i + 1](x).detach()[:, kept.get(0, list(range(5)))]
+        best = torch.linalg.lstsq(torch.cat([h, torch.ones(len(h), 1).double()], 1), y).solution
+        alone[i].weight.data, alone[i].bias.data = best[:-1].T.contiguous(), best[-1]
+    errors = [float(F.mse_loss(s(x), m(x)).detach()) for s in (made.small, alone)]
+    assert errors[0] < errors[1]
+    assert made.small[2].weight.shape == alone[2].weight.shape  # only the kept outputs are targets
+
+
+class Turned(nn.Module):
+    """A linear layer that stores (in, out)."""
+
+    def __init__(self, i, o):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(i, o) / 4), nn.Parameter(torch.zeros(o))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+def test_weights_stored_as_in_by_out():
+    m = nn.Sequential(Turned(12, 16), Turned(16, 5)).double().eval()
+    x = low_rank(60, 12, 4, 0)
+    made = halved(m, x, 16)
+    assert refit_(made.small, m, made.cuts, [x], ridge=1e-9) == {}
+    fresh = low_rank(40, 12, 4, 7)
+    assert F.mse_loss(made.small(fresh), m(fresh)) < 1e-12
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.m, self.o = nn.Linear(12, 16), nn.Linear(16, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.o(self.m(F.relu(self.a(x))) * self.m(F.relu(self.a(-x))))
+
+
+def test_layers_that_have_no_single_target_are_named_and_left():
+    m = Twice().double().eval()
+    x = draw(30, 12)
+    made = halved(m, x, 16)
+    before = made.small.m.weight.detach().clone()
+    assert list(refit_(made.small, m, made.cuts, [x])) == ["m"]
+    assert torch.equal(made.small.m.weight, before)
+    grouped = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1, groups=2), nn.Conv2d(8, 5, 1)).double().eval()
+    image = draw(2, 3, 4, 4)
+    t = trace(grouped, image)
+    inner = [g for g in t.prunable if "1.weight" in {n.tensor for n in g.members if n.role == "consume"}]
+    made = make(grouped, t, {g.atom: torch.arange(g.size) % 2 != 0 for g in inner}, (image,), {})
+    assert "those in one group" in refit_(made.small, grouped, made.cuts, [image])["1"]
+
+
+def test_a_bias_that_is_added_is_part_of_the_cuts():
+    m = nn.Sequential(nn.Linear(12, 16), nn.Sigmoid(), nn.Linear(16, 5, bias=False)).double().eval()
+    x = draw(100, 12)
+    made = halved(m, x, 16)
+    refit_(made.small, m, made.cuts, [x])
+    assert made.cuts.added == {"2.bias": (5,)}
+    assert made.small[2].bias.requires_grad
+
+
+def test_modes_stay_and_nothing_is_left_behind():
+    m = nn.Sequential(nn.Linear(12, 16), nn.Dropout(0.5), nn.Linear(16, 5)).double().train()
+    x = low_rank(60, 12, 4, 0)
+    made = halved(m, x, 16)
+    threads = threading.active_count()
+    refit_(made.small, m, made.cuts, [x, x + 1])
+    assert all(layer.training for layer in (*m, *made.small))
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in (*m.modules(), *made.small.modules()))
+    assert threading.active_count() == threads
+    assert F.mse_loss(made.small.eval()(x), m.eval()(x)) < 1e-3
+
+
+def test_a_failure_leaves_the_small_model_as_it_was():
+    layers = [nn.Linear(12, 16, bias=False), nn.Tanh(), nn.Linear(16, 14, bias=False), nn.Tanh(), nn.Linear(14, 5)]
+    m = nn.Sequential(*layers).double().eval()
+    x = draw(50, 12)
+    t = trace(m, x)
+    made = make(m, t, {g.atom: torch.arange(g.size) % 3 != 0 for g in t.prunable}, (x,), {})
+    state = {k: v.clone() for k, v in made.small.state_dict().items()}
+    threads = threading.active_count()
+    m[4].weight.data[:] = float("nan")  # the first fit goes through, the second cannot
+    with pytest.raises(ValueError, match="4: its inputs or the dense layer's outputs are not finite"):
+        refit_(made.small, m, made.cuts, [x])
+    after = made.small.state_dict()
+    assert after.keys() == state.keys()
+    assert all(torch.equal(v, state[k]) for k, v in after.items())
+    assert threading.active_count() == threads
+    assert made.cuts.added == {}
