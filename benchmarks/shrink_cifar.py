@@ -34,6 +34,7 @@ from secateur.surgery.refit import reestimate_, refit_
 BLOCKS = {20: 3, 56: 9}
 TARGETS = {"1.5x": 1 / 1.5, "2x": 1 / 2}
 BATCH = 125
+STEPS = 100  # in which the peer goes from all to almost nothing
 
 
 def augmented(images: Tensor, seed: int = 0) -> Tensor:
@@ -83,7 +84,7 @@ def ours(model: nn.Module, batches: list[Tensor], test: Callable[[nn.Module], fl
 
 
 def peers(model: nn.Module, batches: list[Tensor], labels: Tensor, test: Callable[[nn.Module], float]) -> list[list[str]]:
-    """Torch-Pruning's six criteria, global and local, at the same FLOPs; the best of each column."""
+    """Torch-Pruning's six criteria, global and local, on the same layers at the same FLOPs; the best of each column."""
     import torch_pruning as tp  # type: ignore[import-not-found]
 
     example, rows = batches[0][:1], []
@@ -104,14 +105,16 @@ def peers(model: nn.Module, batches: list[Tensor], labels: Tensor, test: Callabl
                 small = copy.deepcopy(model)
                 for p in small.parameters():
                     p.requires_grad_(True)
+                outer = [small.conv1, small.linear, *(m for n, m in small.named_modules() if n.endswith("conv2"))]
                 pruner = tp.pruner.BasePruner(
-                    small, example, importance=make_importance(), global_pruning=everywhere, iterative_steps=200,
-                    pruning_ratio=0.95, max_pruning_ratio=0.95, ignored_layers=[small.linear],
+                    small, example, importance=make_importance(), global_pruning=everywhere, iterative_steps=STEPS,
+                    pruning_ratio=0.95, max_pruning_ratio=0.95, ignored_layers=outer,
                 )  # fmt: skip
-                while flops(small, example) > remains * whole and pruner.current_step < 200:
+                while flops(small, example) > remains * whole and pruner.current_step < STEPS:
                     if name == "Taylor":
                         small.zero_grad()
-                        F.cross_entropy(small(batches[0]), labels[:BATCH]).backward()
+                        at = pruner.current_step % len(batches)
+                        F.cross_entropy(small(batches[at]), labels[at * BATCH :][:BATCH]).backward()
                     pruner.step()
                 shares.append(flops(small, example) / whole)
                 small.eval()

@@ -56,10 +56,7 @@ class Scores:
         return [(first, min(first + step, self.layout.rows)) for first in range(0, self.layout.rows, step)]
 
     def each(self, look: Callable[[Tensor, int, int], Result], multiple: int = 1) -> list[Result]:
-        """`look(scores, first row, last row)` for every slab, in order; magnitudes on the CPU in threads.
-
-        The scores are good while `look` looks.
-        """
+        """`look(scores, first row, last row)` for every slab, in order. The scores are good while `look` looks."""
         matrix, under = self.magnitude_of, self.under
         if matrix is None or self.device.type != "cpu":
             return [look(self.rows(*rows), *rows) for rows in self.slabs(multiple)]
@@ -70,7 +67,7 @@ class Scores:
                 kernels.magnitude(matrix[part], None if under is None else under[part], self.power, scratch=True), *rows
             )
 
-        return kernels.in_threads(work, self.slabs(multiple))
+        return [work(rows) for rows in self.slabs(multiple)]  # in threads it took longer: memory is what it waits for
 
     def sample(self, size: int) -> Tensor:
         """About `size` scores from all over the tensor, the same ones every time."""
