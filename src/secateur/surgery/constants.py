@@ -22,9 +22,8 @@ from .rescale import Edit, Refused, agrees_after, mean_of_squares, sizes_in_form
 
 _ZERO_IS_NOTHING = HARMLESS | {"linalg_vector_norm"}  # over zeros these give what they give without them
 _TRUSTED = (nn.Linear, nn.modules.conv._ConvNd)  # with a bias instead of None they add it
-Found = dict[
-    tuple[int, Atom], "Tensor | str | None"
-]  # step, atom -> what each channel loses; or why not; None: no place for it
+# step, atom -> what each output channel loses; a sentence: that is no constant; None: it is lost where no bias is
+Found = dict[tuple[int, Atom], Tensor | str | None]
 
 
 def fold_(model: nn.Module, trace: Trace, keep: Keep, args: Any, kwargs: Mapping[str, Any] | None = None) -> dict[Group, str]:
@@ -82,6 +81,12 @@ class _Look:
         data = [n for n in numbers(step) if n not in replay.origin] or numbers(step)
         cut = [a for a in dict.fromkeys(a for n in data for a in replay.cut_atoms(n)) if a in self.judged]
         if not cut or _mixes_nothing(func):
+            return func(*args, **kwargs)
+        loud: list[bool] = []
+        paired(step, args, kwargs, lambda t, n: loud.append(n in data and replay.says(t, n)) or t)
+        if not any(loud):  # nothing is said, so nothing is lost; a bias that other calls share has to know
+            slot = find_slot(replay, i)
+            self.found.update({(i, a): torch.zeros(slot.axis.size, dtype=torch.float64) for a in cut if slot is not None})
             return func(*args, **kwargs)
         given = paired(step, args, kwargs, lambda t, _: t.detach().clone().double() if t.is_floating_point() else t.clone())
         out = func(*args, **kwargs)
@@ -149,14 +154,16 @@ def _constants(replay: Replay, judged: list[Atom], bad: dict[Atom, str]) -> dict
     verdicts = {k: (first.found.get(k, ""), second.found.get(k, "")) for k in sorted({*first.found, *second.found}, key=_place)}
     _without_a_bias(replay, [k for k, both in verdicts.items() if None in [v for v in both if not isinstance(v, Tensor)]], bad)
     constants: dict[tuple[int, Atom], Tensor] = {}
+    varies: dict[Atom, tuple[int, str]] = {}
     for (i, atom), (one, two) in verdicts.items():
         if isinstance(one, Tensor) and isinstance(two, Tensor):
             if torch.allclose(one, two, rtol=1e-4 if _low(replay) else 1e-9, atol=1e-9 * float(one.abs().max()) + 1e-300):
                 constants[i, atom] = one
             else:
-                bad.setdefault(atom, _blame(replay, atom, "the input"))
-        elif atom not in bad and ((isinstance(one, str) and one) or (isinstance(two, str) and two)):
-            bad[atom] = _cause(replay, i, atom)
+                varies.setdefault(atom, (i, "the input"))
+        elif (isinstance(one, str) and one) or (isinstance(two, str) and two):
+            varies.setdefault(atom, (i, "position"))
+    _blame(replay, {a: found for a, found in varies.items() if a not in bad}, bad)
     return constants
 
 
@@ -202,32 +209,32 @@ def _without_a_bias(replay: Replay, lost: list[tuple[int, Atom]], bad: dict[Atom
             bad.setdefault(atom, f"its removed units give a constant to {where}, which has no bias to take it")
 
 
-def _cause(replay: Replay, i: int, atom: Atom) -> str:
-    """Why what is lost at step i is not one number for each channel."""
-    step = replay.trace.steps[i]
-    padding = step.args[4] if "convolution" in step.name else ()
-    if any(isinstance(p, int) and p for p in padding) and _blame(replay, atom, "") == "":
-        return f"a constant meets the zero padding of {step.module or 'the model'}"
-    return _blame(replay, atom, "position") or f"the constant depends on position after {step.name.partition('::')[2]}"
-
-
-def _blame(replay: Replay, atom: Atom, on: str) -> str:
-    """The first operator after which the removed units are no constant; "" if there is none and `on` is empty."""
-    culprit: list[str] = []
+def _blame(replay: Replay, varies: dict[Atom, tuple[int, str]], bad: dict[Atom, str]) -> None:
+    """Say why the units give no constant at a step: the first operator after which they differ from place to place."""
+    culprits: dict[Atom, str] = {}
 
     def visit(i: int, step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         for o, n in zip(out if isinstance(out, list | tuple) else (out,), step.outs):
-            if isinstance(o, Tensor) and o.is_floating_point() and not culprit and n not in replay.origin:
-                units = replay.removed(o, n, atom) if atom in replay.cut_atoms(n) else None
+            if not isinstance(o, Tensor) or not o.is_floating_point() or n in replay.origin:
+                continue
+            for atom in [a for a in replay.cut_atoms(n) if a in varies and a not in culprits]:
+                units = replay.removed(o, n, atom)
                 if units is not None and units.numel() and not torch.allclose(units, units[:, :1].expand_as(units)):
-                    culprit.append(f"{step.name.partition('::')[2]} in {step.module or 'the model'}")
+                    culprits[atom] = f"{step.name.partition('::')[2]} in {step.module or 'the model'}"
         return out
 
-    replay.run(visit)
-    if culprit:
-        return f"what its removed units give depends on {on or 'position'}, from {culprit[0]} on"
-    return f"what its removed units give depends on {on}" if on == "the input" else ""
+    if varies:
+        replay.run(visit)
+    for atom, (i, on) in varies.items():
+        step = replay.trace.steps[i]
+        padding = step.args[4] if "convolution" in step.name else ()
+        if atom in culprits:
+            bad[atom] = f"what its removed units give depends on {on}, from {culprits[atom]} on"
+        elif any(isinstance(p, int) and p for p in padding):
+            bad[atom] = f"a constant meets the zero padding of {step.module or 'the model'}"
+        else:
+            bad[atom] = f"the constant depends on {on} after {step.name.partition('::')[2]} in {step.module or 'the model'}"
 
 
 # ---------------------------------------------------------------- where they go
@@ -243,6 +250,13 @@ class Slot(NamedTuple):
 
 
 def find_slot(replay: Replay, i: int) -> Slot | None:
+    """The bias that takes what step i loses, if there is one."""
+    if i not in replay.slots:
+        replay.slots[i] = _find_slot(replay, i)
+    return replay.slots[i]
+
+
+def _find_slot(replay: Replay, i: int) -> Slot | None:
     """The bias of a contraction of data with a weight: its own operand, or the parameter beside the weight."""
     step, trace = replay.trace.steps[i], replay.trace
     given = [getattr(a, "number", None) for a in step.args]
@@ -262,7 +276,7 @@ def find_slot(replay: Replay, i: int) -> Slot | None:
     names = replay.origin.get(weight, frozenset())
     if weight not in replay.origin or not names:
         return None
-    slots = dict(replay.model.named_parameters())
+    slots = replay.parameters
     if bias is not None:
         own = replay.origin.get(bias, frozenset())
         name = next(iter(own)) if len(own) == 1 else ""

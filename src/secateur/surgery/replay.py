@@ -28,6 +28,10 @@ class LeftTrace(RuntimeError):
 class _Beside(TorchDispatchMode):
     """Counts the operators along the trace and hands each to the visitor."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch would load all of torch._dynamo: seconds
+
     def __init__(self, trace: Trace, visit: Visit) -> None:
         super().__init__()
         self.steps, self.visit, self.at = trace.steps, visit, 0
@@ -51,6 +55,8 @@ class Replay:
         self.args = () if isinstance(args, Mapping) else tuple(args) if isinstance(args, tuple | list) else (args,)
         self.kwargs = {**(args if isinstance(args, Mapping) else {}), **(kwargs or {})}
         self.origin = self._origins()
+        self._cut: dict[int, list[Atom]] = {}
+        self.slots: dict[int, Any] = {}  # what was found out about steps, for whoever asks again
 
     def run(self, visit: Visit, change: Callable[[Tensor], Tensor] = torch.clone) -> Any:
         """One run, on the example inputs as `change` makes them."""
@@ -86,9 +92,35 @@ class Replay:
         """Tensor number -> the step that made it."""
         return {n: i for i, step in enumerate(self.trace.steps) for n in step.outs}
 
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters())
+
     def cut_atoms(self, number: int) -> list[Atom]:
         """The atoms of a tensor that lose units."""
-        return list(dict.fromkeys(a for e in self.trace.axes[number] for a in atoms(e) if a in self.keep))
+        if number not in self._cut:
+            self._cut[number] = list(dict.fromkeys(a for e in self.trace.axes[number] for a in atoms(e) if a in self.keep))
+        return self._cut[number]
+
+    def says(self, tensor: Tensor, number: int) -> bool:
+        """Whether any removed unit of the tensor is not zero."""
+        masks = ((d, _mask(e, self.keep)) for d, e in enumerate(self.trace.axes[number]))
+        return any(bool(tensor.index_select(d, _gone(m, tensor)).any()) for d, m in masks if m is not None)
+
+    def made_of_weights(self, number: int) -> Tensor:
+        """The value of a tensor that depends on weights alone, without a run."""
+        if number in self.trace.names:
+            return self.model.get_parameter(self.trace.names[number]).detach()
+        step = self.trace.steps[self.makers[number]]
+
+        def value(v: Any) -> Any:
+            if isinstance(v, Ref):
+                return self.made_of_weights(v.number)
+            return type(v)(value(x) for x in v) if isinstance(v, tuple) else v
+
+        with torch.no_grad():
+            out = step.func(*map(value, step.args), **{k: value(v) for k, v in step.kwargs.items()})
+        return out[step.outs.index(number)] if isinstance(out, list | tuple) else out
 
     def zeroed(self, tensor: Tensor, number: int, only: Iterable[Atom]) -> Tensor:
         """The tensor with the removed units of these atoms at zero."""
@@ -96,7 +128,7 @@ class Replay:
         for d, e in enumerate(self.trace.axes[number]):
             mask = _mask(e, keep)
             if mask is not None:
-                tensor = tensor.index_fill(d, (~mask).nonzero()[:, 0].to(tensor.device), 0)
+                tensor = tensor.index_fill(d, _gone(mask, tensor), 0)
         return tensor
 
     def removed(self, tensor: Tensor, number: int, atom: Atom) -> Tensor | None:
@@ -104,8 +136,12 @@ class Replay:
         for d, e in enumerate(self.trace.axes[number]):
             mask = _mask(e, {atom: self.keep[atom]})
             if mask is not None:
-                return tensor.index_select(d, (~mask).nonzero()[:, 0].to(tensor.device)).movedim(d, 0).flatten(1)
+                return tensor.index_select(d, _gone(mask, tensor)).movedim(d, 0).flatten(1)
         return None
+
+
+def _gone(mask: Tensor, like: Tensor) -> Tensor:
+    return (~mask).nonzero()[:, 0].to(like.device)
 
 
 def _mask(e: Expr, keep: Keep) -> Tensor | None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..graph import Atom, Cat, Expr, Prod, atoms, new_size, norm, solve_attributes
 from ..graph.provenance import Attr, Dim, SizeUse, evaluate, leaves
-from ..graph.tracer import Ref, Step
+from ..graph.tracer import Step
 from .replay import Replay, Visit, numbers
 
 _EXPONENTS = (-0.5, 0.5, -0.25, 0.25, -1.0, 1.0)  # of a size, as it enters formulas
@@ -120,18 +120,10 @@ def _scale_of(replay: Replay, i: int, factor: float) -> Scale:
     found = _weight(replay, replay.trace.steps[i])
     assert found is not None
     number, name = found
-    parameter = dict(replay.model.named_parameters()).get(name)
-    seen: list[Tensor] = []
-
-    def visit(j: int, step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if j == i:
-            seen.extend(a for r, a in zip(step.args, args) if isinstance(r, Ref) and r.number == number)
-        return func(*args, **kwargs)
-
+    parameter = replay.parameters.get(name)
     if parameter is None:
         raise Refused(f"the RMSNorm with {name} has no trainable weight that could take the factor sqrt(old / new)")
-    replay.run(visit)
-    offset = (seen[0].detach().to(parameter).reshape(parameter.shape) - parameter.detach()).double()
+    offset = (replay.made_of_weights(number).to(parameter).reshape(parameter.shape) - parameter.detach()).double()
     if float((offset - offset.mean()).abs().max()) > 1e-6:
         raise Refused(f"{name} enters its RMSNorm through a formula other than a sum with a number")
     return Scale(parameter, torch.tensor(factor, dtype=torch.float64), round(float(offset.mean()), 6))
@@ -253,7 +245,7 @@ def _candidates(replay: Replay, use: _Use) -> Iterator[list[Scale]]:
     if len(set(totals.values())) != 1:
         return
     factor = (use.new / use.old) ** -next(iter(totals.values()))
-    parameters = dict(replay.model.named_parameters())
+    parameters = replay.parameters
     for atom in use.atoms:
         members = [
             m for m in replay.trace.by_atom[atom].members if m.tensor in parameters and m.role in ("produce", "elementwise")
