@@ -106,7 +106,9 @@ class Pattern:
 
     def unfold(self, kept: Tensor, layout: Layout) -> Tensor:
         """A mask of units to a mask of elements."""
-        return kernels.spread(kept, *self.block(layout), (layout.rows, layout.cols))
+        mask = torch.empty(layout.rows, layout.cols, dtype=torch.bool, device=kept.device)
+        kernels.spread_(mask, kept, *self.block(layout))
+        return mask
 
 
 def _two_counts(value: object) -> bool:

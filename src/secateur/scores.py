@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,16 +50,27 @@ class Scores:
     def numel(self) -> int:
         return self.layout.rows * self.layout.cols
 
-    def slabs(self, multiple: int = 1) -> list[tuple[int, int]]:
+    def slabs(self, multiple: int = 1, elements: int | None = None) -> list[tuple[int, int]]:
         """(first row, last row) over all rows, `multiple` rows at a time or more, sized for the device."""
-        step = max(kernels.slab_elements(self.device) // max(self.layout.cols, 1) // multiple, 1) * multiple
+        elements = elements or kernels.slab_elements(self.device)
+        step = max(elements // max(self.layout.cols, 1) // multiple, 1) * multiple
         return [(first, min(first + step, self.layout.rows)) for first in range(0, self.layout.rows, step)]
 
-    def each(self, look: Callable[[Tensor, int, int], Result], multiple: int = 1) -> list[Result]:
-        """`look(scores, first row, last row)` for every slab, in order. The scores are good while `look` looks."""
+    def each(self, look: Callable[[Any, int, int], Result], multiple: int = 1, *, raw: bool = False) -> list[Result]:
+        """`look(scores, first row, last row)` for every slab, in order. The scores are good while `look` looks.
+
+        With `raw` it also understands `Magnitudes`, and gets those where compiled loops can read them.
+        """
         matrix, under = self.magnitude_of, self.under
         if matrix is None or self.device.type != "cpu":
             return [look(self.rows(*rows), *rows) for rows in self.slabs(multiple)]
+        if raw and self.power == 1 and kernels.compilable(matrix, under):
+
+            def in_thread(rows: tuple[int, int]) -> Result:
+                part = slice(*rows)
+                return look(kernels.Magnitudes(matrix[part], None if under is None else under[part]), *rows)
+
+            return kernels.in_threads(in_thread, self.slabs(multiple, kernels.LARGE))
 
         def work(rows: tuple[int, int]) -> Result:
             part = slice(*rows)

@@ -481,6 +481,7 @@ def model(n):
     sparsifier.prepare(model, None)
     return model, sparsifier
 model(8)[1].step()
+model(512)[1].step()  # large enough to load the compiled loops, whose compiler takes some 100 MB once
 big, sparsifier = model(8192)
 for _ in range(2):
     open("/proc/self/clear_refs", "w").write("5")  # the peak so far is forgotten

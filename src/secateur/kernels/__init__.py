@@ -12,14 +12,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .arrays import BITS, NaNFound, array, in_threads, infinity_bits, readable_by_triton, triton_installed, view, workspace
-from .blocks import fold, fold_magnitudes, runs, spread, unite_, write_
+from .arrays import (
+    BITS,
+    LARGE,
+    Magnitudes,
+    NaNFound,
+    array,
+    compilable,
+    in_threads,
+    infinity_bits,
+    readable_by_triton,
+    triton_installed,
+    view,
+    workspace,
+)  # fmt: skip
+from .blocks import fold, fold_magnitudes, runs, spread_, unite_
 from .groups import keep_groups, keep_rows
 
 __all__ = [
-    "NaNFound", "count_equal", "drop_ties", "fold", "fold_magnitudes", "has_nan", "in_threads", "infinity_bits", "keep_above",
-    "keep_groups", "keep_magnitudes", "keep_rows", "kth", "magnitude", "magnitude_bits", "ordered", "runs", "slab_elements",
-    "spread", "tally", "unite_", "write_", "zero_",
+    "LARGE", "Magnitudes", "NaNFound", "compilable", "count_equal", "drop_ties", "fold", "fold_magnitudes", "has_nan",
+    "in_threads", "infinity_bits", "keep_above", "keep_groups", "keep_magnitudes", "keep_rows", "kth", "magnitude",
+    "magnitude_bits", "ordered", "runs", "slab_elements", "spread_", "tally", "unite_", "zero_",
 ]  # fmt: skip
 
 
@@ -94,8 +107,15 @@ def _count(flags: np.ndarray) -> int:
     return int(np.count_nonzero(flags))
 
 
-def tally(slab: Tensor, low: float, high: float) -> tuple[int, int, Tensor]:
+def tally(slab: Tensor | Magnitudes, low: float, high: float) -> tuple[int, int, Tensor]:
     """How many are at most low, how many above it, and the values strictly between low and high. NaN is in none."""
+    if isinstance(slab, Magnitudes):
+        from . import compiled
+
+        x, under = slab.arrays
+        inside = np.empty(x.size + 1, x.dtype)
+        upto, above, number = compiled.tally(x, under, _limit(x, low), _limit(x, high), inside)
+        return upto, above, torch.from_numpy(inside[:number].copy())
     if slab.device.type == "cpu":
         x = array(slab)
         flags, above = (workspace(use, x.shape, np.bool_) for use in ("flags", "above"))
@@ -108,8 +128,13 @@ def tally(slab: Tensor, low: float, high: float) -> tuple[int, int, Tensor]:
     return upto, above, own[(slab > low) & (slab < high)]
 
 
-def count_equal(slab: Tensor, value: float) -> int:
+def count_equal(slab: Tensor | Magnitudes, value: float) -> int:
     """How many elements equal the value."""
+    if isinstance(slab, Magnitudes):
+        from . import compiled
+
+        x, under = slab.arrays
+        return compiled.count_equal(x, under, _limit(x, value))
     if slab.device.type == "cpu":
         x = array(slab)
         return _count(x == _limit(x, value))
@@ -123,9 +148,14 @@ def kth(values: Tensor, k: int) -> float:
     return float(ordered(values)[k - 1])
 
 
-def keep_above(slab: Tensor, threshold: float, kept: Tensor, *, ties: bool) -> None:
+def keep_above(slab: Tensor | Magnitudes, threshold: float, kept: Tensor, *, ties: bool) -> None:
     """Marks in `kept` what is above the threshold, and with `ties` what equals it."""
-    if slab.device.type == "cpu":
+    if isinstance(slab, Magnitudes):
+        from . import compiled
+
+        x, under = slab.arrays
+        (compiled.keep_from if ties else compiled.keep_above)(x, under, _limit(x, threshold), kept.numpy().reshape(-1))
+    elif slab.device.type == "cpu":
         x = array(slab)
         (np.greater_equal if ties else np.greater)(x, _limit(x, threshold), out=kept.numpy())
     else:
@@ -160,7 +190,7 @@ def keep_magnitudes(
         return None
     from . import cuda
 
-    return cuda.keep_magnitudes(weights, sample(), drop)
+    return cuda.keep_magnitudes(weights, sample, drop)
 
 
 _ZERO_CHUNK = 1 << 19

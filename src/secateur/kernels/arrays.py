@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WORDS: dict[int, type[np.unsignedinteger]] = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+LARGE = 1 << 20  # elements, from which on loading the compiled loops pays
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -44,6 +45,28 @@ def workspace(use: str, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> n
     if use not in _buffers.of or _buffers.of[use].size < size:
         _buffers.of[use] = np.empty(size, np.uint8)
     return _buffers.of[use][:size].view(dtype).reshape(shape)
+
+
+class Magnitudes(NamedTuple):
+    """The magnitudes of a matrix, or of its product with `under`, not worked out: compiled loops do that as they go."""
+
+    matrix: Tensor
+    under: Tensor | None
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray | None]:
+        return view(self.matrix).reshape(-1), None if self.under is None else view(self.under).reshape(-1)
+
+
+def compilable(*tensors: Tensor | None) -> bool:
+    """Whether the compiled loops can read these tensors, and whether the first is large enough to be worth loading them."""
+    first, *_ = there = [tensor for tensor in tensors if tensor is not None]
+    fits = all(t.device.type == "cpu" and t.is_contiguous() and t.dtype == first.dtype for t in there)
+    return fits and first.dtype in (torch.float32, torch.float64) and worth_compiling(first)
+
+
+def worth_compiling(tensor: Tensor) -> bool:
+    return tensor.numel() >= LARGE and numba_installed()
 
 
 def view(slab: Tensor) -> np.ndarray:
@@ -85,3 +108,8 @@ def readable_by_triton(weights: Sequence[Tensor]) -> bool:
 @functools.cache
 def triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def numba_installed() -> bool:
+    return importlib.util.find_spec("numba") is not None

@@ -9,7 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .arrays import KERNEL_DTYPES, WORDS, array, readable_by_triton, triton_installed, workspace
+from .arrays import (
+    BITS,
+    KERNEL_DTYPES,
+    LARGE,
+    WORDS,
+    array,
+    compilable,
+    in_threads,
+    readable_by_triton,
+    triton_installed,
+    view,
+    workspace,
+    worth_compiling,
+)
 
 _FOLD_SLAB = 1 << 17
 
@@ -64,14 +77,39 @@ def _sum_runs(wide: np.ndarray, run: int) -> np.ndarray:
     return np.add(np.real(total), np.imag(total), out=workspace("sums", total.shape, np.float64))
 
 
-def spread(kept: Tensor, height: int, width: int, shape: tuple[int, int]) -> Tensor:
-    """A grid of units to the mask of elements that it stands for; units at the edges may be smaller."""
-    mask = torch.empty(shape, dtype=torch.bool, device=kept.device)
-    if kept.device.type == "cpu" and height == 1 and shape[1] % width == 0:
-        _repeat(kept.numpy(), width, mask.numpy())
+def spread_(out: Tensor, kept: Tensor, height: int, width: int) -> None:
+    """Writes into a matrix of any dtype one and zero where the unit of an element is kept and not; edges may cut units."""
+    if not out.numel():
+        return
+    plain, on_cpu = out.is_contiguous() and kept.is_contiguous(), out.device.type == "cpu"
+    if height == width == 1 and not (plain and _on_gpu(out)):
+        out.copy_(kept if out.dtype == torch.bool else kept.view(torch.int8))  # int8: torch converts it faster than bool
+    elif plain and on_cpu and worth_compiling(out):
+        _spread_compiled(out, kept, height, width)
+    elif on_cpu and out.dtype != torch.bool:
+        mask = torch.empty(out.shape, dtype=torch.bool)
+        spread_(mask, kept, height, width)
+        spread_(out, mask, 1, 1)
+    elif plain and on_cpu and height == 1 and out.shape[1] % width == 0:
+        _repeat(kept.numpy(), width, out.numpy())
     else:
-        _spread(kept, height, width, mask, unite=False)
-    return mask
+        _spread(kept, height, width, out, unite=False)
+
+
+def _spread_compiled(out: Tensor, kept: Tensor, height: int, width: int) -> None:
+    from . import compiled
+
+    one = torch.ones((), dtype=out.dtype).view(BITS[out.element_size()]).item()
+    units, bits, step = view(kept), view(out.view(BITS[out.element_size()])), max(LARGE // out.shape[1], 1)
+    one = bits.dtype.type(one)
+    in_threads(
+        lambda first: compiled.spread(units, height, width, one, bits, first, min(first + step, len(bits))),
+        range(0, len(bits), step),
+    )
+
+
+def _on_gpu(mask: Tensor) -> bool:
+    return mask.device.type == "cuda" and mask.dtype in (torch.bool, *KERNEL_DTYPES) and triton_installed()
 
 
 def unite_(mask: Tensor, kept: Tensor, height: int, width: int) -> None:
@@ -84,10 +122,10 @@ def _spread(kept: Tensor, height: int, width: int, mask: Tensor, *, unite: bool)
         wide = np.empty((kept.shape[0], kept.shape[1] * width), np.bool_)
         _repeat(kept.numpy(), width, wide)
         for top, bottom, h in runs(mask.shape[0], height):
-            out = mask.numpy()[top:bottom].reshape((bottom - top) // h, h, mask.shape[1])
+            out = view(mask)[top:bottom].reshape((bottom - top) // h, h, mask.shape[1])
             part = wide[top // height :, None, : mask.shape[1]][: len(out)]
             np.logical_or(out, part, out=out) if unite else np.copyto(out, part)
-    elif mask.device.type == "cuda" and triton_installed() and kept.is_contiguous() and mask.is_contiguous():
+    elif kept.is_contiguous() and mask.is_contiguous() and _on_gpu(mask):
         from . import cuda
 
         cuda.spread(kept, height, width, mask, unite=unite)
@@ -112,19 +150,23 @@ def _repeat(kept: np.ndarray, times: int, out: np.ndarray) -> None:
             np.multiply(kept.view(np.uint8), ones, out=words[:, i :: times // size], dtype=word)
 
 
-def write_(out: Tensor, kept: Tensor) -> None:
-    """Zeros and ones of the dtype of `out`, where `kept` is False and True."""
-    fits = out.device.type == "cuda" and out.is_contiguous() and kept.is_contiguous()
-    if fits and out.dtype in KERNEL_DTYPES and triton_installed():
-        from . import cuda
+def _fold_compiled(weight: Tensor, under: Tensor | None, square: bool, height: int, width: int, means: np.ndarray) -> None:
+    from . import compiled
 
-        cuda.write_(out, kept)
-    else:
-        out.copy_(kept.view(torch.int8))  # int8, because torch converts it faster than bool
+    x, mask, step = view(weight), None if under is None else view(under), max(LARGE // weight.shape[1] // height, 1)
+
+    def work(first: int) -> None:
+        rows, last = slice(first * height, (first + step) * height), first + step
+        compiled.fold(x[rows], None if mask is None else mask[rows], square, height, width, means[first:last])
+
+    in_threads(work, range(0, len(means), step))
 
 
 def fold_magnitudes(weight: Tensor, under: Tensor | None, power: float, height: int, width: int, means: Tensor) -> bool:
     """The mean magnitude of each block in one pass into `means`, where there is a kernel for it; False where there is not."""
+    if power in (1, 2) and compilable(weight, under):
+        _fold_compiled(weight, under, power == 2, height, width, means.numpy())
+        return True
     if power not in (1, 2) or width > 1 << 14 or not readable_by_triton([weight] if under is None else [weight, under]):
         return False
     from . import cuda

@@ -8,7 +8,7 @@ before it, so the mask needs one more pass and no sort. bfloat16 has so few valu
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import radix
 from .arrays import NaNFound, infinity_bits
 
 _TILE = 1024  # what a program of the counting kernel reads at a time
@@ -23,6 +24,7 @@ _TURNS = 32  # how often: its counters have a byte per rung, so at most 255
 _BLOCK = _TILE * _TURNS
 _MASK_TILE = 2048
 _FEW = 1 << 18
+_ONE = 1 << 26  # up to so many, waiting for the host would take longer than the counting
 
 
 @triton.jit
@@ -147,14 +149,18 @@ def _quad_kernel(x, kept, nan, groups, drop, INFINITY: tl.constexpr, TILE: tl.co
 @triton.jit
 def _fold_kernel(
     x, under, means, rows, cols, across, height, width,
-    UNDER: tl.constexpr, POWER: tl.constexpr, WIDTH: tl.constexpr, UNITS: tl.constexpr,
+    UNDER: tl.constexpr, POWER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """The means of UNITS blocks side by side, added up in float64; WIDTH is `width` or the next power of two."""
+    """The means of UNITS blocks side by side, added up in float64; WIDTH is `width` if EXACT, else the next power of two."""
     down = tl.program_id(0).to(tl.int64)
     unit = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
     i = tl.arange(0, WIDTH)
-    col = unit[:, None] * width + i[None, :]
-    inside = (i[None, :] < width) & (col < cols)
+    if EXACT:  # neighbours in memory, which the compiler then sees
+        col = unit[:, None] * WIDTH + i[None, :]
+        inside = col < cols
+    else:
+        col = unit[:, None] * width + i[None, :]
+        inside = (i[None, :] < width) & (col < cols)
     total = tl.zeros([UNITS], tl.float64)
     for k in range(height):
         row = down * height + k
@@ -172,43 +178,29 @@ def fold_magnitudes(weight: Tensor, under: Tensor | None, power: int, height: in
     wide = triton.next_power_of_2(width)
     units = min(max(1024 // wide, 1), triton.next_power_of_2(across))
     arguments = weight, weight if under is None else under, means, rows, cols, across, height, width, under is not None
-    _fold_kernel[(down, triton.cdiv(across, units))](*arguments, power, wide, units, num_warps=4)
+    _fold_kernel[(down, triton.cdiv(across, units))](*arguments, power, wide, wide == width, units, num_warps=4)
 
 
 @triton.jit
 def _spread_kernel(kept, mask, rows, cols, across, height, width, UNITE: tl.constexpr, TILE: tl.constexpr):
-    """Marks in one row of a mask the blocks that are kept; with UNITE, what is marked there stays."""
+    """Writes into one row of a mask whether the blocks are kept; with UNITE, what is marked there stays."""
     kept = kept.to(tl.pointer_type(tl.int8), bitcast=True)
-    mask = mask.to(tl.pointer_type(tl.int8), bitcast=True)
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = col < cols
     v = tl.load(kept + (row // height) * across + col // width, mask=inside, other=0)
     if UNITE:
         v = v | tl.load(mask + row * cols + col, mask=inside, other=0)
-    tl.store(mask + row * cols + col, v, mask=inside)
+    tl.store(mask + row * cols + col, v.to(mask.dtype.element_ty), mask=inside)
 
 
 def spread(kept: Tensor, height: int, width: int, mask: Tensor, *, unite: bool) -> None:
-    """A grid of units to a contiguous mask of elements."""
+    """A grid of units to a contiguous mask of elements, of any dtype; with `unite` it is one of bool."""
     rows, cols = mask.shape
+    out = mask.view(torch.int8) if mask.dtype == torch.bool else mask
     if mask.numel():
         grid = (rows, triton.cdiv(cols, 2048))
-        _spread_kernel[grid](kept, mask, rows, cols, kept.shape[1], height, width, unite, 2048, num_warps=4)
-
-
-@triton.jit
-def _write_kernel(kept, out, n, TILE: tl.constexpr):
-    kept = kept.to(tl.pointer_type(tl.int8), bitcast=True)
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    v = tl.load(kept + at, mask=at < n, other=0)
-    tl.store(out + at, v.to(out.dtype.element_ty), mask=at < n)
-
-
-def write_(out: Tensor, kept: Tensor) -> None:
-    """A contiguous mask as zeros and ones of another dtype."""
-    if out.numel():
-        _write_kernel[(triton.cdiv(out.numel(), 4096),)](kept, out, out.numel(), 4096, num_warps=8)
+        _spread_kernel[grid](kept, out, rows, cols, kept.shape[1], height, width, unite, 2048, num_warps=4)
 
 
 @triton.jit
@@ -239,13 +231,17 @@ def _values(keys: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return ((keys << 16) if dtype == torch.bfloat16 else keys).astype(np.uint32).view(np.float32)
 
 
-def keep_magnitudes(pairs: Sequence[tuple[Tensor, Tensor | None]], sample: Tensor, drop: int) -> list[Tensor] | None:
+def keep_magnitudes(
+    pairs: Sequence[tuple[Tensor, Tensor | None]], sample: Callable[[], Tensor], drop: int
+) -> list[Tensor] | None:
     """Masks of contiguous tensors on one device without the `drop` lowest magnitudes of all, the lowest index first.
 
     Each comes with a mask that it is multiplied with first, or None. `drop` is at least 1 and less than all. Gives None when
     the threshold is infinite, which a ladder cannot bracket.
     """
     weights = [weight for weight, _ in pairs]
+    if len(weights) == 1 and weights[0].numel() <= _ONE:
+        return [radix.keep_largest(*pairs[0], drop)]
     factors = [(weight if mask is None else mask, mask is not None) for weight, mask in pairs]
     device = weights[0].device
     dtypes = {weight.dtype for weight in weights}
@@ -256,7 +252,7 @@ def keep_magnitudes(pairs: Sequence[tuple[Tensor, Tensor | None]], sample: Tenso
     counts = torch.empty(starts[-1], rungs + 1, dtype=torch.int32, device=device)
     total, infinity = sum(weight.numel() for weight in weights), int(_keys(np.array([np.inf]), dtype)[0])
     low, high, under, upto = 0, infinity + 1, 0, total  # under < drop are below low, upto >= drop below high
-    ladder = _sampled_rungs(sample, drop / total, dtype, infinity, rungs)
+    ladder = _sampled_rungs(sample(), drop / total, dtype, infinity, rungs)
     while True:
         values = torch.from_numpy(_values(ladder, dtype)).to(device)
         for weight, (factor, has), start, end in parts:

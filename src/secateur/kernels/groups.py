@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .arrays import BITS, WORDS, NaNFound, array, in_threads, product, readable_by_triton, view
+from .arrays import BITS, LARGE, WORDS, Magnitudes, NaNFound, array, compilable, in_threads, product, readable_by_triton, view
 
 _GROUP_SLAB = 1 << 19
 
@@ -48,6 +48,9 @@ def keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor, under: Tenso
     tensors = [weight] if under is None else [weight, under]
     if weight.shape[1] % size or not 0 < drop < size or not all(tensor.is_contiguous() for tensor in tensors):
         return False
+    if size == 4 and compilable(weight, under):
+        _keep_of_four(weight, under, drop, kept)
+        return True
     if weight.device.type == "cpu" and size in WORDS:
         _keep_groups(weight, under, size, drop, kept)
         return True
@@ -57,6 +60,19 @@ def keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor, under: Tenso
         cuda.keep_groups(weight, under, size, drop, kept)
         return True
     return False
+
+
+def _keep_of_four(weight: Tensor, under: Tensor | None, drop: int, kept: Tensor) -> None:
+    from . import compiled
+
+    (x, mask), words = Magnitudes(weight, under).arrays, kept.numpy().reshape(-1).view(np.int32)
+
+    def work(first: int) -> int:
+        part = slice(4 * first, 4 * first + LARGE)
+        return compiled.keep_of_four(x[part], None if mask is None else mask[part], drop, words[first : first + LARGE // 4])
+
+    if any(in_threads(work, range(0, len(words), LARGE // 4))):
+        raise NaNFound(0)
 
 
 def _keep_groups(weight: Tensor, under: Tensor | None, size: int, drop: int, kept: Tensor) -> None:

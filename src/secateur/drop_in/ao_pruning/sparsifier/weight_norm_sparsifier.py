@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .... import kernels
 from ....patterns import Pattern
 from ....scores import RANKED, Scores
-from ....select import select
+from ....select import fold, select
 from .base_sparsifier import BaseSparsifier
 from .utils import FakeSparsity, parts
 
@@ -71,8 +71,7 @@ class WeightNormSparsifier(BaseSparsifier):
             write_mask(mask, False, weight)
         else:
             scores = self._scores(weight, mask if alone else None)
-            kept = keep_blocks(scores, sparsity_level, sparse_block_shape, zeros_per_block, name, spare=1)
-            write_mask(mask, kept, weight)
+            write_mask(mask, keep_blocks(scores, sparsity_level, sparse_block_shape, zeros_per_block, name, spare=1), weight)
 
     def step(self, use_path: bool = True) -> None:
         """Updates every mask, unless `enable_mask_update` is False; or none, where a setting is wrong."""
@@ -101,13 +100,13 @@ class WeightNormSparsifier(BaseSparsifier):
     ) -> Tensor:
         """A mask of whole blocks: zero in the share `sparsity_level` of blocks that score lowest in `data`."""
         zeros = math.prod(sparse_block_shape)
-        return _filled(mask, keep_blocks(Scores.of(data), sparsity_level, sparse_block_shape, zeros, spare=1))
+        return _filled(mask, keep_blocks(Scores.of(data), sparsity_level, sparse_block_shape, zeros, spare=1), data.shape)
 
     def _make_block_mask(
         self, data: Tensor, sparse_block_shape: Sequence[int], zeros_per_block: int, mask: Tensor | None = None
     ) -> Tensor:
         """A mask with `zeros_per_block` zeros in every block, where `data` scores lowest."""
-        return _filled(mask, keep_blocks(Scores.of(data), 1.0, sparse_block_shape, zeros_per_block))
+        return _filled(mask, keep_blocks(Scores.of(data), 1.0, sparse_block_shape, zeros_per_block), data.shape)
 
     def _scatter_fold_block_mask(
         self,
@@ -152,15 +151,30 @@ def check_blocks(name: str, block: Sequence[int], zeros: int) -> None:
         )
 
 
-def keep_blocks(
-    scores: Scores, level: float, block: Sequence[int], zeros: int, name: str = "data", *, spare: int = 0
-) -> Tensor:
-    """The mask as a bool matrix: the share `level` of blocks loses `zeros` each; below 1.0, `spare` blocks stay in any case."""
+class Kept(NamedTuple):
+    """What is kept of a matrix of some shape: a grid of units, each of so many rows and columns."""
+
+    grid: Tensor
+    height: int
+    width: int
+    shape: tuple[int, int]
+
+    def write_(self, out: Tensor) -> None:
+        matrix = out.reshape(self.shape)
+        kernels.spread_(matrix, self.grid, self.height, self.width)
+        if matrix.data_ptr() != out.data_ptr():  # one that is not contiguous was copied
+            out.copy_(matrix.view(out.shape))
+
+
+def keep_blocks(scores: Scores, level: float, block: Sequence[int], zeros: int, name: str = "data", *, spare: int = 0) -> Kept:
+    """The share `level` of blocks loses `zeros` each; below 1.0, `spare` blocks stay in any case."""
     height, width = (int(size) for size in block)
     pattern = Pattern((height, width), lose=None if zeros in (0, height * width) else int(zeros))
-    blocks = math.prod(pattern.grid(scores.layout))
+    blocks, shape = math.prod(pattern.grid(scores.layout)), (scores.layout.rows, scores.layout.cols)
     drop = blocks if level >= 1 else max(min(round(level * blocks), blocks - spare), 0)
-    return select({name: scores}, pattern, count=drop if zeros else 0)[name]
+    if pattern.lose is not None:
+        return Kept(select({name: scores}, pattern, count=drop)[name], 1, 1, shape)
+    return Kept(select({name: fold(scores, pattern)}, Pattern(), count=drop if zeros else 0)[name], height, width, shape)
 
 
 def _matrix(tensor: Tensor) -> Tensor:
@@ -172,17 +186,18 @@ def _is_ones(mask: Tensor) -> bool:
     return all(bool((part == 1).all()) for part in (flat[:_PEEK], flat))
 
 
-def write_mask(mask: Tensor, kept: Tensor | bool, weight: Tensor) -> None:
+def write_mask(mask: Tensor, kept: Kept | bool, weight: Tensor) -> None:
     """Into the mask as it is. Through `data`, because a backward pass may be under way that has saved the mask."""
     if (mask.shape, mask.dtype) != (weight.shape, weight.dtype):  # a file or a user put another there
         mask.data = torch.empty_like(weight, device=mask.device)
     if isinstance(kept, bool):
         mask.data.fill_(kept)
     else:
-        kernels.write_(mask.data, kept.reshape(mask.shape))
+        kept.write_(mask.data)
 
 
-def _filled(mask: Tensor | None, kept: Tensor) -> Tensor:
-    mask = torch.ones((), device=kept.device) if mask is None else mask
-    mask.data = kept.to(mask.dtype)
+def _filled(mask: Tensor | None, kept: Kept, shape: Sequence[int]) -> Tensor:
+    mask = torch.ones((), device=kept.grid.device) if mask is None else mask
+    mask.data = torch.empty(tuple(shape), dtype=mask.dtype, device=kept.grid.device)
+    kept.write_(mask.data)
     return mask

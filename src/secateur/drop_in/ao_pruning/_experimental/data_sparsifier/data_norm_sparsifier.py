@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .....scores import RANKED, Scores
-from ...sparsifier.weight_norm_sparsifier import check_blocks, keep_blocks, write_mask
+from ...sparsifier.weight_norm_sparsifier import Kept, check_blocks, keep_blocks, write_mask
 from .base_data_sparsifier import BaseDataSparsifier
 
 __all__ = ["DataNormSparsifier"]
@@ -56,7 +56,7 @@ class DataNormSparsifier(BaseDataSparsifier):
         **kwargs: Any,
     ) -> None:
         self._check(name, data, sparse_block_shape, zeros_per_block)
-        kept: Tensor | bool = True
+        kept: Kept | bool = True
         if sparsity_level > 0 and zeros_per_block > 0 and data.numel():
             scores = Scores.magnitude(_matrix(data), power=1 if self.norm == "L1" else 2)
             kept = keep_blocks(scores, sparsity_level, sparse_block_shape, zeros_per_block, name)
