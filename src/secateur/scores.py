@@ -70,7 +70,7 @@ class Scores:
                 part = slice(*rows)
                 return look(kernels.Magnitudes(matrix[part], None if under is None else under[part]), *rows)
 
-            return kernels.in_threads(in_thread, self.slabs(multiple, kernels.LARGE))
+            return kernels.in_threads(in_thread, self.slabs(multiple, kernels.PART))
 
         def work(rows: tuple[int, int]) -> Result:
             part = slice(*rows)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .arrays import (
     BITS,
-    LARGE,
+    PART,
     Magnitudes,
     NaNFound,
     array,
@@ -30,7 +30,7 @@ from .blocks import fold, fold_magnitudes, runs, spread_, unite_
 from .groups import keep_groups, keep_rows
 
 __all__ = [
-    "LARGE", "Magnitudes", "NaNFound", "compilable", "count_equal", "drop_ties", "fold", "fold_magnitudes", "has_nan",
+    "PART", "Magnitudes", "NaNFound", "compilable", "count_equal", "drop_ties", "fold", "fold_magnitudes", "has_nan",
     "in_threads", "infinity_bits", "keep_above", "keep_groups", "keep_magnitudes", "keep_rows", "kth", "magnitude",
     "magnitude_bits", "ordered", "runs", "slab_elements", "spread_", "tally", "unite_", "zero_",
 ]  # fmt: skip

@@ -19,6 +19,7 @@ Result = TypeVar("Result")
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WORDS: dict[int, type[np.unsignedinteger]] = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 LARGE = 1 << 20  # elements, from which on loading the compiled loops pays
+PART = 1 << 18  # elements that one thread looks at in one go
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .arrays import (
     BITS,
     KERNEL_DTYPES,
-    LARGE,
+    PART,
     WORDS,
     array,
     compilable,
@@ -100,7 +100,7 @@ def _spread_compiled(out: Tensor, kept: Tensor, height: int, width: int) -> None
     from . import compiled
 
     one = torch.ones((), dtype=out.dtype).view(BITS[out.element_size()]).item()
-    units, bits, step = view(kept), view(out.view(BITS[out.element_size()])), max(LARGE // out.shape[1], 1)
+    units, bits, step = view(kept), view(out.view(BITS[out.element_size()])), max(PART // out.shape[1], 1)
     one = bits.dtype.type(one)
     in_threads(
         lambda first: compiled.spread(units, height, width, one, bits, first, min(first + step, len(bits))),
@@ -153,7 +153,7 @@ def _repeat(kept: np.ndarray, times: int, out: np.ndarray) -> None:
 def _fold_compiled(weight: Tensor, under: Tensor | None, square: bool, height: int, width: int, means: np.ndarray) -> None:
     from . import compiled
 
-    x, mask, step = view(weight), None if under is None else view(under), max(LARGE // weight.shape[1] // height, 1)
+    x, mask, step = view(weight), None if under is None else view(under), max(PART // weight.shape[1] // height, 1)
 
     def work(first: int) -> None:
         rows, last = slice(first * height, (first + step) * height), first + step

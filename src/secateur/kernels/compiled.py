@@ -95,42 +95,39 @@ def keep_of_four(x, under, drop, kept):
 
 
 @_compiled
-def _row_sums(x, under, square, width, sums):
-    """Adds the magnitudes, or their squares, of each run of a row to its sum."""
-    for unit in range(sums.size):
-        total = 0.0
-        for i in range(unit * width, min((unit + 1) * width, x.size)):
-            v = _magnitude(x, under, i)
-            total += np.float64(v * v if square else v)
-        sums[unit] += total
+def _add_row(x, under, square, sums):
+    """Adds the magnitudes of a row, or their squares, to the sums of its columns."""
+    for i in range(x.size):
+        v = _magnitude(x, under, i)
+        sums[i] += np.float64(v * v if square else v)
 
 
 @_compiled
-def _row_sums_of_four(x, under, square, sums):
-    for unit in range(sums.size):
+def _mean_of_four(x, under, square, means):
+    for unit in range(means.size):
         total = 0.0
         for i in range(4):
             v = _magnitude(x, under, 4 * unit + i)
             total += np.float64(v * v if square else v)
-        sums[unit] += total
+        means[unit] = total / 4
 
 
 @_compiled
 def fold(x, under, square, height, width, means):
     """The mean magnitude, or square, of each block of a matrix; blocks at its edges may be smaller."""
     rows, cols = x.shape
-    sums = np.empty(means.shape[1], np.float64)
+    sums = np.empty(cols, np.float64)
     for down in range(means.shape[0]):
-        sums[:] = 0
         top, bottom = down * height, min((down + 1) * height, rows)
+        if height == 1 and width == 4 and cols % 4 == 0:  # the usual one
+            _mean_of_four(x[down], None if under is None else under[down], square, means[down])
+            continue
+        sums[:] = 0
         for row in range(top, bottom):
-            mask = None if under is None else under[row]
-            if width == 4 and cols % 4 == 0:
-                _row_sums_of_four(x[row], mask, square, sums)
-            else:
-                _row_sums(x[row], mask, square, width, sums)
-        for unit in range(sums.size):
-            means[down, unit] = sums[unit] / ((bottom - top) * min(width, cols - unit * width))
+            _add_row(x[row], None if under is None else under[row], square, sums)
+        for unit in range(means.shape[1]):
+            left, right = unit * width, min((unit + 1) * width, cols)
+            means[down, unit] = sums[left:right].sum() / ((bottom - top) * (right - left))
 
 
 @_compiled

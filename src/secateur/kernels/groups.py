@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .arrays import BITS, LARGE, WORDS, Magnitudes, NaNFound, array, compilable, in_threads, product, readable_by_triton, view
+from .arrays import BITS, PART, WORDS, Magnitudes, NaNFound, array, compilable, in_threads, product, readable_by_triton, view
 
 _GROUP_SLAB = 1 << 19
 
@@ -68,10 +68,10 @@ def _keep_of_four(weight: Tensor, under: Tensor | None, drop: int, kept: Tensor)
     (x, mask), words = Magnitudes(weight, under).arrays, kept.numpy().reshape(-1).view(np.int32)
 
     def work(first: int) -> int:
-        part = slice(4 * first, 4 * first + LARGE)
-        return compiled.keep_of_four(x[part], None if mask is None else mask[part], drop, words[first : first + LARGE // 4])
+        part = slice(4 * first, 4 * first + PART)
+        return compiled.keep_of_four(x[part], None if mask is None else mask[part], drop, words[first : first + PART // 4])
 
-    if any(in_threads(work, range(0, len(words), LARGE // 4))):
+    if any(in_threads(work, range(0, len(words), PART // 4))):
         raise NaNFound(0)
 
 

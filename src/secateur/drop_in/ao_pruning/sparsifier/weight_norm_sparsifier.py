@@ -19,6 +19,7 @@ from .utils import FakeSparsity, parts
 
 __all__ = ["WeightNormSparsifier"]
 
+_PART = 1 << 20  # elements that are looked at together, which takes a byte each
 _PEEK = 4096  # elements of a mask that tell most pruned masks from one that is all ones
 
 
@@ -183,7 +184,7 @@ def _matrix(tensor: Tensor) -> Tensor:
 
 def _is_ones(mask: Tensor) -> bool:
     flat = mask.reshape(-1)
-    return all(bool((part == 1).all()) for part in (flat[:_PEEK], flat))
+    return all(bool((part == 1).all()) for part in (flat[:_PEEK], *flat[_PEEK:].split(_PART)))
 
 
 def write_mask(mask: Tensor, kept: Kept | bool, weight: Tensor) -> None:
