@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from secateur.graph import atoms, keep_mask, new_size, plan_counts, reshape, solve_attributes, trace
+from secateur.graph.axes import families
 from secateur.graph.slots import owned_tensors
-from secateur.graph.trace import plain_kernels
+from secateur.graph.trace import main_outputs, plain_kernels
 
 # Operators that have to see the kept units alone: what they compute of a unit depends on the others.
 COLLECTIVE = {
@@ -85,12 +87,13 @@ def zero_(model, t, keep):
 
 
 class OnKeptUnits(TorchDispatchMode):
-    """Replays a run; the collective operators see the kept units only, and removed ones come out as zeros."""
+    """Replays a run; the collective operators see the kept units only, and removed ones come out of every operator as zeros."""
 
     def __init__(self, t, keep):
         super().__init__()
         self.trace, self.keep, self.at = t, keep, 0
         self.counts = {a: int(m.sum()) for a, m in keep.items()}
+        self.untouched = {a for axes in t.axes for e in axes for a in atoms(e)} - {a for a, m in keep.items() if not m.all()}
 
     def small(self, tensor, axes):
         for d, e in enumerate(axes):
@@ -105,6 +108,15 @@ class OnKeptUnits(TorchDispatchMode):
                 tensor = tensor.new_zeros(shape).index_copy_(d, mask.nonzero()[:, 0], tensor)
         return tensor
 
+    def silenced(self, func, out, numbers):
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
+            return out  # a view: what it looks at is silent already
+        for tensor, number in zip(out if isinstance(out, tuple | list) else (out,), numbers):
+            for d, e in enumerate(self.trace.axes[number]):
+                if tensor.is_floating_point() and not self.untouched.issuperset(atoms(e)) and not families(e):
+                    tensor.index_fill_(d, (~keep_mask(e, self.keep)).nonzero()[:, 0], 0)
+        return out
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         step = self.trace.steps[self.at]
@@ -112,7 +124,7 @@ class OnKeptUnits(TorchDispatchMode):
         name = func.overloadpacket.__name__
         assert step.func is func, f"the replay left the traced run: {step.func} then, {func} now"
         if name not in COLLECTIVE:
-            return func(*args, **kwargs)
+            return self.silenced(func, func(*args, **kwargs), step.outs)
         axes = [self.trace.axes[r.number] if hasattr(r, "number") else None for r in step.args]
         inputs = [self.small(a, x) if x is not None else a for a, x in zip(args, axes)]
         if name in ("native_layer_norm", "_fused_rms_norm"):
@@ -127,17 +139,41 @@ class OnKeptUnits(TorchDispatchMode):
 
 
 def run(model, inputs, *modes):
-    inputs = tuple(x.clone() for x in inputs)
-    with torch.no_grad(), contextlib.ExitStack() as stack:
+    given, named = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    given, named = tuple(x.clone() for x in given), {k: x.clone() for k, x in named.items()}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), contextlib.ExitStack() as stack:
+        torch.manual_seed(0)  # some models draw in their forward pass
         for mode in modes:
             stack.enter_context(mode)
-        out = model(*inputs)
+        out = model(*given, **named)
         stack.close()
-    return out if isinstance(out, torch.Tensor) else torch.cat([o.reshape(-1) for o in out if isinstance(o, torch.Tensor)])
+    leaves = [o for o in tree_leaves(main_outputs(out)) if isinstance(o, torch.Tensor)]
+    return out if isinstance(out, torch.Tensor) else torch.cat([o.reshape(-1) for o in leaves])
 
 
 def difference(a, b):
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+
+
+def sliced(model, t, keep):
+    """A copy of the traced model, cut."""
+    small = copy.deepcopy(SimpleNamespace(model=model, trace=t, keep=keep))  # together: the owners of attributes follow
+    cut_(small.model, small.trace, small.keep)
+    return small.model
+
+
+def wiring_error(model, inputs, draws=3):
+    """The largest difference between the cut model and the whole one run on the kept units, over a few random choices."""
+    from secateur.surgery.cut import apply_cuts_, cuts_of  # it also gives modules a config of their own
+
+    t, worst = trace(model, inputs), 0.0
+    usable = [g for g in t.prunable if "scale" not in g.flags]
+    for seed, ratio in zip(range(draws), (0.3, 0.5, 0.7)):
+        keep = choose(t, usable, seed, ratio)
+        expected = run(zero_(copy.deepcopy(model), t, keep), inputs, plain_kernels(), OnKeptUnits(t, keep))
+        small = apply_cuts_(copy.deepcopy(model), cuts_of(t, keep))
+        worst = max(worst, difference(run(small, inputs), expected))
+    return worst
 
 
 def check(model, *inputs, across=False, draws=3, ratios=(0.3, 0.5, 0.7), only=None, moves=True, least=1, multiple_of=1):
@@ -157,13 +193,10 @@ def check(model, *inputs, across=False, draws=3, ratios=(0.3, 0.5, 0.7), only=No
         keep = choose(t, usable, seed, ratio, multiple_of)
         zeroed = zero_(copy.deepcopy(model), t, keep)
         expected = run(zeroed, inputs, *((plain_kernels(), OnKeptUnits(t, keep)) if across else ()))
-        small = copy.deepcopy(
-            SimpleNamespace(model=model, trace=t, keep=keep)
-        )  # together, so that the owners of attributes follow
-        cut_(small.model, small.trace, small.keep)
+        small = sliced(model, t, keep)
         before = sum(p.numel() for p in model.parameters())
-        assert sum(p.numel() for p in small.model.parameters()) < before or not any((~m).any() for m in keep.values())
-        got = run(small.model, inputs)
+        assert sum(p.numel() for p in small.parameters()) < before or not any((~m).any() for m in keep.values())
+        got = run(small, inputs)
         assert got.shape == dense.shape
         assert difference(got, expected) < 1e-9, (seed, difference(got, expected), keep)
         moved += difference(got, dense) > 1e-6

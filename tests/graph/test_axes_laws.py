@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secateur.graph.align import closed, collapse, reshape, split_at, split_outer, take, unify
-from secateur.graph.axes import Atom, Cat, Fam, Prod, atoms, factors, families, keep_mask, new_size, norm, same
+from secateur.graph.axes import Atom, Cat, Fam, Prod, atoms, factors, families, fresh, keep_mask, new_size, norm, same
 
 SIZES = (2, 3, 4, 6, 8, 12)
 
@@ -208,3 +208,9 @@ def test_long_chains_of_unions_do_not_recurse():
 @pytest.mark.parametrize(("start", "stop", "step", "size"), [(0, 8, 2, 4), (1, 8, 2, 4), (2, 5, 1, 3), (1, 8, 3, 3)])
 def test_slice_has_the_size_of_the_slice(start, stop, step, size):
     assert take(Atom(8), start, stop, step).size == size
+
+
+def test_an_axis_without_indices_has_no_units_to_choose_from():
+    assert not atoms(fresh(0))
+    assert not atoms(fresh(1))
+    assert [a.size for a in atoms(fresh(2))] == [2]

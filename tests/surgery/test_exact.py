@@ -27,7 +27,7 @@ for _name, _test in list(vars(probes).items()):
 
 def shrunk(model, inputs, seed, exact_only=False):
     """Random units; the first share of them that whole units can meet, or None where no exact group may lose any."""
-    for share in (0.5, 0.6, 0.7, 0.65, 0.55, 0.75, 0.8, 0.4, 0.9):
+    for share in (0.5, 0.6, 0.7, *(k / n for n in (40, 28, 24, 18, 13) for k in range(n // 3, n))):  # whole units meet few
         try:
             return shrink(model, inputs, sc.random(seed), channels=share, scope="tensor", exact_only=exact_only)
         except ValueError as error:

@@ -140,7 +140,7 @@ def test_convolutions(conv, shape):
     m = nn.Sequential(first, conv).double().eval()  # eight linear units on three channels: four are plenty
     x = draw(*shape)
     rows = patches(conv, x.new_zeros(2, 8, *shape[2:]) + draw(2, 8, *shape[2:]))
-    plain = (rows @ conv.weight.flatten(1).T).unflatten(0, (2, -1)).transpose(1, 2)
+    plain = (rows.reshape(-1, conv.weight[0].numel()) @ conv.weight.flatten(1).T).unflatten(0, (2, -1)).transpose(1, 2)
     expected = conv(draw(2, 8, *shape[2:])) - (0 if conv.bias is None else conv.bias.view(-1, *[1] * (len(shape) - 2)))
     assert torch.allclose(plain, expected.flatten(2))
     made = halved(m, x[:4], 8)

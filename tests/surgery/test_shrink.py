@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import pickle
+import re
 
 import pytest
 import torch
@@ -75,13 +76,50 @@ def flops(model, *inputs):
 @pytest.mark.parametrize("target", [0.8, 0.5, 0.3])
 def test_targets_are_met_within_two_percent(net, x, scope, target):
     small, plan = shrink(net, x, params=target, scope=scope)
-    assert abs(parameters(small) / parameters(net) - target) <= 0.02
+    assert parameters(small) / parameters(net) == pytest.approx(target, rel=0.02)
     assert plan.metrics()["params"] == parameters(small) / parameters(net)
     small, plan = shrink(net, x, flops=target, scope=scope)
-    assert abs(flops(small, x) / flops(net, x) - target) <= 0.02
+    assert flops(small, x) / flops(net, x) == pytest.approx(target, rel=0.02)
     assert plan.metrics()["flops_after"] == flops(small, x)
     small, plan = shrink(net, x, channels=target, scope=scope)
-    assert abs(sum(r.after for r in plan.groups) / sum(r.before for r in plan.groups) - target) <= 0.02
+    assert sum(r.after for r in plan.groups) / sum(r.before for r in plan.groups) == pytest.approx(target, rel=0.02)
+
+
+def test_a_target_that_is_missed_says_what_can_be_met_and_that_can_be_met():
+    model, x = mlp(16, 32, 4), torch.randn(2, 16)
+    with pytest.raises(
+        ValueError, match=r"flops=0.6 cannot be met within 2% of it.*multiple_of=8 makes the steps coarse"
+    ) as told:
+        shrink(model, x, flops=0.6, multiple_of=8)
+    near = [float(text) for text in re.findall(r"flops=([\d.]+\d)", str(told.value))[1:]]
+    assert near == [0.5, 0.75]
+    for figure in near:
+        small, _ = shrink(model, x, flops=figure, multiple_of=8)
+        assert flops(small, x) / flops(model, x) == figure
+
+
+def test_coarse_units_are_set_so_that_fine_ones_can_meet_the_target():
+    """A unit of the first layer is 23 % of the model, one of the second 0.7 %."""
+    model = nn.Sequential(nn.Linear(256, 4), nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 4))
+    for target in (0.95, 0.9, 0.75, 0.7):
+        _, plan = shrink(model, torch.randn(2, 256), params=target, floor=0.2)
+        assert plan.metrics()["params"] == pytest.approx(target, rel=0.02)
+
+
+def test_tensor_scope_keeps_layers_that_are_wired_alike_alike(x):
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Block(16, 24) for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    _, plan = shrink(Deep(), torch.randn(1, 16, 4, 4), params=0.63, scope="tensor")
+    assert len({row.after for row in plan.groups}) == 1
+    assert plan.metrics()["params"] == pytest.approx(0.63, rel=0.02)
 
 
 def test_one_keeps_everything(net, x):

@@ -1,11 +1,11 @@
 """From a model and example inputs to coupled groups: which units of which tensors go together.
 
 `trace` runs the model once and follows every axis; `plan_counts` finds legal counts, `solve_attributes` the integers that go
-with them, `keep_mask` what stays of a dim. `rule` and `elementwise` teach it operators.
+with them (`undetermined`: those it cannot tell), `keep_mask` what stays of a dim. `rule` and `elementwise` teach it operators.
 """
 
 from .align import reshape, split_at, split_outer, take, unify
-from .attributes import Change, solve_attributes
+from .attributes import Change, solve_attributes, undetermined
 from .axes import ONE, Atom, Cat, Expr, Prod, atoms, flag, freeze, fresh, keep_mask, new_size, norm
 from .equations import Constraint
 from .groups import Group, Member
@@ -22,6 +22,7 @@ __all__ = [
     "plan_counts",
     "Counts",
     "solve_attributes",
+    "undetermined",
     "Change",
     "keep_mask",
     "new_size",

@@ -82,8 +82,8 @@ ZERO = Cat(())
 
 
 def fresh(size: int, frozen: str | None = None) -> Expr:
-    """A new axis. One of size 1 has no unit to choose from, so it is no atom."""
-    return ONE if size == 1 else Atom(size, frozen)
+    """A new axis. One of size 1 or 0 has no unit to choose from, so it is no atom."""
+    return ONE if size == 1 else Atom(size, frozen) if size else ZERO
 
 
 def resolve(atom: Atom) -> Expr:

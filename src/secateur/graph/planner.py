@@ -6,6 +6,7 @@ import operator
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -59,26 +60,43 @@ def _reason(wanted: int, count: int, rules: Sequence[Constraint], solved: bool) 
     return f"wanted {wanted}, {'nearest legal' if solved else 'no legal counts found, so all are kept:'} {count}: {shown}"
 
 
+_LONG, _LANES = 32, 8  # an inner axis this long stays a multiple of this: kernels run along it, and stumble over other lengths
+
+
+_known: WeakKeyDictionary[Trace, dict[Any, list[Constraint]]] = WeakKeyDictionary()  # a search asks many times
+
+
 def _multiples(trace: Trace, free: Mapping[Atom, Group], multiple: int) -> list[Constraint]:
-    if multiple <= 1:
-        return []
+    known = _known.setdefault(trace, {})
+    key = (multiple, frozenset(free))
+    if key not in known:
+        known[key] = _find_multiples(trace, free, multiple)
+    return known[key]
+
+
+def _find_multiples(trace: Trace, free: Mapping[Atom, Group], multiple: int) -> list[Constraint]:
     found: dict[Any, Constraint] = {}
     for axes in trace.dims.values():
-        for term in (t for e in axes for t in _terms(e)):
+        for term, inner in (t for e in axes for t in _terms(e)):
+            of = max(multiple, _LANES) if inner and term.size >= _LONG and term.size % max(multiple, _LANES) == 0 else multiple
             variables = tuple(dict.fromkeys(a for a in atoms(term) if a in free))
-            if variables and term.size % multiple == 0:
-                left = Op(operator.mod, Dim(term), Const(multiple))
-                found[signature(left)] = Constraint(operator.eq, left, Const(0), True, f"multiple_of={multiple}", variables)
+            if variables and of > 1 and term.size % of == 0:
+                left = Op(operator.mod, Dim(term), Const(of))
+                why = f"multiple_of={of}" if of == multiple else f"{term.size} per outer unit: stays a multiple of {of}"
+                found[signature(left)] = Constraint(operator.eq, left, Const(0), True, why, variables)
     return list(found.values())
 
 
-def _terms(e: Expr) -> Iterable[Expr]:
+def _terms(e: Expr) -> Iterable[tuple[Expr, bool]]:
+    """The parts of an axis that have a length of their own, and whether one is the inner part of a product (dims of a head)."""
     e = norm(e)
     if isinstance(e, Cat):
         return [t for p in e.parts for t in _terms(p)]
     if isinstance(e, Prod) and any(isinstance(p, Cat) for p in e.parts):
         return [t for p in e.parts for t in _terms(p)]
-    return [e]
+    if isinstance(e, Prod) and len(e.parts) > 1:
+        return [(e, False), (norm(e.parts[-1]), True)]
+    return [(e, False)]
 
 
 class Search:

@@ -111,6 +111,10 @@ class Guard:
     outcome: bool
     module: str
 
+    def holds(self, counts: Mapping[Atom, int], attributes: Values) -> bool:
+        left, right = (evaluate(source, counts, attributes) for source in (self.left, self.right))
+        return bool(self.compare(left, right)) == self.outcome
+
 
 @dataclass(frozen=True, eq=False)
 class SizeUse:
@@ -129,6 +133,7 @@ class Journal:
     uses: list[SizeUse] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
     open: bool = True
+    lasting: bool = False  # copies of its numbers are tagged too
 
     @property
     def module(self) -> str:
@@ -163,7 +168,7 @@ class Tagged(int):
         return self
 
     def __deepcopy__(self, memo: Any) -> int:
-        return int(self)
+        return self if self.journal.lasting else int(self)
 
     def __float__(self) -> float:
         self.journal.used(self.source, "float")
@@ -231,7 +236,7 @@ for _name in ("add", "sub", "mul", "floordiv", "mod"):
 for _name in ("pow", "truediv"):
     _valued(f"__{_name}__", getattr(operator, _name))
 
-_OWN = frozenset(nn.Module().__dict__)  # bookkeeping of nn.Module itself
+OWN = frozenset(nn.Module().__dict__)  # bookkeeping of nn.Module itself
 _LONG = 64
 
 
@@ -259,13 +264,13 @@ class Tagging:
         self.seen.add(id(owner))
         space = owner.__dict__
         for name, value in list(space.items()):
-            if isinstance(owner, nn.Module) and name in _OWN:
+            if isinstance(owner, nn.Module) and name in OWN:
                 continue
             made = self.tagged(owner, name, value)
             if made is not None:
                 self.undo.append((space, name, value))
                 space[name] = made
-            elif depth < 3 and _is_config(value):
+            elif depth < 3 and is_config(value):
                 self.tag(value, depth + 1)
 
     def tagged(self, owner: Any, name: str, value: Any) -> Any:
@@ -281,7 +286,7 @@ class Tagging:
         return None
 
 
-def _is_config(value: Any) -> bool:
+def is_config(value: Any) -> bool:
     """An object that holds settings: with attributes, and neither a module, a tensor, a class nor a function."""
     if not hasattr(value, "__dict__") or isinstance(value, nn.Module | torch.Tensor | type) or callable(value):
         return False

@@ -44,7 +44,8 @@ def elementwise(*names: str) -> None:
 class Ledger(Protocol):
     """What a rule may tell the trace beyond axes."""
 
-    literal_sizes: frozenset[int]
+    literal_sizes: frozenset[int]  # positions of small sizes that stand as plain numbers in the code
+    literal_index: tuple[int, ...]  # a list of plain numbers that the code indexes with
 
     def axes_of(self, tensor: Tensor) -> Axes: ...
     def play(self, tensor: Tensor, dim: int, role: Role) -> None: ...

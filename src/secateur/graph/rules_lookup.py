@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .align import closed, unify
+from .align import closed, split_at, unify
 from .axes import ONE, Expr, freeze, fresh, norm
 from .rules import Axes, Call, broadcast, freeze_all, frozen_like, rule
 
@@ -57,9 +57,26 @@ def _walk(indices: list[Tensor | None], x: Axes, why: str) -> tuple[list[tuple[i
     return kept, places
 
 
+def _by_position(c: Call, indices: list[Tensor | None]) -> Axes | None:
+    """Indexing with a list that stands in the code: only as much of the axis is fixed as the numbers count over, from
+    either end."""
+    numbers, used = c.ledger.literal_index, [d for d, i in enumerate(indices) if i is not None]
+    if len(used) != 1 or len(numbers) != c.out.shape[used[0]] or not (max(numbers) < 0 or min(numbers) >= 0):
+        return None
+    x, d = c.axes(c.self), used[0]
+    halves = split_at(x[d], max(numbers) + 1 if numbers[0] >= 0 else x[d].size + min(numbers))
+    if halves is None:
+        return None
+    freeze(halves[0] if numbers[0] >= 0 else halves[1], "addressed by position")
+    return [*x[:d], fresh(len(numbers), "addressed by position"), *x[d + 1 :]]
+
+
 @rule("index _unsafe_index")
 def index(c: Call) -> Axes | None:
     indices = list(c.indices)
+    placed = _by_position(c, indices) if c.ledger.literal_index else None
+    if placed is not None:
+        return placed
     kept, places = _walk(indices, c.axes(c.self), f"{BY_VALUE} (indexing)")
     used = [i for i in indices if i is not None]
     masks = [i for i in used if i.dtype in (torch.bool, torch.uint8)]

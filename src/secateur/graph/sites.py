@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from . import recurrent
 from .align import reshape, split_at, take
 from .axes import Expr, Prod
-from .provenance import Dim, Op, Tagged, source_of
+from .equations import place
+from .provenance import Attr, Dim, Op, Tagged, leaves, source_of
 from .tracer import Site, Tracer
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
@@ -37,11 +39,14 @@ class Sites(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        self.tracer.literal_sizes = _literals(name, args, kwargs)
+        self.tracer.literal_sizes, self.tracer.literal_index = _literals(name, args, kwargs), _listed(name, args)
+        if name in recurrent.LAYERS:
+            with torch._C.DisableTorchFunction():
+                recurrent.untie_layers(self.tracer, tuple(args))
         try:
             out = func(*args, **kwargs)
         finally:
-            self.tracer.literal_sizes = frozenset()
+            self.tracer.literal_sizes, self.tracer.literal_index = frozenset(), ()
         try:
             return self.look(func, name, tuple(args), kwargs, out)
         except Exception as error:
@@ -68,6 +73,11 @@ class Sites(TorchFunctionMode):
             return out
         if name in ("__get__", "size", "numel", "nelement"):
             return self.sizes(func, name, a, k, out)
+        for value in (*a, *k.values()):
+            for number in value if isinstance(value, tuple | list) else (value,):
+                for leaf in leaves(number.source) if isinstance(number, Tagged) else ():
+                    if isinstance(leaf, Attr):
+                        self.tracer.record.read[place(leaf, self.journal.module)] = leaf
         reader = READERS.get(name)
         if reader is not None:
             reader(self, name, a, k, out)
@@ -118,6 +128,14 @@ def _literals(name: str, a: Sequence[Any], k: dict[str, Any]) -> frozenset[int]:
     else:
         return frozenset({2}) if name == "multi_head_attention_forward" else frozenset()
     return frozenset(first + i for i, s in enumerate(sizes) if type(s) is int and 1 < s <= _SMALL)
+
+
+def _listed(name: str, a: Sequence[Any]) -> tuple[int, ...]:
+    """The one list of plain numbers among slices: `x[..., [-1]]`."""
+    indices = (a[1] if isinstance(a[1], tuple) else (a[1],)) if name == "__getitem__" else ()
+    lists = [i for i in indices if isinstance(i, list) and i and all(type(v) is int for v in i)]
+    rest = [i for i in indices if not isinstance(i, list)]
+    return tuple(lists[0]) if len(lists) == 1 and all(isinstance(i, slice) or i is Ellipsis for i in rest) else ()
 
 
 Reader = Callable[[Sites, str, tuple[Any, ...], dict[str, Any], Any], None]
@@ -253,10 +271,13 @@ def _sdpa(s: Sites, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) 
         s.tracer.uses_size(s.axes(_arg(a, k, 0, "query"))[-1], "scaled_dot_product_attention(scale=None)")
 
 
-@reads("lstm")
-def _lstm(s: Sites, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
+@reads(" ".join(recurrent.LAYERS | recurrent.CELLS))
+def _recurrent(s: Sites, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
     """Torch tells a projection by states that are narrower than the cells, so they have to stay narrower."""
-    hidden, cell = next(v for v in a if isinstance(v, tuple | list) and len(v) == 2)
+    recurrent.close_loops(s.tracer, name, a, out)
+    if name != "lstm":
+        return
+    hidden, cell = recurrent.states_of(a)
     if hidden.shape[-1] < cell.shape[-1]:
         h, c = (s.sized(t.shape[-1], s.axes(t)[-1]) for t in (hidden, cell))
         s.journal.compared(operator.lt, h, c, True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 _CONTAINERS = (list, tuple, dict)
+_PLAIN = frozenset({bool, int, float, str, type(None)})  # what most attributes are; asking whether they are tensors takes time
 _LONG = 4096
 
 
@@ -19,6 +20,8 @@ def owned_tensors(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
         found.setdefault(id(tensor), (name, tensor))
     for path, module in model.named_modules():
         for name, value in vars(module).items():
+            if type(value) in _PLAIN or (name[:1] == "_" and isinstance(value, _CONTAINERS)):
+                continue
             dotted = f"{path}.{name}" if path else name
             if isinstance(value, Tensor):
                 found.setdefault(id(value), (dotted, value))
@@ -57,6 +60,8 @@ class Standing:
             spaces: list[dict[str, Any]] = [vars(module)[name] for name in ("_parameters", "_buffers")]
             for space in (*spaces, vars(module)):
                 for name, value in list(space.items()):
+                    if type(value) in _PLAIN or (type(value) in _CONTAINERS and not value):
+                        continue
                     if isinstance(value, Tensor):
                         space[name] = made.get(id(value), value)
                     elif space is vars(module) and type(value) in _CONTAINERS and 0 < len(value) <= _LONG:

@@ -17,8 +17,10 @@ from torch.utils._pytree import tree_map
 from .. import _dist
 from .align import closed
 from .axes import Atom, Expr, atoms, freeze
+from .constructor import Blueprint, blueprint, compared_only
 from .equations import Constraint, constraints, flag_sizes_in_formulas
 from .groups import Group, build_groups, skipped
+from .outline import Outlined, ValueRead
 from .provenance import Guard, Journal, SizeUse, Tagging, is_literal
 from .siblings import adopt_unused
 from .sites import Sites
@@ -46,6 +48,7 @@ class Trace:
     uses: list[SizeUse]
     constraints: list[Constraint]
     fake: bool
+    blueprint: Blueprint | None = None  # how the constructor made sizes and attributes, where the model has a config
 
     @cached_property
     def skipped(self) -> dict[str, str]:
@@ -92,13 +95,19 @@ def trace(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None = None, 
     outputs = outputs or main_outputs
     tensors = [t for _, t in owned_tensors(model).values()]
     meta, large = any(t.is_meta for t in tensors), sum(t.numel() for t in tensors) > _LARGE
-    ladder = [(True, True)] if meta else [(large, True), (not large, True), (False, False)]
+    ladder = (
+        [(True, True, None)]
+        if meta
+        else [(False, True, Outlined()), (large, True, None), (not large, True, None), (False, False, None)]
+    )
     first: Exception | None = None
-    for fake, tags in ladder:
+    for fake, tags, outlined in ladder:
         if not tags:  # nothing else worked: is it the tracing, or do the inputs not run at all?
             _plain_run(model, given, named)
         try:
-            return _run(model, given, named, outputs, fake, tags)
+            return _run(model, given, named, outputs, fake, tags, outlined)
+        except ValueRead:  # the way through the model depends on values: they have to be there
+            continue
         except Exception as error:
             first = first or error
     raise RuntimeError(
@@ -114,6 +123,11 @@ def main_outputs(result: Any) -> Any:
         direct = [v for v in result.values() if isinstance(v, Tensor)]
         return direct or list(result.values())
     return result
+
+
+def answers(result: Any, outputs: Outputs = main_outputs) -> list[tuple[int, ...]]:
+    """The shapes of what must keep its shape."""
+    return [tuple(t.shape) for t in _tensors(outputs(result))]
 
 
 def _arguments(args: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -158,9 +172,17 @@ def _cloned(values: Any) -> Any:
     return tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, values)
 
 
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, fake: bool, tags: bool) -> Trace:
+def _run(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Outputs,
+    fake: bool,
+    tags: bool,
+    outlined: Outlined | None = None,
+) -> Trace:
     journal = Journal()
-    tracer = Tracer(journal)
+    tracer = Tracer(journal, outlined)
     names = {id(module): name for name, module in model.named_modules()}
     buffers = {name for name, tensor in owned_tensors(model).values() if not isinstance(tensor, nn.Parameter)}
     mode = _fake_mode() if fake else None
@@ -192,6 +214,7 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output
             stack.enter_context(Sites(tracer))
             result = model(*given, **named)
             stack.pop_all().close()
+        tracer.record.answers = answers(result, outputs)
         for tensor in _tensors(outputs(result)):
             info = tracer.info(tensor)
             info.read()
@@ -214,10 +237,13 @@ def _finish(model: nn.Module, tracer: Tracer, journal: Journal, buffers: set[str
                 site.axis,
                 f"fixed by the number {site.value} in {where} ({site.call}); make it an attribute of the module to prune it",
             )
+    plan = blueprint(model)
+    if plan is not None:
+        record.sites += compared_only(model, dims, record.sites, journal.guards, plan)
     flag_sizes_in_formulas(record.sites, journal.uses)
     groups = build_groups(dims, record.roles, buffers)
     rules = constraints(record, journal.guards)
-    return Trace(model, dims, groups, record, journal.guards, journal.uses, rules, fake)
+    return Trace(model, dims, groups, record, journal.guards, journal.uses, rules, fake, plan)
 
 
 def _fake_mode() -> Any:

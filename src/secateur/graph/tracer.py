@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import rules_lookup, rules_math, rules_views  # noqa: F401  (they register their rules)
 from .align import collapse
 from .axes import Atom, Expr, Fam, atoms, factors, families, flag, freeze, fresh, norm
+from .outline import Outlined
 from .provenance import Const, Dim, Guard, Journal, Op, Source
 from .rules import Axes, Call, Role, Rule, lookup
 
@@ -83,9 +84,12 @@ class Record:
     steps: list[Step] = field(default_factory=list)
     axes: list[Axes] = field(default_factory=list)  # by tensor number
     names: dict[int, str] = field(default_factory=dict)  # of the tensors that the model owns
+    whole: dict[int, torch.dtype] = field(default_factory=dict)  # of the tensors that hold no fractions
     roles: dict[tuple[str, int], set[Role]] = field(default_factory=dict)
     sites: list[Site] = field(default_factory=list)
+    read: dict[Any, Any] = field(default_factory=dict)  # attributes that some call was given, by place: no site says what for
     equal: dict[tuple[int, ...], tuple[Expr, ...]] = field(default_factory=dict)
+    answers: list[tuple[int, ...]] = field(default_factory=list)  # shapes of what the model returns
     unknown: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
 
@@ -93,10 +97,10 @@ class Record:
 class Probe:
     """Runs a rule on marked stand-in axes, to see which dims of which weights arrive where."""
 
-    def __init__(self, infos: dict[int, Info], literal_sizes: frozenset[int]) -> None:
-        self.literal_sizes = literal_sizes
+    def __init__(self, tracer: Tracer) -> None:
+        self.literal_sizes, self.literal_index = tracer.literal_sizes, tracer.literal_index
         self.made: dict[int, Axes] = {}
-        for key, info in infos.items():
+        for key, info in tracer.now.items():
             origin = info.origin or (frozenset(),) * len(info.axes)
             self.made[key] = [Atom(e.size, tags=o) if e.size > 1 else fresh(e.size) for e, o in zip(info.axes, origin)]
 
@@ -122,10 +126,12 @@ class Tracer(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and torch would load all of torch._dynamo: seconds
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, outlined: Outlined | None = None) -> None:
         super().__init__()
         self.journal, self.record = journal, Record()
+        self.outlined = outlined
         self.literal_sizes: frozenset[int] = frozenset()
+        self.literal_index: tuple[int, ...] = ()
         self.owned: dict[int, Info] = {}
         self.weights: set[int] = set()  # storages of real weights
         self.held: list[Tensor] = []  # keeps the ids in `owned` valid
@@ -143,7 +149,10 @@ class Tracer(TorchDispatchMode):
 
     def fix(self, tensor: Tensor, why: str) -> None:
         """An input: its axes are given, and whatever is made with it depends on it."""
-        setattr(tensor, _INFO, self.new_info([fresh(s, why) for s in tensor.shape]))
+        info = self.new_info([fresh(s, why) for s in tensor.shape])
+        setattr(tensor, _INFO, info)
+        if not tensor.is_floating_point():
+            self.record.whole[info.number] = tensor.dtype
 
     def new_info(self, axes: Axes) -> Info:
         self.record.axes.append(axes)
@@ -199,7 +208,7 @@ class Tracer(TorchDispatchMode):
                 info.read()
             if isinstance(func, OpOverload) and func._schema.is_mutable:
                 self.guard_weights(func, args)
-        out = func(*args, **kwargs)
+        out = func(*args, **kwargs) if self.outlined is None else self.outlined(func, args, kwargs)
         with torch._C.DisableTorchFunction():
             self.now = before
             self.follow(func, args, kwargs, out)
@@ -253,6 +262,8 @@ class Tracer(TorchDispatchMode):
         info = self.new_info(axes)
         info.origin, info.pending = origin, list(self.deferred)
         setattr(out, _INFO, info)
+        if not out.is_floating_point():
+            self.record.whole[info.number] = out.dtype
         return info.number
 
     def apply(
@@ -286,7 +297,7 @@ class Tracer(TorchDispatchMode):
         if found is None or not any(any(info.origin or ()) for info in self.now.values()):
             return None
         try:
-            axes = _checked(found(Call(Probe(self.now, self.literal_sizes), func, args, kwargs, out)), out, outs)
+            axes = _checked(found(Call(Probe(self), func, args, kwargs, out)), out, outs)
         except Exception:
             return None
         return None if axes is None else [tuple(_tags(e) for e in one) for one in axes]

@@ -1,8 +1,9 @@
 """Structured pruning: whole units out of every tensor that carries them, so that the model is smaller everywhere.
 
-`shrink` makes a small copy, `shrink_` cuts in place. Rooms: `request` (what is asked), `work` (the way through), `importance`
-(scores of units), `budget` (how many stay), `masked` and `constants` (what removed units still say), `cut` (slicing), `layers`
-(sizes that layers keep), `optimizers`, `sizes` (what remains), `verify`, `refit`, and `shrunk` (the plan).
+`shrink` makes a small copy, `shrink_` cuts in place. Rooms: `request` (what is asked), `blocks` and `depth` (whole blocks go
+first), `configs` (models built from a config), `work` (the way through), `importance` (scores of units), `budget` (how many
+stay), `masked`, `ghosts` and `constants` (what removed units still say), `cut` (slicing), `layers` (sizes that layers keep),
+`optimizers`, `sizes` (what remains), `verify`, `refit`, and `shrunk` (the plan).
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from torch import nn
 from ..criteria import magnitude
 from ..graph.slots import owned_tensors
 from ..stats import Loss
-from .cut import Attribute, Cuts, apply_cuts_, select_indices
+from .cut import Attribute, Cuts, apply_cuts_, history, remember_, select_indices, without
+from .depth import shrunk_in_depth
 from .importance import UnitCriterion, activation_variance, bn_scale, fpgm, unit_criterion
-from .optimizers import follow_
+from .optimizers import dropped, follow_
+from .reconstruct import reconstruction
 from .request import Options
 from .shrunk import Row, Shrunk
 from .verify import Verified
-from .work import AnyCriterion, shrunk
+from .work import AnyCriterion
 
 __all__ = [
     "shrink",
@@ -39,6 +42,7 @@ __all__ = [
     "fpgm",
     "bn_scale",
     "activation_variance",
+    "reconstruction",
 ]
 
 
@@ -51,6 +55,7 @@ def shrink(
     params: float | None = None,
     flops: float | None = None,
     latency: float | None = None,
+    depth: float | None = None,
     multiple_of: int = 1,
     scope: str = "global",
     exclude: str | Iterable[str] = (),
@@ -68,13 +73,17 @@ def shrink(
     One of `channels`, `params`, `flops`, `latency` says what remains, as a fraction of the original; it is met within 2 % of
     that, or the error says what is in the way. FLOPs are those of the example inputs; latency is measured on them.
 
+    `depth`, alone or before one of those, says how many of the model's blocks remain (transformer layers, residual blocks):
+    those go whose removal changes the output on `data` (else on the example inputs) the least, one after the other.
+
     `scope`: "global" (all groups compete, scores over the mean of their group), "tensor" (every group keeps the same fraction)
     or "isomorphic" (groups that are wired alike compete). `floor`: the fraction of its units that every group keeps (0.1, or
     less where less is asked). `multiple_of`: sizes that are a multiple of it stay one. `exclude`: globs over names of tensors
     and modules that keep their shape. `exact_only`: leave groups alone that cannot be cut exactly.
 
     `criterion`: element scores, summed over the tensors that produce a unit, or one of units (`fpgm`, `bn_scale`,
-    `activation_variance`); `data` and `loss` as for `prune_`. `optimizer` goes on with the small model: its state is cut along.
+    `activation_variance`, `reconstruction`); `data` and `loss` as for `prune_`. `optimizer` goes on with the small model: its
+    state is cut along.
     `reestimate` and `refit` use `data`: new BatchNorm statistics, and a least-squares fit of what reads the cut groups.
     """
     given = Options(
@@ -82,6 +91,7 @@ def shrink(
         params=params,
         flops=flops,
         latency=latency,
+        depth=depth,
         multiple_of=multiple_of,
         scope=scope,
         exclude=exclude,
@@ -93,10 +103,12 @@ def shrink(
         reestimate=reestimate,
         refit=refit,
     )
-    small, plan, state = shrunk(model, example_inputs, criterion, given)
+    small, plan, state = shrunk_in_depth(model, example_inputs, criterion, given)
+    plan.cuts.recipe = plan.recipe
+    remember_(small, (*history(model), plan.cuts))
     _carry_gradients(model, small, plan.cuts)
     if optimizer is not None:
-        follow_(optimizer, model, small, state, plan.cuts)
+        follow_(optimizer, model, small, state, plan.cuts, dropped(model, plan.cuts))
     return small, plan
 
 
@@ -107,37 +119,45 @@ def shrink_(
 
     When anything fails, the model and the optimizer are exactly as they were.
     """
-    small, plan, state = shrunk(model, example_inputs, criterion, options)
-    optimizer = options.get("optimizer")
-    with _all_or_nothing(model):
+    small, plan, state = shrunk_in_depth(model, example_inputs, criterion, options)
+    optimizer, gone = options.get("optimizer"), dropped(model, plan.cuts)
+    with all_or_nothing(model):
+        past, plan.cuts.recipe = history(model), plan.recipe
         apply_cuts_(model, plan.cuts, dict(owned_tensors(small).values()))
+        remember_(model, (*past, plan.cuts))
     if optimizer is not None:
-        follow_(optimizer, model, model, state, plan.cuts)
+        follow_(optimizer, model, model, state, plan.cuts, gone)
     plan.small, plan.original = model, None
     return model, plan
 
 
 def _carry_gradients(model: nn.Module, small: nn.Module, cuts: Cuts) -> None:
     """Deepcopy leaves gradients behind; the small model gets what its parameters keep of them."""
+    if all(p.grad is None for p in model.parameters()):
+        return
     new = dict(owned_tensors(small).values())
-    for name, tensor in owned_tensors(model).values():
-        if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
-            new[name].grad = select_indices(tensor.grad.detach().clone(), cuts.tensors.get(name, {}))
+    with without(model, cuts.drop):
+        for name, tensor in owned_tensors(model).values():
+            if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+                new[name].grad = select_indices(tensor.grad.detach().clone(), cuts.tensors.get(name, {}))
 
 
 @contextmanager
-def _all_or_nothing(model: nn.Module) -> Iterator[None]:
+def all_or_nothing(model: nn.Module) -> Iterator[None]:
     """When the block raises, the modules have their attributes back and the tensors their values."""
     tensors = [(t, t.data, t.grad if t.is_leaf else None) for _, t in owned_tensors(model).values()]
-    spaces = [(module, dict(vars(module)), dict(module._parameters)) for module in model.modules()]
+    spaces = [
+        (m, dict(vars(m)), {k: dict(vars(m)[k]) for k in ("_parameters", "_buffers", "_modules")}) for m in model.modules()
+    ]
     try:
         yield
     except BaseException:
-        for module, space, parameters in spaces:
+        for module, space, held in spaces:
             vars(module).clear()
             vars(module).update(space)
-            module._parameters.clear()
-            module._parameters.update(parameters)
+            for kind, content in held.items():
+                vars(module)[kind].clear()
+                vars(module)[kind].update(content)
         for tensor, data, grad in tensors:
             if tensor.is_leaf:
                 tensor.grad = None

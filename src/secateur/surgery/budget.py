@@ -1,14 +1,17 @@
 """How many units each group keeps, so that what remains of the model is what was asked.
 
 One knob: the share of units that go. In each pool the lowest scores go first, so every group's count follows from the knob; the
-planner makes the counts legal, and a bisection finds the knob. Nothing is run while it searches, except for latency.
+planner makes the counts legal, and a bisection finds the knob. Nothing is run while it searches, except for latency, where one
+figure is a sample: it decides by medians of several.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -19,8 +22,14 @@ from .importance import Scores, comparable, structure
 from .masked import label
 
 SCOPES = ("global", "tensor", "isomorphic")
-TOLERANCE = 0.02  # of the original
-_CLOSE = 0.002  # near enough to stop looking
+TOLERANCE = 0.02  # of the target
+_CLOSE = 0.1  # of the tolerance: near enough to stop looking
+_SAMPLES = 3  # of a time, before it decides
+_HELD = 16  # groups that are held in turn while the others look for the target
+
+
+def met(found: float, target: float) -> bool:
+    return abs(found - target) <= TOLERANCE * target
 
 
 @dataclass
@@ -28,33 +37,49 @@ class Choice:
     """Units to keep for each group, what remains then, and the groups that do not get what the ranking says, with why."""
 
     counts: dict[Group, int]
-    remains: float
+    samples: list[float]
     moved: dict[Group, str]
+
+    @property
+    def remains(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def noise(self) -> float:
+        """What the samples leave open: twice their standard error."""
+        return 2 * statistics.stdev(self.samples) / len(self.samples) ** 0.5 if len(self.samples) > 1 else 0.0
 
 
 @dataclass
 class Knob:
-    """The counts that a share of removed units means."""
+    """The counts that a share of removed units means. With `costs`, of a unit of each group, scores over costs compete."""
 
     trace: Trace
     scores: Scores
     floors: dict[Group, int]
     scope: str
     multiple_of: int
+    costs: Mapping[Group, float] | None = None
 
     def __post_init__(self) -> None:
-        pools: dict[object, list[Group]] = {}
         modules = dict(self.trace.model.named_modules())
-        for group in self.scores:
-            alike = structure(self.trace, group, modules) if self.scope == "isomorphic" else group
-            pools.setdefault(None if self.scope == "global" else alike, []).append(group)
-        self.pools = [(groups, self._ranking(groups)) for groups in pools.values()]
+        alike: dict[object, list[Group]] = {}
+        for group in self.scores if self.scope != "global" else ():
+            alike.setdefault(structure(self.trace, group, modules), []).append(group)
+        alone = [[group] for group in self.scores]
+        pools = {"global": [list(self.scores)], "tensor": alone, "isomorphic": list(alike.values())}[self.scope]
+        self.pools = [(groups, self._ranking(groups)) for groups in pools]
+        self.teams = list(alike.values()) if self.scope == "tensor" else alone  # what moves together
 
     def _ranking(self, groups: Sequence[Group]) -> Tensor:
         """The scores of a pool, with what the floors protect above everything."""
         parts = []
         for group in groups:
-            scores = comparable(self.scores[group]) if self.scope == "global" else self.scores[group]
+            scores = self.scores[group]
+            if self.costs is not None:
+                scores = scores / self.costs[group]
+            elif self.scope == "global":
+                scores = comparable(scores)
             safe = keep_largest(scores, group.size - self.floors[group])
             parts.append(scores.masked_fill(safe, torch.inf))
         return torch.cat(parts)
@@ -81,11 +106,10 @@ Measure = Callable[[Mapping[Group, int]], float]
 
 
 class Search:
-    """The counts for which the measure comes nearest to the target."""
+    """The counts for which the measure comes nearest to the target. `measured`: each measure is but a sample."""
 
-    def __init__(self, knob: Knob, measure: Measure, target: float) -> None:
-        self.knob, self.measure, self.target = knob, measure, target
-        self.best: Choice | None = None
+    def __init__(self, knob: Knob, measure: Measure, target: float, measured: bool) -> None:
+        self.knob, self.measure, self.target, self.measured = knob, measure, target, measured
         self.share = 0.5
         self.seen: dict[tuple[int, ...], Choice] = {}
 
@@ -93,69 +117,104 @@ class Search:
         legal = plan_counts(self.knob.trace, wanted, self.knob.multiple_of)
         key = tuple(legal.counts[g] for g in self.knob.scores)
         if key not in self.seen:
-            self.seen[key] = Choice(legal.counts, self.measure(legal.counts), legal.moved)
-        choice = self.seen[key]
-        low = any(n < self.knob.floors[g] for g, n in choice.counts.items())
-        if not low and (self.best is None or self.error(choice) < self.error(self.best)):
-            self.best = choice
-        return choice
+            self.seen[key] = Choice(legal.counts, [self.measure(legal.counts)], legal.moved)
+        elif self.measured:
+            self.seen[key].samples.append(self.measure(legal.counts))
+        return self.seen[key]
+
+    @property
+    def allowed(self) -> list[Choice]:
+        """What was seen and keeps to the floors."""
+        return [c for c in self.seen.values() if all(n >= self.knob.floors[g] for g, n in c.counts.items())]
+
+    @property
+    def best(self) -> Choice | None:
+        return min(self.allowed, key=self.error, default=None)
 
     def error(self, choice: Choice) -> float:
         return abs(choice.remains - self.target)
 
-    def bisect(self, steps: int, close: float) -> None:
+    def fits(self, choice: Choice | None, part: float = 1.0) -> bool:
+        return choice is not None and self.error(choice) <= part * TOLERANCE * self.target + choice.noise
+
+    def bisect(self, steps: int, fixed: Mapping[Group, int] | None = None) -> None:
+        """Turn the knob until the target is near; `fixed` groups do not follow it."""
         low, high = 0.0, 1.0
-        self.at(self.knob.wanted(0.0))
-        if self.at(self.knob.wanted(1.0)).remains > self.target:
+        self.at({**self.knob.wanted(0.0), **(fixed or {})})
+        if self.at({**self.knob.wanted(1.0), **(fixed or {})}).remains > self.target:
             return
         for _ in range(steps):
             middle = (low + high) / 2
-            choice = self.at(self.knob.wanted(middle))
-            if self.error(choice) <= close:
+            choice = self.at({**self.knob.wanted(middle), **(fixed or {})})
+            if self.fits(choice, 0.5 if self.measured else _CLOSE):
+                self.share = middle
                 return
             low, high = (middle, high) if choice.remains > self.target else (low, middle)
         self.share = (low + high) / 2
 
-    def around(self) -> None:
-        """Times are noisy and do not fall evenly with sizes: look on both sides of where the bisection ended."""
-        for offset in (0.01, -0.01, 0.02, -0.02, 0.04, -0.04, 0.06, -0.06):
-            if self.best is not None and self.error(self.best) <= TOLERANCE:
-                return
-            self.at(self.knob.wanted(min(1.0, max(0.0, self.share + offset))))
-
-    def polish(self, rounds: int = 8) -> None:
-        """Whole units, and multiples of them, step over a target: move single groups until it is near."""
-        for _ in range(rounds):
+    def settle(self) -> None:
+        """Times are noisy and do not fall evenly with sizes: sample the best again, and look on both sides of it."""
+        offsets = iter((0.005, -0.005, 0.01, -0.01, 0.02, -0.02, 0.04, -0.04))
+        for _ in range(24):
             best = self.best
-            if best is None or self.error(best) <= _CLOSE:
+            if best is not None and len(best.samples) < _SAMPLES:
+                self.at(best.counts)
+            elif self.fits(best) or (offset := next(offsets, None)) is None:
                 return
-            step = self.knob.multiple_of if best.remains < self.target else -self.knob.multiple_of
-            for group, count in list(best.counts.items())[:64]:
-                if self.knob.floors[group] <= count + step <= group.size:
-                    self.at({**best.counts, group: count + step})
-            if self.best is best:
+            else:
+                self.at(self.knob.wanted(min(1.0, max(0.0, self.share + offset))))
+
+    @property
+    def sides(self) -> list[Choice]:
+        """The nearest choices that leave less, and more, than the target."""
+        less = [c for c in self.allowed if c.remains <= self.target]
+        more = [c for c in self.allowed if c.remains > self.target]
+        return [*sorted(less, key=self.error)[:1], *sorted(more, key=self.error)[:1]]
+
+    def polish(self, rounds: int = 16) -> None:
+        """Whole units step over a target: move single groups, or hold one elsewhere and turn the knob for the others."""
+        size, teams = self.knob.multiple_of, self.knob.teams
+        for _ in range(rounds):
+            if self.fits(self.best, _CLOSE):
                 return
+            sides = self.sides
+            for choice in sides:
+                way = 1 if choice.remains < self.target else -1
+                for team, step in product(teams[:64], dict.fromkeys((1, size))):
+                    self._move(choice, dict.fromkeys(team, way * step))
+            if self.sides == sides and not self.fits(self.best):
+                for choice, team, step in product(sides, teams[:_HELD], (size, -size)):
+                    held = {g: choice.counts[g] + step for g in team}
+                    if not self.fits(self.best) and all(self.knob.floors[g] <= n <= g.size for g, n in held.items()):
+                        self.bisect(16, held)
+            if self.sides == sides:
+                return
+
+    def _move(self, choice: Choice, steps: Mapping[Group, int]) -> None:
+        counts = {**choice.counts, **{g: choice.counts[g] + step for g, step in steps.items()}}
+        if all(self.knob.floors[g] <= counts[g] <= g.size for g in steps):
+            self.at(counts)
 
 
 def choose(knob: Knob, measure: Measure, target: float, what: str, *, measured: bool = False) -> Choice:
-    """The counts that leave `target`, within 2 % of the original; or an error that says what is in the way."""
-    search = Search(knob, measure, target)
-    search.bisect(9 if measured else 40, TOLERANCE / 2 if measured else _CLOSE)
-    search.around() if measured else search.polish()
-    if search.best is None or search.error(search.best) > TOLERANCE:
+    """The counts that leave `target`, within 2 % of it; or an error that says what is in the way."""
+    search = Search(knob, measure, target, measured)
+    search.bisect(9 if measured else 40)
+    search.settle() if measured else search.polish()
+    best = search.best
+    if best is None or not search.fits(best):
         raise ValueError(_what_stopped_it(search, what))
-    return search.best
+    return best
 
 
 def _what_stopped_it(search: Search, what: str) -> str:
-    knob = search.knob
-    reached = sorted(c.remains for c in search.seen.values())
-    near = f"{min(reached, key=lambda r: abs(r - search.target)):.3g}" if reached else "nothing"
-    text = f"{what}={search.target:g} cannot be met within {TOLERANCE:g}: the nearest that legal counts give is {near}"
-    if reached:
-        text += f" (between {reached[0]:.3g} and {reached[-1]:.3g})"
+    knob, target = search.knob, search.target
+    near = [c.remains for c in search.sides]
+    text = f"{what}={target:g} cannot be met within {TOLERANCE:.0%} of it"
+    if near:
+        text += f"; what can be met is {' or '.join(f'{what}={r:.4g}' for r in near)}"
     lowest, reasons = search.at(knob.wanted(1.0)), []
-    if lowest.remains > search.target:
+    if lowest.remains > target:
         floored = [g for g, n in lowest.counts.items() if n <= knob.floors[g]]
         reasons += [f"floor= holds {len(floored)} of {len(lowest.counts)} groups"] if floored else []
         frozen = Counter(knob.trace.skipped.values()).most_common(3)

@@ -1,11 +1,15 @@
-"""The cut itself: what stays of each tensor and which integers change, as plain data, and a model cut by it."""
+"""The cut itself: what stays of each tensor, which blocks go and which numbers change, as plain data; a model cut by it.
+
+A cut model remembers its cuts, so that it can be saved and built again (`history`, `remember_`).
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,24 +28,32 @@ class Attribute(NamedTuple):
     """A number that changes: attribute `name` (at `index`, if it holds several) of the object at the dotted `path`.
 
     `own`: that object is a config which other modules read too, and this module wants a value of its own: it gets a copy.
+    `old` and `new` are numbers; lists, for what a config says of each block when blocks go.
     """
 
     path: str
     name: str
     index: Any
-    old: float
-    new: float
+    old: Any
+    new: Any
     own: bool = False
 
 
 @dataclass
 class Cuts:
-    """All of a cut as plain data: kept indices for tensor and dim, old shapes, changed numbers, added parameters."""
+    """All of a cut as plain data: kept indices for tensor and dim, old shapes, changed numbers, added parameters.
+
+    `drop`: the places of blocks that go from a list of modules, `lengths`: how many it had. Blocks go first: the other names
+    are those of the model without them. `recipe`: what was asked for.
+    """
 
     tensors: dict[str, Indices] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     attributes: list[Attribute] = field(default_factory=list)
     added: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    drop: dict[str, list[int]] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
+    recipe: str = ""
 
 
 def cuts_of(trace: Trace, keep: Keep) -> Cuts:
@@ -69,8 +81,9 @@ def apply_cuts_(model: nn.Module, cuts: Cuts, values: Mapping[str, Tensor] | Non
     `values` gives the tensors what to hold instead of their own slices. Raises ValueError, before anything has changed, when
     the model is another one.
     """
-    tensors = dict(owned_tensors(model).values())
     check_fits(model, cuts)
+    drop_(model, cuts.drop)
+    tensors = dict(owned_tensors(model).values())
     new = (
         {name: select_indices(tensors[name].detach(), kept) for name, kept in cuts.tensors.items()}
         if values is None
@@ -92,7 +105,7 @@ def apply_cuts_(model: nn.Module, cuts: Cuts, values: Mapping[str, Tensor] | Non
             if grad is not None:
                 tensor.grad = grad
     for attribute in cuts.attributes:
-        _write(model, attribute)
+        write_attribute(model, attribute)
     for module, sizes in layers:
         for name, read in sizes:
             vars(module)[name] = read(module)
@@ -112,6 +125,22 @@ def select_indices(tensor: Tensor, kept: Indices) -> Tensor:
 
 def check_fits(model: nn.Module, cuts: Cuts) -> None:
     """Raises ValueError unless the model is, in its names and sizes, the one that the cuts were made for."""
+    for path, length in cuts.lengths.items():
+        try:
+            found = len(_at(model, path)._modules)
+        except AttributeError:
+            raise ValueError(f"the model has no list of modules {path!r}, which the cuts speak of") from None
+        if found != length:
+            raise ValueError(f"{path!r} holds {found} modules in this model; the cuts are for {length}")
+        if any(not 0 <= i < length for i in cuts.drop.get(path, ())):
+            raise ValueError(f"the cuts drop {cuts.drop[path]} of {path!r}, which holds {length} modules")
+    if missing := cuts.drop.keys() - cuts.lengths.keys():
+        raise ValueError(f"the cuts drop modules of {sorted(missing)} without saying how many there were")
+    with without(model, cuts.drop):
+        _check_rest(model, cuts)
+
+
+def _check_rest(model: nn.Module, cuts: Cuts) -> None:
     tensors = dict(owned_tensors(model).values())
     for name, shape in cuts.shapes.items():
         if name not in tensors:
@@ -121,10 +150,87 @@ def check_fits(model: nn.Module, cuts: Cuts) -> None:
                 f"{name!r} is {tuple(tensors[name].shape)} in this model; the cuts are for {shape}. Build the model as it was "
                 "before the cut."
             )
+        for d, kept in cuts.tensors.get(name, {}).items():
+            if kept and 0 <= d < len(shape) and min(kept) >= 0 and max(kept) < shape[d]:
+                continue
+            raise ValueError(f"the cuts keep indices of {name!r} that a tensor of shape {shape} does not have")
     for a in cuts.attributes:
         value = _value(model, a)
-        if value != a.old:
+        if (list(value) if isinstance(value, list | tuple) else value) != a.old:
             raise ValueError(f"{a.path or 'the model'}.{a.name} is {value!r} in this model; the cuts change it from {a.old}")
+
+
+def is_cut(model: nn.Module, cuts: Cuts) -> bool:
+    """Whether the numbers that the cuts change are already what they change to."""
+
+    def now(a: Attribute) -> Any:
+        value = _value(model, a)
+        return list(value) if isinstance(value, list | tuple) else value
+
+    return all(now(a) == a.new for a in cuts.attributes)
+
+
+# --- blocks that go -------------------------------------------------------------------------------------------------
+
+
+def drop_(model: nn.Module, drop: Mapping[str, Sequence[int]]) -> None:
+    """Take modules out of the lists that hold them, in place; those after them move up where names are places."""
+    for holder, gone in [(_at(model, path), set(places)) for path, places in drop.items()]:  # found before any name moves
+        kept = [item for place, item in enumerate(holder._modules.items()) if place not in gone]
+        numbered = all(name == str(place) for place, name in enumerate(holder._modules))
+        vars(holder)["_modules"] = {str(n) if numbered else name: module for n, (name, module) in enumerate(kept)}
+
+
+@contextmanager
+def without(model: nn.Module, drop: Mapping[str, Sequence[int]]) -> Iterator[None]:
+    """The model without these modules, for a while."""
+    held = [(holder, holder._modules) for holder in (_at(model, path) for path in drop)]
+    drop_(model, drop)
+    try:
+        yield
+    finally:
+        for holder, modules in held:
+            vars(holder)["_modules"] = modules
+
+
+# --- what a model remembers -----------------------------------------------------------------------------------------
+
+
+class History(tuple[Cuts, ...]):
+    """The cuts that made a model what it is, the first one first. Never changed, so copies of a model share it."""
+
+    def __deepcopy__(self, memo: Any) -> History:
+        return self
+
+
+_HISTORY = "_secateur_cuts"
+
+
+def history(model: nn.Module) -> History:
+    """The cuts that a model, or a model inside it, went through."""
+    found = [(path, vars(module)[_HISTORY]) for path, module in model.named_modules() if _HISTORY in vars(module)]
+    return History(_inside(path, cuts) for path, made in sorted(found, key=lambda item: item[0].count(".")) for cuts in made)
+
+
+def remember_(model: nn.Module, cuts: Sequence[Cuts]) -> None:
+    """These cuts are all that the model went through."""
+    for module in model.modules():
+        vars(module).pop(_HISTORY, None)
+    if cuts:
+        vars(model)[_HISTORY] = History(cuts)
+
+
+def _inside(path: str, cuts: Cuts) -> Cuts:
+    """Cuts of a model, as cuts of the one that holds it at `path`."""
+    if not path:
+        return cuts
+
+    def named(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {f"{path}.{name}" if name else path: value for name, value in values.items()}
+
+    moved = [a._replace(path=f"{path}.{a.path}" if a.path else path) for a in cuts.attributes]
+    fields = {f: named(getattr(cuts, f)) for f in ("tensors", "shapes", "added", "drop", "lengths")}
+    return replace(cuts, attributes=moved, **fields)
 
 
 def _at(model: nn.Module, path: str) -> Any:
@@ -139,14 +245,14 @@ def _value(model: nn.Module, a: Attribute) -> Any:
         return None
 
 
-def _write(model: nn.Module, a: Attribute) -> None:
+def write_attribute(model: nn.Module, a: Attribute) -> None:
     owner = _at(model, a.path)
     if a.own:
         parent, _, name = a.path.rpartition(".")
         owner = vars(_at(model, parent))[name] = copy.copy(owner)
     held = vars(owner)[a.name]
     if a.index is None:
-        held = a.new
+        held = type(held)(a.new) if isinstance(a.new, list) else a.new
     elif isinstance(held, dict):
         held = {**held, a.index: a.new}
     else:
@@ -177,7 +283,7 @@ def _located(model: nn.Module, changes: Sequence[Change]) -> list[Attribute]:
         elif path is None:
             assert change.module is not None
             inside = _at(model, change.module)
-            path = next(at for at, value in _held(inside, change.module) if value is change.owner)
+            path = next(at for at, value in held_objects(inside, change.module) if value is change.owner)
             own = True
         found.append(Attribute(path, *change.key, change.old, change.new, own))
     return sorted(found, key=lambda a: a.own)  # copies of a config are made when it holds what all agree on
@@ -185,14 +291,15 @@ def _located(model: nn.Module, changes: Sequence[Change]) -> list[Attribute]:
 
 def _objects(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Objects with attributes that modules hold, the shortest path last, so that it is the one a dict keeps."""
-    everything = [item for path, module in model.named_modules() for item in _held(module, path)]
+    everything = [item for path, module in model.named_modules() for item in held_objects(module, path)]
     return iter(sorted(everything, key=lambda item: -item[0].count(".")))
 
 
-def _held(owner: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+def held_objects(owner: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Configs and the like: objects with attributes that a module holds, and those that these hold, with their paths."""
     for name, value in list(vars(owner).items()):
         if hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type):
             at = f"{path}.{name}" if path else name
             yield at, value
             if depth < 2:
-                yield from _held(value, at, depth + 1)
+                yield from held_objects(value, at, depth + 1)

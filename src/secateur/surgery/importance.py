@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,12 @@ def carriers(group: Group, parameters: Iterable[str]) -> list[Member]:
 
 @dataclass
 class Units:
-    """The units of one group, for a criterion that scores them as a whole."""
+    """The units of one group, for a criterion that scores them as a whole. `evidence`: what its criterion gathered on data."""
 
     trace: Trace
     group: Group
     parameters: Mapping[str, Tensor]
-    variance: Tensor | None = None  # of their activations, for a criterion that needs it
+    evidence: Any = None
 
     def rows(self, members: Sequence[Member] | None = None) -> Tensor:
         """A row for each unit: every weight that makes it, from all producing tensors."""
@@ -60,22 +60,31 @@ class Units:
         return [m for m in self.group.members if m.tensor in named and m.tensor in self.parameters]
 
 
+Repair = Literal["none", "reestimate", "refit"]
+Gather = Callable[[Trace, Sequence[Group], Iterable[Any] | None, Repair], Mapping[Group, Any]]
+
+
 @dataclass(frozen=True)
 class UnitCriterion:
-    """A criterion that scores units as a whole. `score` gets `Units` and gives a vector, or says why it cannot."""
+    """A criterion that scores units as a whole. `score` gets `Units` and gives a vector, or says why it cannot.
+
+    `gather` collects evidence for all groups in one go, from `data` and for the repair that follows the cut. `priced`: the
+    scores of all groups are in one currency (what the output loses), so that groups compete by score over what a unit costs.
+    """
 
     name: str
     score: Callable[[Units], Tensor | str]
     level: str = "unit"
-    needs_data: bool = False
+    gather: Gather | None = None
+    priced: bool = False
 
     def __str__(self) -> str:
         return self.name
 
 
-def unit_criterion(function: Callable[[Units], Tensor | str], needs_data: bool = False) -> UnitCriterion:
+def unit_criterion(function: Callable[[Units], Tensor | str]) -> UnitCriterion:
     """A function of your own that scores the units of a group: `criterion=unit_criterion(mine)`."""
-    return UnitCriterion(getattr(function, "__name__", type(function).__name__), function, needs_data=needs_data)
+    return UnitCriterion(getattr(function, "__name__", type(function).__name__), function)
 
 
 @unit_criterion
@@ -94,11 +103,13 @@ def bn_scale(units: Units) -> Tensor | str:
 
 
 def _variance(units: Units) -> Tensor | str:
-    return "activation_variance: no weight reads these units" if units.variance is None else units.variance
+    return "activation_variance: no weight reads these units" if units.evidence is None else units.evidence
 
 
 # How much the activations of a unit vary over `data`: what hardly varies, a bias can stand for (Polyak & Wolf, 2015).
-activation_variance = UnitCriterion("activation_variance", _variance, needs_data=True)
+activation_variance = UnitCriterion(
+    "activation_variance", _variance, gather=lambda trace, groups, data, _: variances(trace, groups, data)
+)
 
 Scores = dict[Group, Tensor]
 
@@ -109,14 +120,14 @@ def unit_scores(
     by: Criterion | UnitCriterion | Callable[..., Tensor],
     data: Iterable[Any] | None,
     loss: Loss | None,
+    repair: Repair = "none",
 ) -> tuple[Scores, dict[Group, str]]:
     """A score for every unit of each group (float64, on the CPU), and the groups that the criterion cannot score, with why."""
     model = trace.model
     owners = {slot.name: slot for slot in slots(model)}
     parameters = {name: slot.tensor for name, slot in owners.items() if slot.tensor.is_floating_point()}
     if isinstance(by, UnitCriterion):
-        varied = variances(trace, groups, data) if by.needs_data else {}
-        return _whole_units(trace, groups, by, parameters, varied)
+        return _whole_units(trace, groups, by, parameters, by.gather(trace, groups, data, repair) if by.gather else {})
     by = criterion(by)
     speak = {group: carriers(group, parameters) for group in groups}
     names = list(dict.fromkeys(m.tensor for members in speak.values() for m in members))
@@ -151,13 +162,13 @@ def _sums(by: Criterion, evidence: TensorEvidence, dims: set[int]) -> dict[int, 
 
 
 def _whole_units(
-    trace: Trace, groups: Sequence[Group], by: UnitCriterion, parameters: Mapping[str, Tensor], varied: Mapping[Group, Tensor]
+    trace: Trace, groups: Sequence[Group], by: UnitCriterion, parameters: Mapping[str, Tensor], evidence: Mapping[Group, Any]
 ) -> tuple[Scores, dict[Group, str]]:
     scores: Scores = {}
     left: dict[Group, str] = {}
     for group in groups:
         answer = (
-            by.score(Units(trace, group, parameters, varied.get(group)))
+            by.score(Units(trace, group, parameters, evidence.get(group)))
             if carriers(group, parameters)
             else "no parameter carries these units"
         )

@@ -1,10 +1,4 @@
-"""The masked model (removed units made silent, everything in its old size) and the small one made from it.
-
-A removed unit is silent when every weight that makes it is zero; its bias and what comes after (a normalisation's shift, an
-activation of zero) make it a constant, which is folded into its consumers. Units that feed themselves (recurrent layers, a
-layer applied twice) would carry a constant on from use to use, so their biases go to zero too. Units that still speak then (a
-query head whose values are those of other heads too) are silenced where they are read.
-"""
+"""The masked model (removed units made silent, everything in its old size) and the small one that does the same."""
 
 from __future__ import annotations
 
@@ -12,15 +6,18 @@ import copy
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..graph import Expr, Group, Prod, Trace, keep_mask, norm, reshape
+from ..graph import Group, Trace, keep_mask
 from ..graph.slots import owned_tensors
 from .cut import Attribute, Cuts, Keep, apply_cuts_, cuts_of
-from .wiring import Wiring
+from .wiring import Silence, silenced
+
+if TYPE_CHECKING:
+    from .constants import Folds
 
 
 class Made(NamedTuple):
@@ -49,79 +46,64 @@ def names_of(trace: Trace) -> dict[Group, str]:
 
 
 def silence_(model: nn.Module, trace: Trace, keep: Keep) -> nn.Module:
-    """Zero what makes the units that `keep` removes, in place; biases stay, except of units that feed themselves."""
+    """Zero what makes the units that `keep` removes, in place: the masked model, in its old size."""
     tensors = dict(owned_tensors(model).values())
-    wiring, directions = Wiring(trace), _directions(trace)
     with torch.no_grad():
-        for group in trace.groups:
-            if group.atom not in keep:
-                continue
-            alone = {group.atom: keep[group.atom]}
-            loops, speaks = wiring.feeds_itself(group), wiring.speaks(group)
-            for member in group.members:
-                tensor = tensors[member.tensor]
-                zero = member.role in ("produce", "elementwise") or (speaks and member.role == "consume")
-                if not zero or not isinstance(tensor, nn.Parameter) or member.tensor in directions:
-                    continue
-                if tensor.dim() > 1 or loops:
-                    gone = (~keep_mask(trace.dims[member.tensor][member.dim], alone)).nonzero()[:, 0]
-                    tensor.index_fill_(member.dim, gone.to(tensor.device), 0)
+        for name, places in silenced(trace, keep).items():
+            for dim, atom in places:
+                gone = (~keep_mask(trace.dims[name][dim], {atom: keep[atom]})).nonzero()[:, 0]
+                tensors[name].index_fill_(dim, gone.to(tensors[name].device), 0)
     return model
 
 
-def make(model: nn.Module, trace: Trace, keep: Keep, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Made:
-    """A copy of the traced model that holds the kept units only. The model itself is not touched."""
+def make(
+    model: nn.Module, trace: Trace, keep: Keep, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> Made:
+    """A copy of the traced model that holds the kept units only, their constants folded. The model itself is not touched.
+
+    Tensors are copied in their new size, one after the other: there is no second model in full size at any moment.
+    """
     cuts = cuts_of(trace, keep)
-    numbers, parameters = _numbers(model), {name for name, _ in model.named_parameters()}
-    small, reasons = _folded(model, trace, keep, args, kwargs)
-    changed = [
+    folds = _folds(model, trace, keep)
+    small = bare(model, trace, keep, cuts)
+    numbers, parameters = _numbers(small), {name for name, _ in small.named_parameters()}
+    folds.apply_(small, trace, keep)
+    cuts.attributes += [
         Attribute(path, name, None, old, new)
-        for (path, name), old in numbers.items()
-        if (new := _numbers(small)[path, name]) != old
+        for (path, name), new in _numbers(small).items()
+        if (old := numbers.get((path, name))) != new
     ]
-    apply_cuts_(small, cuts)
-    cuts.attributes += changed
-    for name, parameter in small.named_parameters():
-        if name not in parameters:
-            mask = keep_mask(_bias_axis(trace, name, len(parameter)), keep)
-            parameter.data = parameter.detach()[mask.to(parameter.device)]
-            cuts.added[name] = tuple(parameter.shape)
-    return Made(small, cuts, reasons)
+    cuts.added |= {name: tuple(p.shape) for name, p in small.named_parameters() if name not in parameters}
+    return Made(small, cuts, folds.reasons)
 
 
-def bare(model: nn.Module, trace: Trace, keep: Keep) -> nn.Module:
-    """A copy in the sizes of the cut, whatever it computes: enough to time it."""
-    return apply_cuts_(_copy(model), cuts_of(trace, keep))
-
-
-def _folded(
-    model: nn.Module, trace: Trace, keep: Keep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[nn.Module, dict[Group, str]]:
-    """The masked model in its old size, with the constants of removed units in their consumers, and where that cannot be."""
-    from .constants import fold_
-
-    cut = [g for g in trace.groups if g.atom in keep]
-    small = silence_(_copy(model), trace, keep)
-    modes = {module: module.training for module in small.modules()}
-    small.eval()
+def bare(model: nn.Module, trace: Trace, keep: Keep, cuts: Cuts | None = None) -> nn.Module:
+    """A copy in the sizes of the cut, without what is folded."""
+    cuts = cuts_of(trace, keep) if cuts is None else cuts
+    memo: dict[int, Any] = {}
+    for name, tensor in owned_tensors(model).values():  # what is cut is sliced later, from the memory of the model
+        if name in cuts.tensors and tensor.is_leaf:
+            kept = tensor.detach()
+            memo[id(tensor)] = type(tensor)(kept, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else kept
     try:
-        told: dict[Any, str] = {**fold_(small, trace, keep, args, kwargs)}
-    except Exception as error:  # a run that cannot be looked into can still be cut; that it may not be exact is said
-        why = f"its constants cannot be looked for ({type(error).__name__}: {error})"
-        return silence_(_copy(model), trace, keep), dict.fromkeys(cut, why)
-    for module, mode in modes.items():
-        module.training = mode
-    return small, {g: why for g in cut if (why := told.get(g) or told.get(label(g)))}
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
+        small = copy.deepcopy(model, memo)
     except Exception as error:
         raise RuntimeError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and a cut is made on a copy. "
             "The model is as it was."
         ) from error
+    return apply_cuts_(small, cuts)
+
+
+def _folds(model: nn.Module, trace: Trace, keep: Keep) -> Folds:
+    from .constants import Folds, find
+
+    tensors = dict(owned_tensors(model).values())
+    try:
+        return find(trace, keep, Silence(trace, keep, tensors, silenced(trace, keep)))
+    except Exception as error:  # a run that cannot be looked into can still be cut; that it may not be exact is said
+        why = f"its constants cannot be looked for ({type(error).__name__}: {error})"
+        return Folds(reasons={g: why for g in trace.groups if g.atom in keep})
 
 
 def _numbers(model: nn.Module) -> dict[tuple[str, str], float]:
@@ -131,26 +113,6 @@ def _numbers(model: nn.Module) -> dict[tuple[str, str], float]:
         for path, module in model.named_modules()
         for name, value in vars(module).items()
         if type(value) is float
-    }
-
-
-def _bias_axis(trace: Trace, bias: str, length: int) -> Expr:
-    """The axis of a bias that folding added: the one along which the weight beside it makes units."""
-    weight = f"{bias.rpartition('.')[0]}.weight".removeprefix(".")
-    axes = trace.dims[weight]
-    for d, e in enumerate(axes):
-        if "produce" in trace.record.roles.get((weight, d), ()) and e.size == length:
-            return e
-    groups = length // axes[1].size  # a transposed convolution in groups
-    return norm(Prod((reshape([axes[0]], [groups, axes[0].size // groups])[0], axes[1])))
-
-
-def _directions(trace: Trace) -> set[str]:
-    """Weights that are divided by their own norm: zeroed rows would be 0/0, and the gain that multiplies them is enough."""
-    return {
-        trace.names[step.args[0].number]
-        for step in trace.steps
-        if "_weight_norm" in step.name and step.args[0].number in trace.names
     }
 
 

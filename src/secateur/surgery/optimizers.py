@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..graph.slots import owned_tensors
-from .cut import Cuts, select_indices
+from .cut import Cuts, select_indices, without
 
 
 def sliced_state(optimizer: torch.optim.Optimizer, model: nn.Module, cuts: Cuts) -> dict[str, dict[str, Any]]:
     """Parameter name -> its state after the cut. Raises, before anything has changed, where the state cannot be cut."""
-    names = _names(model)
+    names = _names(model, cuts)
     known = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
     if not known:
         raise ValueError(
@@ -42,11 +42,23 @@ def _sliced(name: str, key: str, value: Any, parameter: Tensor, cuts: Cuts) -> A
 
 
 def follow_(
-    optimizer: torch.optim.Optimizer, model: nn.Module, small: nn.Module, state: Mapping[str, dict[str, Any]], cuts: Cuts
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    small: nn.Module,
+    state: Mapping[str, dict[str, Any]],
+    cuts: Cuts,
+    gone: Container[int] = (),
 ) -> None:
-    """Point the groups of the optimizer at the parameters of `small`; biases that were added join the group of their layer."""
-    names, new = _names(model), dict(small.named_parameters(remove_duplicate=False))
+    """Point the groups of the optimizer at the parameters of `small`; biases that were added join the group of their layer.
+
+    `model` has its blocks still, unless it is the small one itself: `gone` are the parameters of those that went.
+    """
+    names, new = _names(model, cuts if model is not small else Cuts()), dict(small.named_parameters(remove_duplicate=False))
     for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in gone:
+                optimizer.state.pop(parameter, None)
+        group["params"] = [p for p in group["params"] if id(p) not in gone]
         own = [names.get(id(p)) for p in group["params"]]
         for old, name in zip(group["params"], own):
             if name in state:
@@ -62,5 +74,12 @@ def _same_layer(bias: str, name: str) -> bool:
     return bias.rpartition(".")[0] == name.rpartition(".")[0] and name.rpartition(".")[2] == "weight"
 
 
-def _names(model: nn.Module) -> dict[int, str]:
-    return {key: name for key, (name, tensor) in owned_tensors(model).items() if isinstance(tensor, nn.Parameter)}
+def dropped(model: nn.Module, cuts: Cuts) -> set[int]:
+    """The ids of parameters that go with their blocks."""
+    return _names(model, Cuts()).keys() - _names(model, cuts).keys()
+
+
+def _names(model: nn.Module, cuts: Cuts) -> dict[int, str]:
+    """Parameters by id, under the names that they have once the blocks are gone."""
+    with without(model, cuts.drop):
+        return {key: name for key, (name, tensor) in owned_tensors(model).items() if isinstance(tensor, nn.Parameter)}

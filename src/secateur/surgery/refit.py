@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from ..stats import split_batch
 from .cut import Cuts
 
-_ROWS = 1 << 24  # numbers in one block of input patches
+_ROWS = 1 << 22  # numbers in one block of input patches
+_EACH, _LEAST = 128, 64  # rows to look at, for each column of a weight and in each batch
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -190,7 +191,7 @@ def refit_(small: nn.Module, dense: nn.Module, cuts: Cuts, data: Iterable[Any], 
         for layer in layers
     ]
     modes = {m: m.training for model in (small, dense) for m in model.modules()}
-    told = _Teller(len(layers))
+    told, draw = _Teller(len(layers)), torch.Generator().manual_seed(0)
     try:
         small.eval()
         dense.eval()
@@ -198,9 +199,9 @@ def refit_(small: nn.Module, dense: nn.Module, cuts: Cuts, data: Iterable[Any], 
         with _waiting(small, dense, order, batches) as pairs:
             for layer in order:
                 told(layer.name)
-                sums = Sums()
+                sums, most = Sums(), rows_for(layer.small, len(pairs))
                 for run, reference in pairs:
-                    _add(sums, layer, run.resume(), reference.resume())
+                    _add(sums, layer, run.resume(), reference.resume(), most, draw)
                 _write(layer, *sums.solve(layer, ridge))
     except BaseException:
         for module, weight, bias, value in before:
@@ -324,31 +325,50 @@ class Sums:
         return new, y - new @ x
 
 
-def _add(sums: Sums, layer: Layer, mine: Any, theirs: Any) -> None:
+def _add(sums: Sums, layer: Layer, mine: Any, theirs: Any, most: int, draw: torch.Generator) -> None:
     if mine is None or theirs is None or not mine[0] == theirs[0] == layer.name:
         raise RuntimeError(f"the runs of the small and the dense model do not come to {layer.name} in the same order")
-    x, y, conv = mine[1], theirs[1], layer.conv
-    if conv and x.dim() == layer.small.weight.dim() - 1:
-        x, y = x[None], y[None]
+    x, y = mine[1], theirs[1]
     if layer.outputs is not None:
-        y = y.index_select(1 if conv else -1, layer.outputs.to(y.device))
-    exact = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
-    if not conv:
-        x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
-    wide = x.shape[1] * math.prod(layer.small.weight.shape[2:]) * (y[0, 0].numel() if conv else 1)
-    for start in range(0, len(x), step := max(1, _ROWS // max(1, wide))):
-        part = x[start : start + step].to(exact)
-        goal = y[start : start + step].to(exact)
-        sums.add(patches(layer.small, part) if conv else part, goal.movedim(1, -1).reshape(-1, goal.shape[1]) if conv else goal)
+        y = y.index_select(1 - layer.small.weight.dim() if layer.conv else -1, layer.outputs.to(y.device))
+    for rows, goal in samples(layer.small, x, y, most, draw):
+        sums.add(rows, goal)
+
+
+def rows_for(module: Any, batches: int) -> int:
+    """How many rows of each batch a fit of this layer looks at: neighbouring places of an image say much the same."""
+    columns = module.weight[0].numel() if isinstance(module, CONVS) else max(module.weight.shape)
+    return max(_LEAST, _EACH * columns // batches + 1)
+
+
+def samples(
+    module: Any, x: Tensor, y: Tensor | None, most: int, draw: torch.Generator
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Blocks of rows: what the layer multiplies with its weight, and the outputs `y` there; at most so many, drawn evenly."""
+    if isinstance(module, CONVS):
+        rank = module.weight.dim() - 2
+        single = x.dim() == rank + 1
+        places = patches(module, x[None] if single else x)
+        y = None if y is None else (y[None] if single else y).movedim(1, -1)
+    else:
+        places, y, rank = x.reshape(-1, x.shape[-1]), None if y is None else y.reshape(-1, y.shape[-1]), 0
+    shape = places.shape[: 1 + rank]
+    total = math.prod(shape)
+    picked = torch.arange(total) if total <= most else torch.randint(total, (most,), generator=draw)
+    wide = math.prod(places.shape[1 + rank :])
+    for part in picked.split(max(1, _ROWS // max(1, wide))) if total else ():
+        at = torch.unravel_index(part.to(x.device), shape)
+        rows, goal = places[at].flatten(1), None if y is None else y[at]
+        yield tuple(t if t is None or t.dtype in (torch.float32, torch.float64) else t.float() for t in (rows, goal))  # type: ignore[misc]
 
 
 def patches(conv: Any, x: Tensor) -> Tensor:
-    """What a convolution multiplies with its weight: a row for each place of the output, columns (channel, kernel)."""
+    """What a convolution multiplies with its weight, as a view: (n, places of the output, channel, kernel)."""
     rank = x.dim() - 2
     x = F.pad(x, conv._reversed_padding_repeated_twice, mode="constant" if conv.padding_mode == "zeros" else conv.padding_mode)
-    for i in range(rank):  # views: (n, c, out_0, out_1, ..., kernel_0, kernel_1, ...)
+    for i in range(rank):
         x = x.unfold(2 + i, conv.dilation[i] * (conv.kernel_size[i] - 1) + 1, conv.stride[i])[..., :: conv.dilation[i]]
-    return x.movedim(1, 1 + rank).reshape(math.prod((x.shape[0], *x.shape[2 : 2 + rank])), -1)
+    return x.movedim(1, 1 + rank)
 
 
 def _write(layer: Layer, weight: Tensor, bias: Tensor) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,13 +10,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from ..graph import Atom, Expr, Trace, atoms, keep_mask
-from ..graph.axes import Fam
+from ..graph import Trace
 from ..graph.slots import Standing
 from ..graph.trace import plain_kernels
 from ..graph.tracer import Ref, Step
 
-Keep = Mapping[Atom, Tensor]
 Visit = Callable[[int, Step, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -47,16 +44,13 @@ class _Beside(TorchDispatchMode):
 
 
 class Replay:
-    """A model with its trace and the units to keep; `run` walks through it. The model is only read."""
+    """A model with its trace; `run` walks through it. The model is only read."""
 
-    def __init__(self, model: nn.Module, trace: Trace, keep: Keep, args: Any, kwargs: Mapping[str, Any] | None) -> None:
+    def __init__(self, model: nn.Module, trace: Trace, args: Any, kwargs: Mapping[str, Any] | None) -> None:
         self.model, self.trace = model, trace
-        self.keep = {a: m for a, m in keep.items() if not bool(m.all())}
         self.args = () if isinstance(args, Mapping) else tuple(args) if isinstance(args, tuple | list) else (args,)
         self.kwargs = {**(args if isinstance(args, Mapping) else {}), **(kwargs or {})}
         self.origin = self._origins()
-        self._cut: dict[int, list[Atom]] = {}
-        self.slots: dict[int, Any] = {}  # what was found out about steps, for whoever asks again
 
     def run(self, visit: Visit, change: Callable[[Tensor], Tensor] = torch.clone) -> Any:
         """One run, on the example inputs as `change` makes them."""
@@ -77,79 +71,6 @@ class Replay:
                 made_of = frozenset().union(*(found.get(n, frozenset()) for n in numbers(step)))
                 found |= {n: made_of for n in step.outs if n not in self.trace.names}
         return found
-
-    @cached_property
-    def readers(self) -> dict[int, list[int]]:
-        """Tensor number -> the steps that read it."""
-        found: dict[int, list[int]] = {}
-        for i, step in enumerate(self.trace.steps):
-            for n in numbers(step):
-                found.setdefault(n, []).append(i)
-        return found
-
-    @cached_property
-    def makers(self) -> dict[int, int]:
-        """Tensor number -> the step that made it."""
-        return {n: i for i, step in enumerate(self.trace.steps) for n in step.outs}
-
-    @cached_property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.model.named_parameters())
-
-    def cut_atoms(self, number: int) -> list[Atom]:
-        """The atoms of a tensor that lose units."""
-        if number not in self._cut:
-            self._cut[number] = list(dict.fromkeys(a for e in self.trace.axes[number] for a in atoms(e) if a in self.keep))
-        return self._cut[number]
-
-    def says(self, tensor: Tensor, number: int) -> bool:
-        """Whether any removed unit of the tensor is not zero."""
-        masks = ((d, _mask(e, self.keep)) for d, e in enumerate(self.trace.axes[number]))
-        return any(bool(tensor.index_select(d, _gone(m, tensor)).any()) for d, m in masks if m is not None)
-
-    def made_of_weights(self, number: int) -> Tensor:
-        """The value of a tensor that depends on weights alone, without a run."""
-        if number in self.trace.names:
-            return self.model.get_parameter(self.trace.names[number]).detach()
-        step = self.trace.steps[self.makers[number]]
-
-        def value(v: Any) -> Any:
-            if isinstance(v, Ref):
-                return self.made_of_weights(v.number)
-            return type(v)(value(x) for x in v) if isinstance(v, tuple) else v
-
-        with torch.no_grad():
-            out = step.func(*map(value, step.args), **{k: value(v) for k, v in step.kwargs.items()})
-        return out[step.outs.index(number)] if isinstance(out, list | tuple) else out
-
-    def zeroed(self, tensor: Tensor, number: int, only: Iterable[Atom]) -> Tensor:
-        """The tensor with the removed units of these atoms at zero."""
-        keep = {a: self.keep[a] for a in only}
-        for d, e in enumerate(self.trace.axes[number]):
-            mask = _mask(e, keep)
-            if mask is not None:
-                tensor = tensor.index_fill(d, _gone(mask, tensor), 0)
-        return tensor
-
-    def removed(self, tensor: Tensor, number: int, atom: Atom) -> Tensor | None:
-        """The removed units of one atom, as (units, everything else); None where the tensor does not carry it in one dim."""
-        for d, e in enumerate(self.trace.axes[number]):
-            mask = _mask(e, {atom: self.keep[atom]})
-            if mask is not None:
-                return tensor.index_select(d, _gone(mask, tensor)).movedim(d, 0).flatten(1)
-        return None
-
-
-def _gone(mask: Tensor, like: Tensor) -> Tensor:
-    return (~mask).nonzero()[:, 0].to(like.device)
-
-
-def _mask(e: Expr, keep: Keep) -> Tensor | None:
-    found = atoms(e)
-    if not any(a in keep for a in found) or isinstance(e, Fam) or any(isinstance(p, Fam) for p in getattr(e, "parts", ())):
-        return None
-    mask = keep_mask(e, keep)
-    return None if bool(mask.all()) else mask
 
 
 def numbers(step: Step) -> list[int]:

@@ -21,6 +21,7 @@ class Options(TypedDict, total=False):
     params: float | None
     flops: float | None
     latency: float | None
+    depth: float | None
     multiple_of: int
     scope: str
     exclude: str | Iterable[str]
@@ -45,11 +46,18 @@ def target_of(options: Options) -> tuple[str, float]:
     asked = {key: value for key, value in given.items() if value is not None}
     if len(asked) != 1:
         said = ", ".join(f"{key}={value}" for key, value in asked.items()) or "none of them"
-        raise ValueError(f"say what remains with one of channels=, params=, flops=, latency= (0.5 is half); given: {said}")
+        raise ValueError(
+            "say what remains with one of channels=, params=, flops=, latency= (0.5 is half), with depth=, or with depth= and "
+            f"one of them; given: {said}"
+        )
     ((what, value),) = asked.items()
+    _check_fraction(what, value)
+    return what, float(value)
+
+
+def _check_fraction(what: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise ValueError(f"{what}={value!r} is the fraction that remains: a number above 0 and at most 1")
-    return what, float(value)
 
 
 def check(options: Options) -> None:
@@ -57,6 +65,8 @@ def check(options: Options) -> None:
     if unknown := set(options) - set(Options.__annotations__):
         name = sorted(unknown)[0]
         raise TypeError(f"shrink_ has no argument {name!r}.{nearest(name, Options.__annotations__)}")
+    if options.get("depth") is not None:
+        _check_fraction("depth", options.get("depth"))
     if scope not in SCOPES:
         raise ValueError(f"scope={scope!r} must be one of {', '.join(map(repr, SCOPES))}.{nearest(str(scope), SCOPES)}")
     if not isinstance(multiple, int) or isinstance(multiple, bool) or multiple < 1:

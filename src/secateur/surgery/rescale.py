@@ -1,23 +1,24 @@
-"""What a cut changes besides units: means over fewer elements (RMSNorm), and sizes that enter formulas (1/sqrt(head_dim)).
+"""Fewer units where a formula knows how many there are: RMSNorm's mean, and sizes in scales such as 1/sqrt(head dimension).
 
-Both are made good by scaling weights. A guess at which weights is not trusted: the run says whether it was right.
+What changes with the size is made good in weights. A guess at which weights is not trusted: that the factors cancel is followed
+through the run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..graph import Atom, Cat, Expr, Prod, atoms, new_size, norm, solve_attributes
 from ..graph.provenance import Attr, Dim, SizeUse, evaluate, leaves
 from ..graph.tracer import Step
-from .replay import Replay, Visit, numbers
+from .degrees import balanced
+from .wiring import Silence, tensors_in
 
 _EXPONENTS = (-0.5, 0.5, -0.25, 0.25, -1.0, 1.0)  # of a size, as it enters formulas
 
@@ -27,11 +28,16 @@ class Refused(Exception):
 
 
 class Scale(NamedTuple):
-    """A parameter p becomes `factor * (p + offset) - offset`: what is used is p + offset (1 + weight in some norms)."""
+    """Parameter p becomes `factor * (p + offset) - offset`: what is used is p + offset (1 + weight in some norms).
 
-    parameter: nn.Parameter
-    factor: Tensor
+    `rows`: the indices of `dim` that are scaled; None for all of it.
+    """
+
+    name: str
+    factor: float
     offset: float = 0.0
+    dim: int = 0
+    rows: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -40,103 +46,99 @@ class Edit:
 
     atoms: set[Atom]
     scales: list[Scale] = field(default_factory=list)
-    attributes: list[tuple[nn.Module, str, float]] = field(default_factory=list)
-
-    def apply(self) -> None:
-        for parameter, factor, offset in self.scales:
-            parameter.data = factor.to(parameter) * (parameter.data + offset) - offset
-        for module, name, number in self.attributes:
-            setattr(module, name, number)
+    attributes: list[tuple[str, str, float]] = field(default_factory=list)
 
 
 # ---------------------------------------------------------------- RMSNorm
 
 
-def mean_of_squares(replay: Replay, atom: Atom, done: set[int]) -> list[Edit]:
+def mean_of_squares(flow: Silence, atom: Atom, done: set[int]) -> list[Edit]:
     """x / sqrt(mean(x^2) + eps) * w over N of M units, the others zero, is the same with eps * M / N and w * sqrt(M / N)."""
-    return [_rms(replay, i, done) for i in _steps_over(replay, atom, "aten::mean") if i not in done]
+    return [_rms(flow, i, done) for i in _steps_over(flow, atom, "aten::mean") if i not in done]
 
 
-def _steps_over(replay: Replay, atom: Atom, name: str) -> list[int]:
+def _steps_over(flow: Silence, atom: Atom, name: str) -> list[int]:
     found = []
-    for i, step in enumerate(replay.trace.steps):
-        if step.name == name and any(atom in atoms(e) for e in _reduced(replay, step)):
+    for i, step in enumerate(flow.trace.steps):
+        if step.name == name and any(atom in atoms(e) for e in _reduced(flow, step)):
             found.append(i)
     return found
 
 
-def _reduced(replay: Replay, step: Step) -> list[Expr]:
-    axes = replay.trace.axes[numbers(step)[0]]
+def _reduced(flow: Silence, step: Step) -> list[Expr]:
+    axes = flow.trace.axes[tensors_in(step)[0]]
     dims = step.args[1] if len(step.args) > 1 and isinstance(step.args[1], tuple) else range(len(axes))
     return [axes[d] for d in dims]
 
 
-def _rms(replay: Replay, i: int, done: set[int]) -> Edit:
-    steps, where = replay.trace.steps, replay.trace.steps[i].module or "the model"
+def _rms(flow: Silence, i: int, done: set[int]) -> Edit:
+    steps, where = flow.trace.steps, flow.trace.steps[i].module or "the model"
     refused = Refused(f"mean in {where} runs over the cut axis and is no RMSNorm: over fewer units it is another number")
-    made = steps[replay.makers.get(numbers(steps[i])[0], i)]
+    made = steps[flow.makers.get(tensors_in(steps[i])[0], i)]
     power = made.name == "aten::pow" and made.args[1] == 2
-    if not power and not (made.name == "aten::mul" and len(set(numbers(made))) == 1 and len(made.args) == 2):
+    if not power and not (made.name == "aten::mul" and len(set(tensors_in(made))) == 1 and len(made.args) == 2):
         raise refused
-    chain = _chain(replay, steps[i].outs[0], 8)
+    chain = _chain(flow, steps[i].outs[0], 8)
     names = [steps[j].name.partition("::")[2].rstrip("_") for j in chain]
     if names[:2] != ["add", "rsqrt"] or "mul" not in names[2:]:
         raise refused
     eps = next((v for v in steps[chain[0]].args if isinstance(v, int | float)), None)
-    scaled = [j for j in chain[2:] if steps[j].name.startswith("aten::mul") and _weight(replay, steps[j])]
+    scaled = [j for j in chain[2:] if steps[j].name.startswith("aten::mul") and _weight(flow, steps[j])]
     if eps is None or not scaled:
         raise Refused(f"the RMSNorm {where} has no weight that could take the factor sqrt(old / new)")
-    axes = _reduced(replay, steps[i])
-    counts = {a: int(m.sum()) for a, m in replay.keep.items()}
+    axes = _reduced(flow, steps[i])
+    counts = {a: int(m.sum()) for a, m in flow.keep.items()}
     ratio = math.prod(e.size for e in axes) / math.prod(new_size(e, counts) for e in axes)
     done.add(i)
-    cut = {a for e in axes for a in atoms(e) if a in replay.keep}
-    scale = _scale_of(replay, scaled[0], math.sqrt(ratio))
-    return Edit(cut, [scale], [(*_eps_attribute(replay, steps[i].module, float(eps)), float(eps) * ratio)])
+    cut = {a for e in axes for a in atoms(e) if a in flow.keep}
+    scale = _scale_of(flow, scaled[0], math.sqrt(ratio))
+    return Edit(cut, [scale], [(*_eps_attribute(flow, steps[i].module, float(eps)), float(eps) * ratio)])
 
 
-def _chain(replay: Replay, number: int, most: int) -> list[int]:
+def _chain(flow: Silence, number: int, most: int) -> list[int]:
     """The steps that follow a tensor as long as exactly one reads it."""
     found: list[int] = []
-    while len(found) < most and len(replay.readers.get(number, ())) == 1:
-        found.append(replay.readers[number][0])
-        outs = replay.trace.steps[found[-1]].outs
+    while len(found) < most and len(flow.readers.get(number, ())) == 1:
+        found.append(flow.readers[number][0])
+        outs = flow.trace.steps[found[-1]].outs
         if not outs:
             break
         number = outs[0]
     return found
 
 
-def _weight(replay: Replay, step: Step) -> tuple[int, str] | None:
+def _weight(flow: Silence, step: Step) -> tuple[int, str] | None:
     """The operand that is made of one parameter, and its name."""
-    for n in numbers(step):
-        names = replay.origin.get(n, frozenset())
+    for n in tensors_in(step):
+        names = flow.origin.get(n, frozenset())
         if len(names) == 1:
             return n, next(iter(names))
     return None
 
 
-def _scale_of(replay: Replay, i: int, factor: float) -> Scale:
-    found = _weight(replay, replay.trace.steps[i])
+def _scale_of(flow: Silence, i: int, factor: float) -> Scale:
+    found = _weight(flow, flow.trace.steps[i])
     assert found is not None
     number, name = found
-    parameter = replay.parameters.get(name)
+    parameter = flow.parameters.get(name)
     if parameter is None:
         raise Refused(f"the RMSNorm with {name} has no trainable weight that could take the factor sqrt(old / new)")
-    offset = (replay.made_of_weights(number).to(parameter).reshape(parameter.shape) - parameter.detach()).double()
+    if number in flow.trace.names:
+        return Scale(name, factor)
+    offset = (flow.value(number).to(parameter).reshape(parameter.shape) - flow.value(flow.numbers[name])).double()
     if float((offset - offset.mean()).abs().max()) > 1e-6:
         raise Refused(f"{name} enters its RMSNorm through a formula other than a sum with a number")
-    return Scale(parameter, torch.tensor(factor, dtype=torch.float64), round(float(offset.mean()), 6))
+    return Scale(name, factor, round(float(offset.mean()), 6))
 
 
-def _eps_attribute(replay: Replay, path: str, eps: float) -> tuple[nn.Module, str]:
-    module = replay.model.get_submodule(path)
+def _eps_attribute(flow: Silence, path: str, eps: float) -> tuple[str, str]:
+    module = flow.trace.model.get_submodule(path)
     names = [k for k, v in vars(module).items() if isinstance(v, float) and v == eps]
     if not names and vars(module).get("eps", 0) is None:  # torch picks the machine's own epsilon
         names = ["eps"]
     if len(names) != 1:
         raise Refused(f"the RMSNorm {path}: eps = {eps:g} is no attribute of the module, so it cannot grow by old / new")
-    return module, names[0]
+    return path, names[0]
 
 
 # ---------------------------------------------------------------- sizes in formulas
@@ -153,58 +155,51 @@ class _Use(NamedTuple):
     sites: dict[int, float]
 
 
-def sizes_in_formulas(replay: Replay, bad: dict[Atom, str]) -> list[Edit]:
+def sizes_in_formulas(flow: Silence, bad: dict[Atom, str]) -> list[Edit]:
     """Scale one factor of each product whose scale 1/sqrt(size) changes with the cut, so that the product stays what it was."""
-    left = _uses(replay)
     edits: list[Edit] = []
-    options = {id(u): list(_candidates(replay, u)) for u in left}
-    for rank in range(max(map(len, options.values()), default=0)):
-        trial = {id(u): options[id(u)][rank] for u in left if rank < len(options[id(u)])}
-        if not trial:
-            break
-        overrides = {i: _resized(u, e) for u in left if id(u) in trial for i, e in u.sites.items()}
-        fine = agrees_after(replay, overrides, [s for scales in trial.values() for s in scales])
-        settled = [u for u in left if id(u) in trial and all(fine[i] for i in u.sites)]
-        edits += [Edit(set(u.atoms), trial[id(u)]) for u in settled]
-        left = [u for u in left if u not in settled]
-    for use in left:
+    for use in _uses(flow):
+        scales = next((s for s, shares in _candidates(flow, use) if balanced(flow, s, shares)), None)
+        if scales is not None:
+            edits.append(Edit(set(use.atoms), scales))
+            continue
         where = use.module or "the model"
         for atom in use.atoms:
             bad.setdefault(atom, f"its size enters a formula in {where} ({use.how}), and no weight there can be scaled for it")
     return edits
 
 
-def _uses(replay: Replay) -> list[_Use]:
-    trace = replay.trace
-    counts = {a: int(m.sum()) for a, m in replay.keep.items()}
+def _uses(flow: Silence) -> list[_Use]:
+    trace = flow.trace
+    counts = {a: int(m.sum()) for a, m in flow.keep.items()}
     if not any("scale" in a.flags for a in counts):
         return []
     now = {(id(c.owner), c.key): c.new for c in solve_attributes(trace, counts)}
     found: dict[tuple[str, int, int], _Use] = {}
     for use in trace.uses:
         old, new = evaluate(use.source, {}, {}), evaluate(use.source, counts, now)
-        cut = frozenset(a for e in _axes_of(replay, use) for a in atoms(e) if a in counts)
+        cut = frozenset(a for e in _axes_of(flow, use) for a in atoms(e) if a in counts)
         if cut and old != new:
             key = (use.module, old, new)
             known = found.get(key, _Use(use.module, use.how, old, new, frozenset(), {}))
-            found[key] = known._replace(atoms=known.atoms | cut, sites=_sites(replay, use.module, old))
+            found[key] = known._replace(atoms=known.atoms | cut, sites=_sites(flow, use.module, old))
     return list(found.values())
 
 
-def _axes_of(replay: Replay, use: SizeUse) -> list[Expr]:
+def _axes_of(flow: Silence, use: SizeUse) -> list[Expr]:
     found: list[Expr] = []
     for leaf in leaves(use.source):
         if isinstance(leaf, Dim):
             found.append(leaf.expr)
         elif isinstance(leaf, Attr):
-            found += [s.axis for s in replay.trace.sites if isinstance(s.source, Attr) and s.source.id == leaf.id]
+            found += [s.axis for s in flow.trace.sites if isinstance(s.source, Attr) and s.source.id == leaf.id]
     return found
 
 
-def _sites(replay: Replay, module: str, size: int) -> dict[int, float]:
+def _sites(flow: Silence, module: str, size: int) -> dict[int, float]:
     """Steps of the module in which a power of the size stands as a number, or attention with its own scale; the exponents."""
     found: dict[int, float] = {}
-    for i, step in enumerate(replay.trace.steps):
+    for i, step in enumerate(flow.trace.steps):
         kind = step.name.partition("::")[2].rstrip("_")
         if step.module != module or not (kind in ("mul", "div") or "scaled_dot_product" in kind):
             continue
@@ -214,55 +209,35 @@ def _sites(replay: Replay, module: str, size: int) -> dict[int, float]:
             if power is not None:
                 found[i] = -power if kind == "div" else power
         own = "scaled_dot_product" in kind and step.kwargs.get("scale") is None
-        if own and replay.trace.axes[numbers(step)[0]][-1].size == size:
+        if own and flow.trace.axes[tensors_in(step)[0]][-1].size == size:
             found[i] = -0.5
     return found
 
 
-def _resized(use: _Use, exponent: float) -> Visit:
-    """The operator as it will be after the cut: with the new size."""
-
-    def visit(i: int, step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        power = -exponent if step.name.partition("::")[2].rstrip("_") == "div" else exponent
-
-        def new(value: Any) -> Any:
-            fits = isinstance(value, float) and math.isclose(value, use.old**power, rel_tol=1e-9)
-            return float(use.new**power) if fits else value
-
-        if "scaled_dot_product" in step.name:
-            return func(*map(new, args), **{**kwargs, "scale": float(use.new**power)})
-        return func(*map(new, args), **kwargs)
-
-    return visit
-
-
-def _candidates(replay: Replay, use: _Use) -> Iterator[list[Scale]]:
-    """Weights that may be one factor of the product: a tensor that makes the units, or a segment of it; with its bias."""
+def _candidates(flow: Silence, use: _Use) -> Iterator[tuple[list[Scale], dict[int, float]]]:
+    """Weights that may be one factor of the product (a tensor that makes the units, or a segment of it; with its bias), and by
+    which power of the factor each formula changes by itself."""
     totals: dict[int, float] = {}
     for i, exponent in use.sites.items():
-        end = checkpoint(replay, i)
+        end = _checkpoint(flow, i)
         totals[end] = totals.get(end, 0.0) + exponent
     if len(set(totals.values())) != 1:
         return
-    factor = (use.new / use.old) ** -next(iter(totals.values()))
-    parameters = replay.parameters
+    total = next(iter(totals.values()))
+    factor = (use.new / use.old) ** -total
+    shares = {i: -exponent / total for i, exponent in use.sites.items()}
+    parameters = flow.parameters
     for atom in use.atoms:
         members = [
-            m for m in replay.trace.by_atom[atom].members if m.tensor in parameters and m.role in ("produce", "elementwise")
+            m for m in flow.trace.by_atom[atom].members if m.tensor in parameters and m.role in ("produce", "elementwise")
         ]
         for m in sorted(members, key=lambda m: (m.role != "produce", parameters[m.tensor].dim() < 2)):
-            for rows in _segments(replay.trace.dims[m.tensor][m.dim], atom):
-                scales = [_rows(parameters[m.tensor], m.dim, rows, factor)]
+            for rows in _segments(flow.trace.dims[m.tensor][m.dim], atom):
+                scales = [Scale(m.tensor, factor, 0.0, m.dim, rows)]
                 bias = m.tensor.replace("weight", "bias")
                 if bias != m.tensor and bias in parameters and parameters[bias].shape == rows.shape:
-                    scales.append(_rows(parameters[bias], 0, rows, factor))
-                yield scales
-
-
-def _rows(parameter: nn.Parameter, dim: int, rows: Tensor, factor: float) -> Scale:
-    shape = [-1 if d == dim else 1 for d in range(parameter.dim())]
-    values = torch.where(rows, torch.tensor(factor, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64))
-    return Scale(parameter, values.reshape(shape))
+                    scales.append(Scale(bias, factor, 0.0, 0, rows))
+                yield scales, shares
 
 
 def _segments(e: Expr, atom: Atom) -> list[Tensor]:
@@ -289,54 +264,9 @@ def _carries(e: Expr, atom: Atom) -> Tensor:
     return torch.full((e.size,), atom in atoms(e))
 
 
-# ---------------------------------------------------------------- the judge
-
-
-def checkpoint(replay: Replay, i: int) -> int:
+def _checkpoint(flow: Silence, i: int) -> int:
     """The softmax or attention that everything of step i goes through, or the step itself."""
-    for j in (i, *_chain(replay, replay.trace.steps[i].outs[0], 40)):
-        if "softmax" in replay.trace.steps[j].name or "scaled_dot_product" in replay.trace.steps[j].name:
+    for j in (i, *_chain(flow, flow.trace.steps[i].outs[0], 40)):
+        if "softmax" in flow.trace.steps[j].name or "scaled_dot_product" in flow.trace.steps[j].name:
             return j
     return i
-
-
-def agrees_after(replay: Replay, overrides: Mapping[int, Visit], scales: list[Scale] | None = None) -> dict[int, bool]:
-    """For each step that is answered differently (with scaled weights): is everything as it was from its checkpoint on?"""
-    ends = {i: checkpoint(replay, i) for i in overrides}
-    before: dict[int, Any] = {}
-    fine: dict[int, bool] = {}
-
-    def remember(i: int, step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
-        if i in ends.values():
-            before[i] = out
-        return out
-
-    def compare(i: int, step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = overrides[i](i, step, func, args, kwargs) if i in overrides else func(*args, **kwargs)
-        if i not in before:
-            return out
-        a, b = (replay.zeroed(_first(o), step.outs[0], replay.cut_atoms(step.outs[0])) for o in (before[i], out))
-        exact = math.sqrt(torch.finfo(a.dtype).eps) * (1e-2 if a.dtype == torch.float64 else 1.0)
-        fine[i] = float((a - b).abs().max()) <= exact * float(a.abs().max())
-        return before[i]
-
-    replay.run(remember)
-    with _scaled(scales or []):
-        replay.run(compare)
-    return {i: fine[end] for i, end in ends.items()}
-
-
-def _first(out: Any) -> Tensor:
-    return out[0] if isinstance(out, list | tuple) else out
-
-
-@contextlib.contextmanager
-def _scaled(scales: list[Scale]) -> Iterator[None]:
-    saved = [(p, p.data) for p, _, _ in scales]
-    try:
-        Edit(set(), scales).apply()
-        yield
-    finally:
-        for parameter, data in reversed(saved):
-            parameter.data = data

@@ -16,7 +16,10 @@ from .verify import Verified, verify
 
 @dataclass(frozen=True)
 class Row:
-    """One group: its name (the first tensor that makes its units), units before and after, and why it is not exact, if so."""
+    """One group: its name (the first tensor that makes its units), units before and after, and why it is not exact, if so.
+
+    For a list of blocks: its path, blocks before and after, and as members the blocks that went.
+    """
 
     name: str
     before: int
@@ -57,7 +60,12 @@ class Shrunk:
                 "the model was cut in place, so there is nothing to compare with; pass original= (a copy made before the cut)"
             )
         args, kwargs = self.inputs if inputs is None else split_inputs(inputs)
-        found = verify(dense, self.small, self.cuts, args, kwargs, each=each)
+        if self.cuts.drop:
+            from .depth import verify_blocks
+
+            found = verify_blocks(dense, self.small, self.cuts, (args, kwargs), each=each)
+        else:
+            found = verify(dense, self.small, self.cuts, args, kwargs, each=each)
         self.errors = found.groups
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -15,9 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..graph import Atom, Expr, Trace, new_size
 from ..graph.equations import signature
+from ..graph.outline import Outlined, ValueRead
 from ..graph.provenance import Dim
 from ..graph.slots import owned_tensors
+from ..graph.trace import answers, plain_kernels
 from ..graph.tracer import Ref
+from .masked import run
 
 Counts = Mapping[Atom, int]
 
@@ -90,18 +94,38 @@ class Model:
 class Counting(TorchDispatchMode):
     """Counts the FLOPs of what runs inside, by torch's formulas (its own counter also follows modules, which not all bear)."""
 
-    def __init__(self) -> None:
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch would load all of torch._dynamo: seconds
+
+    def __init__(self, outlined: Outlined | None = None) -> None:
         super().__init__()
-        self.formulas, self.total = _formulas(), 0
+        self.formulas, self.total, self.outlined = _formulas(), 0, outlined
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {})) if self.outlined is None else self.outlined(func, args, kwargs or {})
         formula = self.formulas.get(getattr(func, "overloadpacket", None))
         if formula is not None:
-            self.total += formula(*args, **(kwargs or {}), out_val=out)
+            plain = getattr(formula, "__wrapped__", formula)  # of shapes instead of tensors: torch's wrapper takes a while
+            sizes = {key: _sizes(value) for key, value in (kwargs or {}).items()}
+            self.total += plain(*map(_sizes, args), **sizes, out_shape=_sizes(out))
         return out
+
+
+def _sizes(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    return tuple(map(_sizes, value)) if isinstance(value, list | tuple) else value
+
+
+def outline(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[tuple[int, ...]], int]:
+    """The shapes that the model answers with, and its FLOPs; nothing heavy is computed unless its way depends on values."""
+    for outlined in (Outlined(), None):
+        with contextlib.suppress(ValueRead), plain_kernels(), Counting(outlined) as counter:
+            return answers(run(model, args, kwargs)), counter.total
+    raise AssertionError("a run without outlines reads values as it likes")
 
 
 def latency(dense: Callable[[], Any], small: Callable[[], Any], seconds: float = 0.5) -> tuple[float, float]:

@@ -1,12 +1,26 @@
-"""How the units of a group travel through the traced run: do they feed themselves, and are they silent once unmade?"""
+"""How the units of a group travel through the traced run: do they feed themselves, what makes them, and what makes them silent?
+
+A removed unit is silent when every weight that makes it is zero; its bias and what comes after (a normalisation's shift, an
+activation of zero) make it a constant, which is folded into its consumers. Biases go to zero too where a constant could not go
+anywhere: of units that feed themselves (recurrent layers, a layer applied twice), which would carry it on from use to use, and
+of units that are multiplied with each other (queries and keys). Units that still speak then (a query head whose values are
+those of other heads too) are silenced where they are read.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..graph import Atom, Cat, Expr, Group, Trace, atoms, norm
+from ..graph import Atom, Cat, Expr, Group, Trace, atoms, keep_mask, norm
 from ..graph.tracer import Ref, Step
+
+Keep = Mapping[Atom, Tensor]
+_TURNS = {"aten::t", "aten::transpose", "aten::permute", "aten::detach", "aten::alias", "aten::contiguous"}
 
 # Products of two activations, of which the last one is what comes out: its units are those of the result.
 _PRODUCTS = ("aten::bmm", "aten::baddbmm", "aten::matmul", "scaled_dot_product")
@@ -46,6 +60,19 @@ class Wiring:
         made = {m.tensor: m.dim for m in group.members if m.role == "produce"}
         both = {m.tensor for m in group.members if m.role == "consume" and made.get(m.tensor, m.dim) != m.dim}
         return any(map(self._recurrent, made)) or any(len(self.readers.get(name, ())) > 1 for name in both)
+
+    @cached_property
+    def multiplied(self) -> frozenset[Atom]:
+        """Atoms that are summed over in products of two activations: queries and keys."""
+        found: set[Atom] = set()
+        for step in self.trace.steps:
+            data = [n for n in tensors_in(step) if n not in self.roots] if any(p in step.name for p in _PRODUCTS) else []
+            if len(data) > 1 and step.outs:
+                left, right = ({a for e in self.trace.axes[n] for a in atoms(e)} for n in data[-2:])
+                if "scaled_dot" in step.name:
+                    left, right = ({a for e in self.trace.axes[n] for a in atoms(e)} for n in data[:2])
+                found |= (left & right) - {a for e in self.trace.axes[step.outs[0]] for a in atoms(e)}
+        return frozenset(found)
 
     def _recurrent(self, name: str) -> bool:
         """The traced sequence may have been one step long, so here the layer's type has to say it."""
@@ -121,3 +148,114 @@ def units_along(e: Expr, atom: Atom) -> list[Tensor]:
                 whole = inner[None, :, None].expand(before, -1, after).reshape(-1)
             found.append(whole)
     return found
+
+
+def silenced(trace: Trace, keep: Keep) -> dict[str, list[tuple[int, Atom]]]:
+    """Tensor -> the dims in which the removed units of an atom are set to zero, in the masked model."""
+    wiring, directions = Wiring(trace), _directions(trace)
+    ranks = {name: len(axes) for name, axes in trace.dims.items()}
+    parameters = {name for name, _ in trace.model.named_parameters()}
+    found: dict[str, list[tuple[int, Atom]]] = {}
+    for group in (g for g in trace.groups if g.atom in keep):
+        mute = wiring.feeds_itself(group) or group.atom in wiring.multiplied
+        speaks = wiring.speaks(group)
+        for m in group.members:
+            zero = m.role in ("produce", "elementwise") or (speaks and m.role == "consume")
+            if zero and m.tensor in parameters and m.tensor not in directions and (ranks[m.tensor] > 1 or mute):
+                found.setdefault(m.tensor, []).append((m.dim, group.atom))
+    return found
+
+
+def _directions(trace: Trace) -> set[str]:
+    """Weights that are divided by their own norm: zeroed rows would be 0/0, and the gain that multiplies them is enough."""
+    return {
+        trace.names[step.args[0].number]
+        for step in trace.steps
+        if "_weight_norm" in step.name and step.args[0].number in trace.names
+    }
+
+
+class Silence:
+    """The weights as they are in the masked model, without making one: those of `tensors`, with `zeros` set to zero."""
+
+    def __init__(
+        self, trace: Trace, keep: Keep, tensors: Mapping[str, Tensor], zeros: Mapping[str, list[tuple[int, Atom]]]
+    ) -> None:
+        self.trace, self.keep, self.tensors = trace, keep, tensors
+        self.zeros = {name: set(places) for name, places in zeros.items()}
+        self.whole = trace.record.whole
+        self.origin: dict[int, frozenset[str]] = {number: frozenset({name}) for number, name in trace.names.items()}
+        self.makers: dict[int, int] = {}
+        for i, step in enumerate(trace.steps):
+            self.makers |= dict.fromkeys((n for n in step.outs if n not in trace.names), i)
+            if step.weights:
+                made_of = frozenset().union(*(self.origin.get(n, frozenset()) for n in tensors_in(step)))
+                self.origin |= {n: made_of for n in step.outs if n not in trace.names}
+        self.known: dict[tuple[int, int, Atom], bool] = {}
+
+    @cached_property
+    def readers(self) -> dict[int, list[int]]:
+        """Tensor number -> the steps that read it."""
+        found: dict[int, list[int]] = {}
+        for i, step in enumerate(self.trace.steps):
+            for n in dict.fromkeys(tensors_in(step)):
+                found.setdefault(n, []).append(i)
+        return found
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        return {name: number for number, name in self.trace.names.items()}
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.trace.model.named_parameters())
+
+    def cut_atoms(self, number: int) -> list[Atom]:
+        """The atoms of a tensor that lose units."""
+        return list(dict.fromkeys(a for e in self.trace.axes[number] for a in atoms(e) if a in self.keep))
+
+    def made_of_weights(self, number: int) -> bool:
+        return number in self.origin
+
+    def value(self, number: int) -> Tensor:
+        """The value of a tensor that depends on weights alone."""
+        name = self.trace.names.get(number)
+        if name is not None:
+            tensor = self.tensors[name].detach()
+            for d, atom in self.zeros.get(name, ()):
+                tensor = tensor.index_fill(d, self._gone(self.trace.dims[name][d], atom).to(tensor.device), 0)
+            return tensor
+        if number not in self.makers:
+            raise LookupError("a tensor that no module owns")
+        step = self.trace.steps[self.makers[number]]
+
+        def plain(v: Any) -> Any:
+            if isinstance(v, Ref):
+                return self.value(v.number)
+            return [plain(x) for x in v] if isinstance(v, tuple) else v
+
+        with torch.no_grad():
+            out = step.func(*map(plain, step.args), **{k: plain(v) for k, v in step.kwargs.items()})
+        return out[step.outs.index(number)] if isinstance(out, list | tuple) else out
+
+    def zero(self, number: int, dim: int, atom: Atom) -> bool:
+        """Whether the removed units of an atom are zero in a dim of a tensor made of weights."""
+        if (number, dim, atom) not in self.known:
+            self.known[number, dim, atom] = self._zero(number, dim, atom)
+        return self.known[number, dim, atom]
+
+    def _zero(self, number: int, dim: int, atom: Atom) -> bool:
+        name = self.trace.names.get(number)
+        if name is not None and (dim, atom) in self.zeros.get(name, ()):
+            return True
+        step = self.trace.steps[self.makers[number]] if number in self.makers else None
+        if step is not None and step.name in _TURNS:
+            source = tensors_in(step)[0]
+            rank = len(self.trace.axes[source])
+            where = step.func(torch.empty(*range(1, rank + 1), device="meta"), *step.args[1:]).shape
+            return self.zero(source, where[dim] - 1, atom)
+        gone = self._gone(self.trace.axes[number][dim], atom)
+        return not bool(self.value(number).index_select(dim, gone).any())
+
+    def _gone(self, e: Expr, atom: Atom) -> Tensor:
+        return (~keep_mask(e, {atom: self.keep[atom]})).nonzero()[:, 0]

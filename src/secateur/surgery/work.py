@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -11,16 +12,14 @@ from torch import Tensor, nn
 
 from ..criteria import Criterion
 from ..graph import Group, Trace, trace
-from ..graph.trace import plain_kernels
-from .budget import TOLERANCE, Choice, Knob, choose, keep_of
+from .budget import Choice, Knob, choose, keep_of, met
 from .importance import Scores, UnitCriterion, unit_scores
-from .masked import Made, bare, make, names_of, run
+from .masked import Made, bare, make, names_of
 from .optimizers import sliced_state
 from .request import Options, check, excluded, split_inputs, target_of
 from .shrunk import Row, Shrunk
-from .sizes import Counting, Model
+from .sizes import Model, outline
 from .sizes import latency as measured_latency
-from .verify import tensors_of
 
 AnyCriterion = Criterion | UnitCriterion | Callable[..., Tensor]
 
@@ -41,13 +40,15 @@ def shrunk(model: nn.Module, example_inputs: Any, criterion: AnyCriterion, optio
     traced = trace(model, args, kwargs)
     left = excluded(traced, options.get("exclude", ()))
     groups = [g for g in traced.prunable if g not in left]
-    scores, unscored = unit_scores(traced, groups, criterion, data, options.get("loss")) if groups else ({}, {})
+    repair = "refit" if options.get("refit") else "reestimate" if options.get("reestimate") else "none"
+    scores, unscored = unit_scores(traced, groups, criterion, data, options.get("loss"), repair) if groups else ({}, {})
     left |= unscored
     sizes = Model(traced)
     while True:
         if not scores:
             raise ValueError(_nothing_left(traced, left))
-        choice = _choice(traced, scores, sizes, what, target, options, (args, kwargs))
+        priced = isinstance(criterion, UnitCriterion) and criterion.priced
+        choice = _choice(traced, scores, sizes, what, target, options, priced, (args, kwargs))
         made = make(model, traced, keep_of(scores, choice.counts), args, kwargs)
         if not options.get("exact_only"):
             break
@@ -56,12 +57,13 @@ def shrunk(model: nn.Module, example_inputs: Any, criterion: AnyCriterion, optio
             break
         left |= {g: f"exact_only: {made.reasons[g]}" for g in inexact}
         scores = {g: s for g, s in scores.items() if g not in left}
-    counted = _check_runs(model, made.small, args, kwargs)
+    expected = sizes.flops({g.atom: n for g, n in choice.counts.items()})
+    counted = _check_runs(traced, made.small, args, kwargs, expected)
     unfitted = _repair(made, model, data, options)
     optimizer = options.get("optimizer")
     state = {} if optimizer is None else sliced_state(optimizer, model, made.cuts)
     totals = _totals(model, made.small, sizes, counted, what, (args, kwargs))
-    if what == "flops" and abs(totals["flops"][1] / totals["flops"][0] - target) > TOLERANCE:
+    if what == "flops" and not met(totals["flops"][1] / totals["flops"][0], target):
         raise ValueError(
             f"flops={target:g}: the cut counts {totals['flops'][1] / totals['flops'][0]:.3g}; the model is as it was"
         )
@@ -74,12 +76,20 @@ def shrunk(model: nn.Module, example_inputs: Any, criterion: AnyCriterion, optio
 
 
 def _choice(
-    traced: Trace, scores: Scores, sizes: Model, what: str, target: float, options: Options, inputs: tuple[Any, Any]
+    traced: Trace,
+    scores: Scores,
+    sizes: Model,
+    what: str,
+    target: float,
+    options: Options,
+    priced: bool,
+    inputs: tuple[Any, Any],
 ) -> Choice:
     given = options.get("floor")
     floor = min(0.1, target) if given is None else float(given)
     floors = {g: min(g.size, max(1, math.ceil(floor * g.size))) for g in scores}
-    knob = Knob(traced, scores, floors, options.get("scope", "global"), options.get("multiple_of", 1))
+    costs = _costs(sizes, scores, what) if priced else None
+    knob = Knob(traced, scores, floors, options.get("scope", "global"), options.get("multiple_of", 1), costs)
     whole = {"params": sizes.params({}), "flops": sizes.flops({}), "channels": sum(g.size for g in scores)}
     if not whole.get(what, 1):
         raise ValueError(f"{what}={target:g}: the model has no {what} to count on these inputs; ask for another target")
@@ -93,6 +103,15 @@ def _choice(
         return (sizes.params(atoms) if what == "params" else sizes.flops(atoms)) / whole[what]
 
     return choose(knob, measure, target, what, measured=what == "latency")
+
+
+def _costs(sizes: Model, scores: Scores, what: str) -> dict[Group, float]:
+    """What one unit of each group adds to what the target counts (FLOPs stand for time)."""
+    if what == "channels":
+        return dict.fromkeys(scores, 1.0)
+    count = sizes.params if what == "params" else sizes.flops
+    whole = count({})
+    return {g: float(max(1, whole - count({g.atom: g.size - 1}))) for g in scores}
 
 
 def _speed(model: nn.Module, small: nn.Module, inputs: tuple[Any, Any]) -> float:
@@ -128,33 +147,35 @@ def _repair(made: Made, model: nn.Module, data: Iterable[Any] | None, options: O
     return left
 
 
-def _check_runs(model: nn.Module, small: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _check_runs(traced: Trace, small: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], expected: int) -> int:
     """The small model runs, gives what the model gave in the same shapes, also for two batches in one; its FLOPs."""
-    shapes = [t.shape for t in tensors_of(run(model, args, kwargs))]
+    shapes, doubled = traced.record.answers, _doubled(args, kwargs)
+    if doubled is not None:  # when this is fine, so is one batch
+        with contextlib.suppress(Exception):
+            if outline(small, *doubled)[0] == [(2 * s[0], *s[1:]) for s in shapes]:
+                return expected
     try:
-        with plain_kernels(), Counting() as counter:
-            found = [t.shape for t in tensors_of(run(small, args, kwargs))]
+        found, flops = outline(small, args, kwargs)
     except Exception as error:
         raise RuntimeError(
             f"the cut model does not run: {type(error).__name__}: {error}. The model is as it was; exclude the layer that fails"
         ) from error
     if shapes != found:
         raise RuntimeError(f"the cut model answers with shapes {found} instead of {shapes}; the model is as it was")
-    doubled = _doubled(args, kwargs)
     if doubled is not None:
         try:
-            run(small, *doubled)
+            outline(small, *doubled)
         except Exception as error:
-            if _runs(model, *doubled):
+            if _runs(traced.model, *doubled):
                 raise RuntimeError(
                     f"the cut model does not run on twice the batch: {error}. The model is as it was."
                 ) from error
-    return counter.total
+    return flops
 
 
 def _runs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     try:
-        run(model, args, kwargs)
+        outline(model, args, kwargs)
     except Exception:
         return False
     return True

@@ -61,7 +61,7 @@ class Seen:
         from .....surgery.replay import Replay, paired
 
         made: Any = WeakIdKeyDictionary()
-        replay = Replay(plain, self.traced, {}, args, kwargs)
+        replay = Replay(plain, self.traced, args, kwargs)
         anything = _Anything(self.traced, replay.origin.keys())
 
         def visit(i: int, step: Any, func: Any, given: Any, named: Any) -> Any:

@@ -1,0 +1,171 @@
+"""A layer whose weight is held in a sparse format: plain buffers and one operator. And the way back to the dense layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .find import negative_zeros, unpack_bits
+from .formats import FORMATS, Format, as_matrix, as_weight, conv, linear
+
+KINDS: dict[type[nn.Module], str] = {nn.Linear: "linear", nn.Conv1d: "conv", nn.Conv2d: "conv", nn.Embedding: "embedding"}
+HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+         "_forward_hooks_always_called")  # fmt: skip
+
+
+class Compressed(nn.Module):
+    """Stands where a Linear, Conv1d, Conv2d or Embedding stood. For inference; `decompress_` puts the dense layer back.
+
+    The packed weight is in plain buffers, which move, copy and save as buffers do. `load_state_dict` also takes the dense
+    weight (and packs it). Reading `.weight` unpacks it, each time.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, layer: Any, form: Format, options: tuple[int, ...], tied: tuple[str, ...] = (), store: Any = None):
+        super().__init__()
+        weight: Tensor = layer.weight.detach()
+        self.kind, self.stood, self.arguments = KINDS[type(layer)], type(layer), arguments_of(layer)
+        self.form, self.options, self.shape, self.tied = form.name, options, tuple(weight.shape), tied
+        self.groups: int = self.arguments.get("groups", 1)
+        self.window = window_of(layer) if self.kind == "conv" else []
+        self.dtype: torch.dtype = weight.dtype
+        self.trainable: bool = layer.weight.requires_grad
+        matrix = as_matrix(weight, self.groups)
+        self.rows, self.columns = matrix.shape
+        self._hold(weight, store)
+        bias = getattr(layer, "bias", None)
+        self.register_parameter("bias", bias)
+        self.names = form.buffers
+        for hooks in HOOKS:  # the same tables, so that gates stay and handles still remove what they registered
+            setattr(self, hooks, getattr(layer, hooks))
+        self.train(layer.training)
+
+    def _hold(self, weight: Tensor, store: Any = None) -> None:
+        form = FORMATS[self.form]
+        packed = form.pack(as_matrix(weight if store is None else weight.to(store), self.groups).contiguous(), self.options)
+        for name, buffer in zip(form.buffers, packed):
+            self.register_buffer(name, buffer)
+        self.register_buffer("minus", negative_zeros(weight))
+
+    def buffers_in_order(self) -> list[Tensor]:
+        return [self.get_buffer(name) for name in self.names]
+
+    def forward(self, input: Tensor) -> Tensor:  # the name that the dense layers have
+        if self.training:
+            raise RuntimeError(
+                "a compressed layer is for inference and was called in train mode: call model.eval(), or "
+                "secateur.decompress_(model) to train it again"
+            )
+        held: Any = [self._buffers[name] for name in self.names]
+        shape, bias = (self.form, self.rows, self.columns, self.options), self._parameters["bias"]
+        ops, grad = torch.ops.secateur, torch.is_grad_enabled()
+        # Nobody watches: the function itself, since the way through the dispatcher takes as long as a small layer.
+        plain = not (grad or torch.compiler.is_compiling()) and type(input) is Tensor
+        if self.kind == "linear":
+            return (linear if plain else ops.linear_grad if grad else ops.linear)(input, held, bias, *shape)
+        if self.kind == "embedding":
+            return ops.embedding(input, held, *shape)
+        flat = self.stood is nn.Conv1d
+        dims = 2 if flat else 3
+        batched = input.unsqueeze(0) if input.dim() == dims else input
+        run = conv if plain else ops.conv_grad if grad else ops.conv
+        y = run(batched.unsqueeze(2) if flat else batched, held, bias, *shape, self.window)
+        y = y.squeeze(2) if flat else y
+        return y.squeeze(0) if input.dim() == dims else y
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, unpacked now: exact where the values are stored in their own dtype."""
+        matrix = FORMATS[self.form].unpack(self.buffers_in_order(), self.rows, self.columns, self.options)
+        weight = as_weight(matrix, self.shape, self.groups)
+        if self.minus is not None:
+            where = unpack_bits(self.minus, weight.numel()).view(weight.shape)  # type: ignore[arg-type]
+            weight = torch.where(where & (weight == 0), -torch.zeros((), dtype=weight.dtype, device=weight.device), weight)
+        return weight
+
+    def restored(self, weight: nn.Parameter | None = None) -> nn.Module:
+        """The dense layer again, with this weight if it is given (a tied one)."""
+        layer = self.stood(**self.arguments, device="meta")
+        if weight is None:
+            dense = self.weight
+            moved = self.get_buffer(self.names[0]).dtype  # after .to(dtype) the layer has that dtype
+            weight = nn.Parameter(dense.to(moved if self.moved() else self.dtype), requires_grad=self.trainable)
+        layer.register_parameter("weight", weight)
+        if "bias" in layer._parameters:
+            layer.register_parameter("bias", self.bias)
+        for hooks in HOOKS:
+            setattr(layer, hooks, getattr(self, hooks))
+        return layer.train(self.training)
+
+    def moved(self) -> bool:
+        """Whether `.to(dtype)` changed the layer since: then its bias, if any, and its values went along."""
+        return self.bias is not None and self.bias.dtype != self.dtype
+
+    def bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:  # type: ignore[override]
+        weight = state_dict.pop(f"{prefix}weight", None)
+        if weight is not None:
+            if tuple(weight.shape) != self.shape:
+                raise ValueError(f"{prefix}weight is {tuple(weight.shape)} in the state dict and {self.shape} in the model")
+            old = self.get_buffer(self.names[0])
+            self._hold(weight.detach().to(self.dtype), None if old.dtype == self.dtype else old.dtype)
+            state_dict.update({f"{prefix}{name}": buffer for name, buffer in self._buffers.items() if buffer is not None})
+        for name in (*self.names, "minus"):  # other zeros, other sizes
+            new, now = state_dict.get(f"{prefix}{name}"), self._buffers.get(name)
+            if new is not None and (now is None or new.shape != now.shape):
+                device = self.get_buffer(self.names[0]).device
+                self.register_buffer(name, torch.empty(new.shape, dtype=new.dtype if now is None else now.dtype, device=device))
+            elif name == "minus" and new is None and f"{prefix}{self.names[0]}" in state_dict:
+                self.register_buffer(name, None)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def extra_repr(self) -> str:
+        return f"{self.stood.__name__} {tuple(self.shape)}, {self.form}{list(self.options)}, {self.bytes():,} bytes"
+
+
+def arguments_of(layer: nn.Module) -> dict[str, Any]:
+    """What the layer's constructor needs to build its like."""
+    if isinstance(layer, nn.Linear):
+        return {"in_features": layer.in_features, "out_features": layer.out_features, "bias": layer.bias is not None}
+    if isinstance(layer, nn.Embedding):
+        return {name: getattr(layer, name) for name in ("num_embeddings", "embedding_dim", "padding_idx", "scale_grad_by_freq")}
+    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+    return {name: getattr(layer, name) for name in names} | {"bias": layer.bias is not None}
+
+
+def window_of(layer: Any) -> list[int]:
+    """Kernel, stride, padding and dilation as pairs; a Conv1d is a Conv2d over one line."""
+    padding = layer.padding
+    if isinstance(padding, str):
+        around = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size)]
+        padding = tuple(a // 2 for a in around) if padding == "same" else tuple(0 for _ in around)
+    pairs = [layer.kernel_size, layer.stride, padding, layer.dilation]
+    if len(layer.kernel_size) == 1:
+        pairs = [(neutral, *pair) for neutral, pair in zip((1, 1, 0, 1), pairs)]
+    return [int(number) for pair in pairs for number in pair]
+
+
+def why_not(layer: nn.Module) -> str | None:
+    """Why this layer cannot be compressed whatever its zeros are; None if it can."""
+    if type(layer) not in KINDS:
+        return f"{type(layer).__name__} is not a layer that can be compressed"
+    if "weight" not in layer._parameters:
+        return "its weight is computed (a parametrization); remove that first"
+    weight: Any = layer._parameters["weight"]
+    if weight is None or weight.layout != torch.strided or type(weight.data) is not Tensor:
+        return "its weight is not a plain dense tensor"
+    if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"its weight is {str(weight.dtype).removeprefix('torch.')}; float32, float16 and bfloat16 can be compressed"
+    if isinstance(layer, nn.Conv1d | nn.Conv2d):
+        if layer.padding_mode != "zeros":
+            return f"it pads with {layer.padding_mode!r}; only zeros can be compressed"
+        if layer.padding == "same" and any(d * (k - 1) % 2 for d, k in zip(layer.dilation, layer.kernel_size)):
+            return "its padding is not the same on both sides"
+    if isinstance(layer, nn.Embedding) and layer.max_norm is not None:
+        return "it rescales its rows (max_norm)"
+    return None

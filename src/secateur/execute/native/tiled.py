@@ -1,0 +1,294 @@
+"""The tiled product: a sparse matrix times many columns of numbers, `tile` of them at a time.
+
+The inputs are first laid out as [tile][input][position in the tile], so that one weight meets `tile` inputs that lie side
+by side. Weights come in blocks of columns small enough for their inputs to stay in the first-level cache, and with them
+as positions in the block, one byte each. `height` rows share one list of columns. Inside a block, rows are ordered by the
+length of their lists, so that loops of one length follow each other and the CPU guesses their ends.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from .emit import BF16, F16, F32, I8, I16, I32, I64, Code, Value, Variable, size_of
+
+# "pair": two bfloat16 side by side, which meet two inputs side by side
+STORED: dict[str, ir.Type] = {"float32": F32, "bfloat16": BF16, "float16": F16, "pair": I32}
+PACK_WIDTH = 64  # columns of the input that make one piece of packing work
+
+
+def transposed(code: Code, rows: list[Value]) -> list[Value]:
+    """As many vectors as lanes, mirrored: at each step, halves (then quarters, ...) change places across pairs of vectors."""
+    n, rows = len(rows), list(rows)
+    step = n // 2
+    while step:
+        for i in range(n):
+            if not i & step:
+                a, b = rows[i], rows[i | step]
+                rows[i] = code.shuffle(a, b, [n + (j ^ step) if j & step else j for j in range(n)])
+                rows[i | step] = code.shuffle(a, b, [n + j if j & step else j ^ step for j in range(n)])
+        step //= 2
+    return rows
+
+
+def pack_rows(name: str, features: frozenset[str], tile: int, stored: str) -> str:
+    """x [batch, inputs] to float32 [tile][input][position]; positions past the batch become zero."""
+    code, kind = Code(name, features), STORED[stored]
+    x, stride, batch, inputs, packed = (code.argument(i) for i in range(2, 7))
+    size, side = size_of(kind), min(code.lanes, tile)
+    with code.pieces(code.argument_address(0), (inputs + PACK_WIDTH - 1) // PACK_WIDTH) as piece:
+        first = piece * PACK_WIDTH
+        end = code.least(first + PACK_WIDTH, inputs)
+        whole = first + (end - first) // side * side
+        with code.loop(0, (batch + tile - 1) // tile) as t, code.loop(0, tile, side) as b:
+            row = t * tile + b
+
+            def one_by_one(begin: Value, row: Value = row, t: Value = t, b: Value = b) -> None:
+                with code.loop(begin, end) as k, code.loop(0, side) as j:
+                    place = packed + ((t * inputs + k) * tile + b + j) * 4
+                    code.either(
+                        row + j < batch,
+                        lambda: code.store(code.load_float(x + (row + j) * stride + k * size, kind), place),
+                        lambda: code.store(code.zero_number(), place),
+                    )
+
+            def squares(row: Value = row, t: Value = t, b: Value = b) -> None:
+                with code.loop(first, whole, side) as k:
+                    source = x + row * stride + k * size
+                    square = [code.load_float(source + stride * i, kind, side) for i in range(side)]
+                    for i, column in enumerate(transposed(code, square)):
+                        code.store(column, packed + ((t * inputs + k + i) * tile + b) * 4)
+                one_by_one(whole)
+
+            code.either(row + side <= batch, squares, lambda: one_by_one(first))
+    return code.finish()
+
+
+def pad_planes(name: str, features: frozenset[str]) -> str:
+    """Planes [height, width] of float32 into planes with zeros around them."""
+    code = Code(name, features)
+    x, padded, planes, height, width, pad_y, pad_x = (code.argument(i) for i in range(2, 9))
+    wide, high = width + pad_x * 2, height + pad_y * 2
+    with code.pieces(code.argument_address(0), planes) as plane:
+        source, to = x + plane * height * width * 4, padded + plane * high * wide * 4
+        _zeros(code, to, pad_y * wide)
+        _zeros(code, to + (pad_y + height) * wide * 4, pad_y * wide)
+        with code.loop(0, height) as row:
+            line = to + (pad_y + row) * wide * 4
+            _zeros(code, line, pad_x)
+            _copy(code, source + row * width * 4, width, line + pad_x * 4)
+            _zeros(code, line + (pad_x + width) * 4, pad_x)
+    return code.finish()
+
+
+def _zeros(code: Code, to: Value, count: Value) -> None:
+    with code.loop(0, count) as j:
+        code.store(code.zero_number(), to + j * 4)
+
+
+def _copy(code: Code, source: Value, count: Value, to: Value) -> None:
+    """Eight floats at a time; the last eight may overlap those before, which is quicker than one by one."""
+
+    def eight(j: Value) -> None:
+        code.store(code.load(source + j * 4, code.vector(8)), to + j * 4)
+
+    def long() -> None:
+        with code.loop(0, count - 7, 8) as j:
+            eight(j)
+        eight(count - 8)
+
+    def short() -> None:
+        with code.loop(0, count) as j:
+            code.store(code.load(source + j * 4, F32), to + j * 4)
+
+    code.either(count < 8, short, long)
+
+
+class _Matrix:
+    """The arguments that describe the packed matrix, and the rows of sums that a thread works on."""
+
+    def __init__(self, code: Code, first: int, height: int, tile: int, kind: ir.Type):
+        self.code, self.height, self.tile, self.kind = code, height, tile, kind
+        self.inputs, self.width, self.blocks, self.panels, self.chunk = (code.argument(first + i) for i in range(5))
+        self.starts, self.used, self.counts, self.order, self.index, self.values, self.bias = (
+            code.argument(first + 5 + i) for i in range(7)
+        )
+        self.chunks = (self.panels + self.chunk - 1) // self.chunk
+        self.tile_bytes = self.chunk * (height * tile * 4)
+
+    def rows(self, chunk: Value) -> Value:
+        return self.code.least(self.chunk, self.panels - chunk * self.chunk) * self.height
+
+    def multiply(self, chunk: Value, packed: Value, tiles: Value, sums: Value) -> None:
+        """sums [tile][row of the chunk][position] = bias + matrix times the packed inputs of these tiles."""
+        code, height, tile, size = self.code, self.height, self.tile, size_of(self.kind)
+        lanes = min(code.lanes, tile)
+        with code.loop(0, self.rows(chunk)) as r, code.loop(0, tiles) as t:
+            b = code.splat(code.load(self.bias + (chunk * self.chunk * height + r) * 4, F32), lanes)
+            for j in range(0, tile, lanes):
+                code.store(b, sums + t * self.tile_bytes + r * (tile * 4) + 4 * j)
+        with code.loop(0, self.blocks) as k:
+            block = chunk * self.blocks + k
+            start, first_slot = code.load(self.starts + block * 8, I64), block * self.chunk
+            slots = code.widen(code.load(self.used + block * 2, I16), I64)
+            with code.loop(0, tiles) as t:
+                at, weights = Variable(code, self.index + start), Variable(code, self.values + start * (height * size))
+                x = packed + (t * self.inputs + k * self.width) * (tile * 4)
+                with code.loop(0, slots) as slot:
+                    count = code.widen(code.load(self.counts + first_slot + slot, I8), I64)
+                    row = code.widen(code.load(self.order + first_slot + slot, I8), I64)
+                    into = sums + t * self.tile_bytes + row * (height * tile * 4)
+                    _accumulate(code, height, tile, self.kind, at.get(), weights.get(), count, x, into)
+                    at.set(at.get() + count)
+                    weights.set(weights.get() + count * (height * size))
+
+
+MATRIX = 12  # arguments of a _Matrix
+
+
+def multiply_rows(name: str, features: frozenset[str], height: int, tile: int, stored: str) -> str:
+    """Packed inputs times the matrix, plus bias: y [batch, rows]. Work is shared by chunks of rows and groups of tiles."""
+    code = Code(name, features)
+    matrix = _Matrix(code, 2, height, tile, STORED[stored])
+    packed, tiles, together, scratch, scratch_size, y, batch, rows = (code.argument(2 + MATRIX + i) for i in range(8))
+    sums = scratch + code.take(code.argument_address(1)) * scratch_size
+    groups = (tiles + together - 1) // together
+    with code.pieces(code.argument_address(0), matrix.chunks * groups) as piece:
+        chunk, first_tile = piece // groups, piece % groups * together
+        some = code.least(together, tiles - first_tile)
+        matrix.multiply(chunk, packed + first_tile * matrix.inputs * (tile * 4), some, sums)
+        with code.loop(0, some) as t:
+            first = (first_tile + t) * tile
+            out = y + (first * rows + chunk * matrix.chunk * height) * 4
+            count = code.least(tile, batch - first)
+            _store_rows(code, tile, sums + t * matrix.tile_bytes, out, matrix.rows(chunk), rows * 4, count)
+    return code.finish()
+
+
+def multiply_planes(name: str, features: frozenset[str], height: int, tile: int, stored: str) -> str:
+    """A convolution: y [image, row, position] = bias + matrix times what the kernel sees of the padded images.
+
+    A piece is one tile of positions, for which a thread first lays out [channel, ky, kx][position] in memory of its own that
+    stays in cache, then multiplies all rows, or with few tiles one of `splits` parts of them.
+    """
+    code = Code(name, features)
+    matrix = _Matrix(code, 2, height, tile, STORED[stored])
+    x, images, scratch, scratch_size, y, rows, splits = (code.argument(2 + MATRIX + i) for i in range(7))
+    out_y, out_x = code.argument(9 + MATRIX), code.argument(10 + MATRIX)
+    places = out_y * out_x
+    tiles = (places + tile - 1) // tile
+    packed = scratch + code.take(code.argument_address(1)) * scratch_size
+    sums = packed + (matrix.inputs * tile + 8) * 4
+    with code.pieces(code.argument_address(0), images * tiles * splits) as piece:
+        part, image, first = piece % splits, piece // splits // tiles, piece // splits % tiles * tile
+        count = code.least(tile, places - first)
+        _lay_out(code, 11 + MATRIX, x, image, first, count, out_x, tile, packed)
+        each = (matrix.chunks + splits - 1) // splits
+        with code.loop(part * each, code.least(part * each + each, matrix.chunks)) as chunk:
+            matrix.multiply(chunk, packed, code.number(1), sums)
+            out = y + ((image * rows + chunk * matrix.chunk * height) * places + first) * 4
+            with code.loop(0, matrix.rows(chunk)) as r:
+                _copy(code, sums + r * (tile * 4), count, out + r * places * 4)
+    return code.finish()
+
+
+def _lay_out(
+    code: Code, arguments: int, x: Value, image: Value, first: Value, count: Value, out_x: Value, tile: int, packed: Value
+) -> None:
+    """Positions first .. first + count as each weight sees them. Eight floats at a time: what runs over the end is written
+    over by what comes next, so eight floats after the images and after `packed` must be there to touch."""
+    channels, height, width, kernel_y, kernel_x, step_y, step_x, dilation_y, dilation_x = (
+        code.argument(arguments + i) for i in range(9)
+    )
+    first_row, last_row = first // out_x, (first + count - 1) // out_x
+    first_x = first - first_row * out_x
+    to = Variable(code, packed)
+    with code.loop(0, channels) as c, code.loop(0, kernel_y) as ky, code.loop(0, kernel_x) as kx:
+        corner = x + (((image * channels + c) * height + ky * dilation_y) * width + kx * dilation_x) * 4
+        place, begin = Variable(code, to.get()), Variable(code, first_x)
+        with code.loop(first_row, last_row + 1) as oy:
+            source = corner + (oy * step_y * width + begin.get() * step_x) * 4
+            length = code.least(out_x - begin.get(), (to.get() + count * 4 - place.get()) // 4)
+            _copy_over(code, source, step_x, length, place.get())
+            place.set(place.get() + length * 4)
+            begin.set(code.number(0))
+        to.set(to.get() + tile * 4)
+
+
+def _copy_over(code: Code, source: Value, step: Value, count: Value, to: Value) -> None:
+    def side_by_side() -> None:
+        with code.loop(0, count, 8) as j:
+            code.store(code.load(source + j * 4, code.vector(8)), to + j * 4)
+
+    def apart() -> None:
+        with code.loop(0, count) as j:
+            code.store(code.load(source + j * step * 4, F32), to + j * 4)
+
+    code.either(step.equals(1), side_by_side, apart)
+
+
+def _accumulate(
+    code: Code, height: int, tile: int, kind: ir.Type, index: Value, values: Value, count: Value, x: Value, sums: Value
+) -> None:
+    """sums [height][tile] += values [count][height] times the x rows that `index` names. The inner loop of everything."""
+    lanes = min(code.lanes, tile)
+    vectors = tile // lanes
+    chains = max(1, min(4, 8 // (height * vectors)))  # independent sums, since one addition waits for the one before
+    places = [sums + 4 * (r * tile + v * lanes) for r in range(height) for v in range(vectors)]
+    totals = [[Variable(code, code.load(place, code.vector(lanes))) for place in places]]
+    totals += [[Variable(code, code.zero(lanes)) for _ in places] for _ in range(chains - 1)]
+
+    pairs = kind == I32
+
+    def step(i: Value, into: list[Variable]) -> None:
+        row = x + code.widen(code.load(index + i, I8), I64) * (tile * 4)
+        seen = [code.load(row + 4 * v * lanes, code.vector(lanes, I32 if pairs else F32)) for v in range(vectors)]
+        for r in range(height):
+            place = values + (i * height + r) * size_of(kind)
+            weight = code.splat(code.load(place, I32), lanes) if pairs else code.load_splat(place, kind, lanes)
+            for v in range(vectors):
+                total = into[r * vectors + v]
+                total.set((_pair_product if pairs else code.fma)(weight, seen[v], total.get()))
+
+    whole = count // chains * chains
+    with code.loop(0, whole, chains) as i:
+        for c in range(chains):
+            step(i + c, totals[c])
+    if chains > 1:
+        with code.loop(whole, count) as i:
+            step(i, totals[0])
+    for number, place in enumerate(places):
+        total = totals[0][number].get()
+        for c in range(1, chains):
+            total = total + totals[c][number].get()
+        code.store(total, place)
+
+
+def _pair_product(a: Value, b: Value, total: Value) -> Value:
+    """total + a.low * b.low + a.high * b.high: one instruction where the CPU has it (avx512bf16), else two products."""
+    code, lanes = a.code, a.raw.type.count
+    if "avx512bf16" in code.features and lanes == 16:
+        halves = code.vector(32, BF16)
+        return code.call("llvm.x86.avx512bf16.dpbf16ps.512", total.raw.type, total, code.cast(a, halves), code.cast(b, halves))
+    low = [code.cast(each << 16, code.vector(lanes)) for each in (a, b)]
+    high = [code.cast(each & 0xFFFF0000, code.vector(lanes)) for each in (a, b)]
+    return code.fma(high[0], high[1], code.fma(low[0], low[1], total))
+
+
+def _store_rows(code: Code, tile: int, sums: Value, y: Value, rows: Value, stride: Value, count: Value) -> None:
+    """sums [row][tile] to y [position, row], mirrored in squares where both sides are long enough."""
+    side = min(code.lanes, tile)
+    whole_rows, whole_count = rows // side * side, count // side * side
+
+    def single(r: Value, b: Value) -> None:
+        code.store(code.load(sums + (r * tile + b) * 4, F32), y + b * stride + r * 4)
+
+    with code.loop(0, whole_rows, side) as r:
+        with code.loop(0, whole_count, side) as b:
+            square = [code.load(sums + ((r + i) * tile + b) * 4, code.vector(side)) for i in range(side)]
+            for i, line in enumerate(transposed(code, square)):
+                code.store(line, y + (b + i) * stride + r * 4)
+        with code.loop(whole_count, count) as b, code.loop(0, side) as i:
+            single(r + i, b)
+    with code.loop(whole_rows, rows) as r, code.loop(0, count) as b:
+        single(r, b)

@@ -1,0 +1,181 @@
+"""The tiled format: any pattern, any number of input rows from about eight on, linear layers and convolutions.
+
+Columns come in blocks of 128 with a byte for the place in the block; `height` rows share a list of columns (1 or 4).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .find import Zeros, fill
+from .formats import Buffers, Format, Options, Use, Window, register
+from .native import build
+
+WIDTH = 128  # columns of a block: with 64 positions of float32, the first-level cache
+CHUNK = 256  # rows that are worked on together: their sums stay in the second-level cache
+TOGETHER = 128  # positions for which one block of weights is used while it is in cache
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_MINE = threading.local()
+
+
+def scratch(floats: int) -> Tensor:
+    """Memory that a call may write over, kept from call to call: fresh pages would cost more than the product."""
+    held: Tensor | None = getattr(_MINE, "memory", None)
+    if held is None or held.numel() < floats:
+        held = _MINE.memory = torch.empty(floats, dtype=torch.float32)
+    return held
+
+
+@lru_cache(maxsize=64)
+def no_bias(rows: int) -> Tensor:
+    return torch.zeros(rows, dtype=torch.float32)
+
+
+def as_float(bias: Tensor | None, rows: int) -> Tensor:
+    return no_bias(rows) if bias is None else bias if bias.dtype == torch.float32 else bias.float()
+
+
+@cache
+def written() -> Any:
+    """The texts of the kernels: imported late, since they need llvmlite."""
+    from .native import tiled
+
+    return tiled
+
+
+def kernels_for(x: Tensor, values: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype in DTYPES and values.dtype in DTYPES and build.target() is not None
+
+
+def _fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
+    if use.kind == "embedding" or use.device != "cpu" or build.target() is None or max(use.rows) < 4:
+        return
+    if zeros.sparsity > 0.1:
+        yield (1,)
+    if zeros.sparsity > 0.1 and fill(matrix != 0, 4, 1) > 0.6:
+        yield (4,)
+
+
+def _pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
+    (height,) = options
+    rows, columns = matrix.shape
+    panels, blocks, per_chunk = rows // height, -(-columns // WIDTH), CHUNK // height
+    chunks = -(-panels // per_chunk)
+    tall = matrix.reshape(panels, height, columns)
+    kept = (tall != 0).any(1)
+    panel, column = kept.nonzero(as_tuple=True)
+    lengths = torch.zeros(chunks * per_chunk, blocks, dtype=torch.int64)
+    padded = F.pad(kept, (0, blocks * WIDTH - columns))
+    lengths[:panels] = padded.view(panels, blocks, WIDTH).sum(-1)
+    cells = lengths.view(chunks, per_chunk, blocks).transpose(1, 2)  # [chunk, block, panel]
+    counts, order = cells.sort(dim=-1, descending=True, stable=True)
+    ends = counts.flatten().cumsum(0)
+    begins = torch.empty_like(cells).scatter_(2, order, (ends - counts.flatten()).view_as(counts))
+    begins = begins.transpose(1, 2).reshape(-1)  # where each list (panel, block) goes; `lengths` says where it comes from
+    shift = begins - (lengths.flatten().cumsum(0) - lengths.flatten())
+    place = torch.arange(len(panel)) + shift.repeat_interleave(lengths.flatten())
+    index = torch.empty(len(panel), dtype=torch.uint8)
+    index[place] = (column % WIDTH).to(torch.uint8)
+    values = torch.empty(len(panel), height, dtype=matrix.dtype)
+    values[place] = tall[panel, :, column]
+    starts = ends.view(chunks * blocks, per_chunk)[:, -1].roll(1)
+    starts[0] = 0
+    used = (counts > 0).sum(-1).flatten().to(torch.int16)
+    return values.flatten(), index, counts.flatten().to(torch.uint8), order.flatten().to(torch.uint8), used, starts.contiguous()
+
+
+def _unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
+    (height,) = options
+    values, index, counts, order, *_ = buffers
+    panels, blocks, per_chunk = rows // height, -(-columns // WIDTH), CHUNK // height
+    each = counts.long()
+    cell = torch.arange(len(each), device=index.device) // per_chunk
+    panel = (cell // blocks * per_chunk + order).repeat_interleave(each)
+    column = (cell % blocks * WIDTH).repeat_interleave(each) + index
+    tall = torch.zeros(panels, columns, height, dtype=values.dtype, device=values.device)
+    tall[panel, column] = values.view(-1, height)
+    return tall.transpose(1, 2).reshape(rows, columns)
+
+
+def _tile_of(positions: int, height: int) -> int:
+    """How many positions at a time: wide tiles use a weight more often, narrow ones waste less at the end."""
+    cost = {8: 1.5, 16: 1.0 if height > 1 else 1.25, 32: 1.1, 64: 1.0}
+    sizes = [8, 16] if height > 1 and not build.has("avx512f") else [8, 16, 32] if height > 1 else [8, 16, 32, 64]
+    return min(sizes, key=lambda size: -(-positions // size) * size * cost[size])
+
+
+def _matrix(buffers: Buffers, rows: int, columns: int, height: int) -> tuple[int, ...]:
+    """The kernels' arguments for the packed matrix. The caller keeps the tensors alive."""
+    values, index, counts, order, used, starts = buffers
+    places = (each.data_ptr() for each in (starts, used, counts, order, index, values))
+    return (columns, WIDTH, -(-columns // WIDTH), rows // height, CHUNK // height, *places)
+
+
+@lru_cache(maxsize=1024)  # by shape; a layer is called with the same few again and again
+def _rows_plan(batch: int, columns: int, height: int, seen: str, stored: str, threads: int) -> tuple[Any, ...]:
+    tile = _tile_of(batch, height)
+    tiles = -(-batch // tile)
+    together = min(tiles, max(1, TOGETHER // tile))
+    room, size = CHUNK * tile * together, tiles * tile * columns
+    pack = build.kernel(written().pack_rows, tile, seen)
+    return pack, build.kernel(written().multiply_rows, height, tile, stored), tiles, together, room, size, size + threads * room
+
+
+def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
+    if not kernels_for(x, buffers[0]):
+        return None
+    y = product(x, buffers, bias, rows, options[0], DTYPES[x.dtype], DTYPES[buffers[0].dtype])
+    return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+
+def product(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, height: int, seen: str, stored: str) -> Tensor:
+    """x [batch, columns] times the packed matrix, as float32."""
+    (batch, columns), threads = x.shape, torch.get_num_threads()
+    x = x if x.stride(1) == 1 else x.contiguous()
+    pack, multiply, tiles, together, room, size, floats = _rows_plan(batch, columns, height, seen, stored, threads)
+    packed = scratch(floats).data_ptr()
+    build.run(pack, (x.data_ptr(), x.stride(0) * x.element_size(), batch, columns, packed), threads)
+    y, bias = torch.empty(batch, rows, dtype=torch.float32), as_float(bias, rows)
+    work = (bias.data_ptr(), packed, tiles, together, packed + size * 4, room * 4, y.data_ptr(), batch, rows)
+    build.run(multiply, _matrix(buffers, rows, columns, height) + work, threads)
+    return y
+
+
+@lru_cache(maxsize=1024)
+def _planes_plan(shape: tuple[int, ...], rows: int, height: int, stored: str, threads: int, window: Window) -> tuple[Any, ...]:
+    (images, channels, high, wide), (pad_y, pad_x) = shape, window.padding
+    out, size = window.out(high, wide), (high + 2 * pad_y, wide + 2 * pad_x)
+    columns, places = channels * window.kernel[0] * window.kernel[1], out[0] * out[1]
+    tile = _tile_of(places, height)
+    room, image = columns * tile + 8 + CHUNK * tile, images * channels * size[0] * size[1] + 8
+    splits = min(-(-rows // CHUNK), -(-threads // (images * -(-places // tile))))
+    pad, multiply = build.kernel(written().pad_planes), build.kernel(written().multiply_planes, height, tile, stored)
+    padding = (images * channels, high, wide, pad_y, pad_x)
+    work = (rows, splits, *out, channels, *size, *window.kernel, *window.stride, *window.dilation)
+    return pad, multiply, out, columns, room, image, padding, work
+
+
+def _conv(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options, window: Window) -> Tensor | None:
+    if not kernels_for(x, buffers[0]):
+        return None
+    height, threads, images = options[0], torch.get_num_threads(), x.shape[0]
+    plan = _planes_plan(tuple(x.shape), rows, height, DTYPES[buffers[0].dtype], threads, window)
+    pad, multiply, out, columns, room, image, padding, work = plan
+    source, memory = x.float().contiguous(), scratch(image + threads * room).data_ptr()
+    build.run(pad, (source.data_ptr(), memory, *padding), threads)
+    y, bias = torch.empty(images, rows, *out, dtype=torch.float32), as_float(bias, rows)
+    places = (bias.data_ptr(), memory, images, memory + image * 4, room * 4, y.data_ptr())
+    build.run(multiply, (*_matrix(buffers, rows, columns, height), *places, *work), threads)
+    return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+
+TILED = register(
+    Format("tiled", ("values", "index", "counts", "order", "used", "starts"), _fits, _pack, _unpack, _linear, _conv)
+)

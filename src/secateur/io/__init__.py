@@ -1,0 +1,266 @@
+"""Pruned models on disk: `save`, `load`, and `dense_state_dict` for those who have the tensors only. Never pickle.
+
+A saved model is a folder: `model.safetensors` (any reader of safetensors opens it) and the manifest `secateur.json`. Rooms:
+`files` (writing and reading whole files), `packed` (zeros as bits), `manifest` (what is where), `hf` (Hugging Face).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._dist import sharded
+from .._tree import nearest
+from ..plan import Plan
+from ..surgery import Shrunk, all_or_nothing
+from ..surgery.cut import Cuts, apply_cuts_, history, is_cut, remember_
+from . import hf, packed
+from .files import CODES, BadFile, Entry, Tensors, names_of, rename, replacing, write_tensors
+from .manifest import Manifest, Stored, about, check_file, from_text, shapes_of, to_text
+from .zeros import pattern_of
+
+__all__ = ["save", "load", "dense_state_dict", "BadFile"]
+
+TENSORS, MANIFEST = "model.safetensors", "secateur.json"
+
+
+def save(
+    model: nn.Module, path: str | os.PathLike[str], *, packed: bool = False, plan: Plan | Shrunk | None = None
+) -> dict[str, Any]:
+    """Write the model to the folder `path`; returns what there is to say about it, as the manifest has it.
+
+    `packed`: tensors with many zeros are stored as a bit for every element and the values. Without it the file holds the
+    state dict as it is, zeros and all. A model that `shrink` made remembers its cuts, and `load` cuts a fresh model by them;
+    `plan` is needed only where the model was rebuilt by other means, or to put the recipe of `prune_` into the manifest.
+
+    A Hugging Face model gets its `config.json` too, with the numbers of the small model. Where those describe it (layers cut
+    alike), plain `from_pretrained(path)` loads it; `["from_pretrained"]` of the result says whether, or why not.
+    """
+    model = getattr(model, "_orig_mod", model)  # the module under torch.compile
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; save() writes a folder with {TENSORS} and {MANIFEST} in it")
+    tensors, tied = _tensors(model)
+    cuts = _cuts(model, plan)
+    listed, entries = _described(model, tensors, packed)
+    said = about(model, plan.recipe if plan is not None else next((c.recipe for c in reversed(cuts) if c.recipe), None))
+    extra, note = hf.files(model, "is packed; save it without packed=True" if packed else None)
+    if note is not None:
+        said["from_pretrained"] = note
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        new = {name: stack.enter_context(replacing(folder / name)) for name in (*extra, TENSORS, MANIFEST)}
+        written = write_tensors(new[TENSORS], entries, {"format": "pt"})
+        new[MANIFEST].write_bytes(to_text(Manifest(listed, tied, cuts, written, said)))
+        for name, text in extra.items():
+            new[name].write_text(text, encoding="utf-8")
+    _put(folder, new)
+    return said
+
+
+def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module], *, as_: str | None = None) -> nn.Module:
+    """The model that was saved in the folder `path`, in eval or training mode as `into` is.
+
+    `into`: a function that builds the model as it was before any cut, or such a model, which is then changed in place (or one
+    that is cut already). It is cut as the saved one was, and loaded strictly. Every byte is checked first: whatever is wrong,
+    a `BadFile` (a ValueError) says what, and the model is as it was. `as_="dense"`: in plain layers, whatever was saved.
+    """
+    if as_ not in (None, "dense"):
+        raise ValueError(f"as_={as_!r} must be 'dense' or left out.{nearest(str(as_), ['dense'])}")
+    with _opened(Path(path)) as (manifest, file):
+        model = into if isinstance(into, nn.Module) else into()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"into= is a model or a function that builds one; this gave a {type(model).__name__}")
+        with all_or_nothing(model):
+            if not (_fits(model, manifest) and all(is_cut(model, cuts) for cuts in manifest.cuts)):
+                for cuts in manifest.cuts:
+                    apply_cuts_(model, cuts)
+            remember_(model, manifest.cuts)
+            _fill(model, manifest, file)
+    return model
+
+
+def dense_state_dict(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> dict[str, Tensor]:
+    """A dense state dict, without a model: from a folder that `save` wrote, or from what `safetensors.torch.load_file` read.
+
+    From a folder everything is checked, and tied tensors come back under all their names; the tensor file by itself holds
+    each once.
+    """
+    if isinstance(source, Mapping):
+        return _unpacked(source)
+    with _opened(Path(source)) as (manifest, file):
+        found = {name: _read(file, name, stored) for name, stored in manifest.tensors.items()}
+        return found | {other: found[name] for other, name in manifest.tied.items()}
+
+
+# --- saving ---------------------------------------------------------------------------------------------------------
+
+
+def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The state dict without tied tensors, and the other names of those."""
+    found: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    state = model.state_dict()
+    names = sorted(state, key=lambda name: hf.is_tied_copy(model, name))  # where transformers cares which name stays
+    for name in names:
+        tensor = state[name]
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{name!r} in the state dict is a {type(tensor).__name__}; only tensors can be saved without pickle"
+            )
+        if sharded(tensor) or tensor.layout != torch.strided or tensor.dtype not in CODES or tensor.is_meta:
+            kind = (
+                "sharded" if sharded(tensor) else "on the meta device" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
+            )
+            raise TypeError(f"{name!r} is {kind}; a file holds whole strided tensors of {', '.join(sorted(CODES.values()))}")
+        if name.endswith(packed.PARTS):
+            raise ValueError(f"{name!r}: names that end in {packed.PARTS} mean packed tensors in a file; rename it")
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, str(tensor.device))
+        if tensor.numel() and key in first:
+            tied[name] = first[key]
+        else:
+            first[key] = name
+            found[name] = tensor
+    return found, tied
+
+
+def _cuts(model: nn.Module, plan: Plan | Shrunk | None) -> list[Cuts]:
+    known = list(history(model))
+    if not isinstance(plan, Shrunk) or any(plan.cuts is cuts or plan.cuts == cuts for cuts in known):
+        return known
+    return [*known, plan.cuts]
+
+
+def _described(model: nn.Module, tensors: Mapping[str, Tensor], pack: bool) -> tuple[dict[str, Stored], dict[str, Entry]]:
+    listed: dict[str, Stored] = {}
+    entries: dict[str, Entry] = {}
+    for name, tensor in tensors.items():
+        values = packed.count_values(tensor)
+        made = packed.entries(name, tensor, values) if pack else None
+        kind = "dense" if made is None else "bitmask"
+        zeros = tensor.numel() - values
+        listed[name] = Stored(CODES[tensor.dtype], tuple(tensor.shape), kind, zeros, pattern_of(model, name, tensor, zeros))
+        entries |= made or {name: Entry(tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)}
+    return listed, entries
+
+
+def _put(folder: Path, new: Mapping[str, Path]) -> None:
+    """Rename what was written. The new manifest waits under a name of its own until its tensors are in place.
+
+    So a crash at any moment leaves a pair that belongs together: see `_opened`.
+    """
+    waiting = folder / f"{MANIFEST}.next"
+    rename(new[MANIFEST], waiting)
+    for name, beside in new.items():
+        if name != MANIFEST:
+            rename(beside, folder / name)
+    rename(waiting, folder / MANIFEST)
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[tuple[Manifest, Tensors]]:
+    """The tensor file and the manifest that was written for it, both checked in full."""
+    names = [n for n in (MANIFEST, f"{MANIFEST}.next") if (folder / n).is_file()]
+    if not names or not (folder / TENSORS).is_file():
+        missing = TENSORS if names else MANIFEST
+        raise FileNotFoundError(f"{folder} holds no {missing}: it is not a folder that sc.save wrote")
+    with (folder / TENSORS).open("rb") as opened:
+        file = Tensors(opened, str(folder / TENSORS))
+        wrong: list[BadFile] = []
+        for name in names:
+            try:
+                manifest = from_text((folder / name).read_bytes(), str(folder / name), file.size)
+                check_file(manifest, file)
+            except BadFile as error:
+                wrong.append(error)
+                continue
+            yield manifest, file
+            return
+        raise wrong[0]
+
+
+def _read(file: Tensors, name: str, stored: Stored) -> Tensor:
+    if stored.format == "dense":
+        return file.read(name)
+    bits, values = (file.read(name + part) for part in (packed.BITMASK, packed.VALUES))
+    return packed.unpack(name, bits, values, stored.shape)
+
+
+def _unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        base, mark, part = name.rpartition("#")
+        if mark + part not in packed.PARTS:
+            found[name] = tensor
+        elif mark + part == packed.BITMASK:
+            if missing := [base + p for p in packed.PARTS if base + p not in tensors]:
+                raise BadFile(f"{name!r} has no {names_of(missing)} beside it")
+            shape, values = tensors[base + packed.SHAPE], tensors[base + packed.VALUES]
+            if shape.dtype != torch.int64 or shape.dim() != 1 or bool((shape < 0).any()):
+                raise BadFile(f"{base + packed.SHAPE!r} is no shape")
+            found[base] = packed.unpack(base, tensor.cpu(), values.cpu(), tuple(shape.tolist())).to(values.device)
+    return found
+
+
+def _fits(model: nn.Module, manifest: Manifest) -> bool:
+    state = model.state_dict(keep_vars=True)
+    return {name: tuple(t.shape) for name, t in state.items() if isinstance(t, Tensor)} == shapes_of(manifest)
+
+
+def _fill(model: nn.Module, manifest: Manifest, file: Tensors) -> None:
+    """Check names, shapes and dtypes, all before the first byte is written, then copy tensor by tensor."""
+    state = model.state_dict(keep_vars=True)
+    expected = shapes_of(manifest)
+    if missing := expected.keys() - state.keys():
+        raise BadFile(f"the model has no {names_of(missing)}, which the file holds.{nearest(min(missing), state)}")
+    if extra := state.keys() - expected.keys():
+        raise BadFile(f"the file holds no {names_of(extra)}, which the model has.{nearest(min(extra), expected)}")
+    for name, tensor in state.items():
+        stored = manifest.tensors[manifest.tied.get(name, name)]
+        if tuple(tensor.shape) != stored.shape:
+            raise BadFile(f"{name!r} is {tuple(tensor.shape)} in the model and {stored.shape} in the file")
+        if CODES.get(tensor.dtype) != stored.dtype:
+            raise BadFile(
+                f"{name!r} is {tensor.dtype} in the model and {stored.dtype} in the file; build the model in that dtype"
+            )
+    _copy(model, state, manifest, file)
+    if left := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]:
+        raise BadFile(f"{names_of(left)} are on the meta device and not in the file; build the model on a real device")
+
+
+def _copy(model: nn.Module, state: Mapping[str, Tensor], manifest: Manifest, file: Tensors) -> None:
+    names: dict[str, list[str]] = {name: [name] for name in manifest.tensors}
+    for other, name in manifest.tied.items():
+        names[name].append(other)
+    own = {id(t) for t in (*model.parameters(), *model.buffers())}
+    if any(id(tensor) not in own for tensor in state.values()):  # the model makes its state dict itself: let it read it too
+        whole = {n: _read(file, name, stored) for name, stored in manifest.tensors.items() for n in names[name]}
+        model.load_state_dict(whole)
+        return
+    with torch.no_grad():
+        for name, stored in manifest.tensors.items():
+            _write(model, state, names[name], _read(file, name, stored))
+
+
+def _write(model: nn.Module, state: Mapping[str, Tensor], names: Sequence[str], value: Tensor) -> None:
+    """Put a value under its names. A tensor on the meta device becomes a real one, the same one under every name."""
+    made: dict[int, Tensor] = {}
+    for name in names:
+        tensor = state[name]
+        if not tensor.is_meta:
+            tensor.copy_(value)
+            continue
+        path, _, attribute = name.rpartition(".")
+        module, parameter = model.get_submodule(path), isinstance(tensor, nn.Parameter)
+        new = made.setdefault(id(tensor), nn.Parameter(value, tensor.requires_grad) if parameter else value)
+        vars(module)["_parameters" if parameter else "_buffers"][attribute] = new

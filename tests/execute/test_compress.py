@@ -1,0 +1,247 @@
+"""compress_, decompress_ and bench on whole models: what is chosen, what is left, and that the way back is exact."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from secateur import gate_, prune_
+from secateur.execute import Compressed, bench, choose, compress_, decompress_
+from secateur.execute.timing import spell
+
+from .patterns import pruned
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+
+
+def same_bits(one: nn.Module, other: nn.Module) -> bool:
+    a, b = one.state_dict(), other.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(bits(a[name]), bits(b[name])) for name in a)
+
+
+def net(sparsity: float = 0.95, width: int = 512) -> nn.Module:
+    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+    if sparsity:
+        prune_(model, sparsity=sparsity)
+    return model.eval()
+
+
+def test_pruned_layers_are_compressed_and_compute_the_same():
+    model, x = net(), torch.randn(64, 512)
+    dense = copy.deepcopy(model)
+    result = compress_(model, x)
+    assert result.compressed == ["0", "2"]
+    assert all(isinstance(model[i], Compressed) for i in (0, 2))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), dense(x), rtol=1e-4, atol=1e-5)
+    for row in result.rows:
+        assert row.pattern == "unstructured"
+        assert row.sparse_seconds < row.dense_seconds
+        assert row.after < row.before / 5
+    assert result.speedup > 1
+    assert "tiled 1" in str(result)
+    assert "2 of 2 layers compressed for speed, 1 thread:" in str(result)
+
+
+def test_decompress_restores_bit_for_bit():
+    model, x = net(), torch.randn(64, 512)
+    with torch.no_grad():
+        model[0].weight.view(-1)[:1000] = -0.0
+        model[2].weight[0, 0] = float("nan")
+    model[2].weight.requires_grad_(False)
+    dense, bias = copy.deepcopy(model), model[0].bias
+    compress_(model, torch.randn(64, 512), objective="size")
+    assert isinstance(model[0], Compressed)
+    assert isinstance(model[2], Compressed)
+    assert decompress_(model) is model
+    assert [type(layer) for layer in model] == [type(layer) for layer in dense]
+    assert same_bits(model, dense)
+    assert model[0].bias is bias
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in dense.parameters()]
+    assert torch.equal(model[0](x), dense[0](x))
+
+
+def test_layer_on_which_every_format_loses_stays_dense():
+    only = nn.ModuleDict(
+        {"a": nn.Linear(64, 64, bias=False), "b": nn.Linear(8, 8)}
+    )  # small: a call costs more than the product
+    with torch.no_grad():
+        only["a"].weight.copy_(pruned(64, 64, "1x1", 0.2))
+        only["b"].weight[:4] = 0
+    only.forward = lambda x: (only["a"](x), only["b"](x[:, :8]))  # type: ignore[method-assign]
+    before = copy.deepcopy(only.state_dict())
+    result = compress_(only, torch.randn(4, 64))
+    assert result.compressed == []
+    assert type(only["a"]) is type(only["b"]) is nn.Linear
+    for row in result.rows:
+        assert row.reason.startswith("dense is faster here")
+        assert row.after == row.before
+        assert row.sparse_seconds > choose.MARGIN * row.dense_seconds
+    assert all(torch.equal(value, before[name]) for name, value in only.state_dict().items())
+
+
+def test_each_left_layer_has_its_reason():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.full, self.never = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.circular = nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular")
+            self.long = nn.Linear(16, 16).double()
+            self.norm = torch.nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+
+        def forward(self, x):
+            y = self.norm(self.full(x)) + self.long(x.double()).float()
+            return y, self.circular(torch.zeros(1, 4, 8, 8))
+
+    result = compress_(Net(), torch.randn(2, 16))
+    reasons = {row.layer: row.reason for row in result.rows}
+    assert reasons["full"] == "no weight is zero"
+    assert reasons["circular"] == "it pads with 'circular'; only zeros can be compressed"
+    assert "float64" in reasons["long"]
+    assert reasons["never"] == "the example inputs never reach it"
+    assert "norm" not in result.compressed
+
+
+def test_size_asks_for_the_fewest_bytes():
+    model = nn.Sequential(nn.Embedding(500, 64), nn.Linear(64, 64))
+    with torch.no_grad():
+        model[0].weight.copy_(pruned(500, 64, "1x1", 0.9))
+        model[1].weight.copy_(pruned(64, 64, "1x1", 0.9))
+    dense, ids = copy.deepcopy(model).eval(), torch.randint(500, (2, 7))
+    result = compress_(model, ids, objective="size")
+    assert result["0"].format == "bitmask"
+    assert all(row.after < 0.25 * row.before for row in result.rows)
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), dense(ids), rtol=1e-4, atol=1e-5)
+    assert same_bits(decompress_(model), dense.train())
+
+
+def test_tied_weights_are_tied_again():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(600, 512), nn.Linear(512, 600, bias=False)
+            self.head.weight = self.embed.weight
+            self.one = self.two = nn.Linear(512, 512)
+
+        def forward(self, ids):
+            return self.head(self.two(self.one(self.embed(ids))))
+
+    model = Tied().eval()
+    with torch.no_grad():
+        model.head.weight.copy_(pruned(600, 512, "1x1", 0.97))
+        model.one.weight.copy_(pruned(512, 512, "1x1", 0.97))
+    dense = copy.deepcopy(model)
+    compress_(model, torch.randint(600, (128,)))
+    assert isinstance(model.head, Compressed)
+    assert isinstance(model.one, Compressed)
+    assert model.one is model.two
+    decompress_(model)
+    assert model.head.weight is model.embed.weight
+    assert model.one is model.two
+    assert same_bits(model, dense)
+
+
+def test_failure_leaves_the_model_as_it_was(monkeypatch):
+    model, x = net(), torch.randn(64, 512)
+    before, layers = copy.deepcopy(model), list(model)
+    real = choose.call
+    calls = []
+
+    def second_call_fails(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError("gone")
+        return real(*args)
+
+    monkeypatch.setattr(choose, "call", second_call_fails)
+    with pytest.raises(OSError, match="gone"):
+        compress_(model, x)
+    assert len(calls) == 2
+    assert all(now is then for now, then in zip(model, layers))
+    assert same_bits(model, before)
+    assert not any(layer._forward_pre_hooks for layer in model)
+
+
+def test_container_that_reads_weights_keeps_its_layers():
+    layer = nn.TransformerEncoderLayer(512, 4, 512, batch_first=True).eval()
+    model = nn.Sequential(layer)
+    prune_(model, sparsity=0.97)
+    x = torch.randn(2, 64, 512)
+    with torch.no_grad():
+        expected = model(x)
+        result = compress_(model, x)
+        assert torch.equal(model(x), expected)
+    assert result["0.linear1"].reason.startswith("the model reads its weight without calling it")
+    assert type(layer.linear1) is nn.Linear
+
+
+def test_gates_stay_and_make_a_dense_layer_faster():
+    model = nn.Sequential(nn.Linear(2048, 2048))
+    batches = [torch.randn(1, 2048) for _ in range(4)]
+    gates = gate_(model, sparsity=0.6, data=batches)
+    model.eval()
+    with torch.no_grad():
+        expected = model(batches[0])
+        result = compress_(model, batches[0])
+        assert result["0"].format == "columns"
+        torch.testing.assert_close(model(batches[0]), expected, rtol=1e-4, atol=1e-4)
+        gates.remove()
+        free = model(batches[0])
+        decompress_(model)
+        torch.testing.assert_close(free, model(batches[0]), rtol=1e-4, atol=1e-4)
+
+
+def test_storing_halves_is_asked_for_and_rounds():
+    model, x = net(0.9), torch.randn(64, 512)
+    dense = copy.deepcopy(model)
+    result = compress_(model, x, store=torch.bfloat16)
+    assert result.compressed == ["0", "2"]
+    assert model[0].values.dtype == torch.bfloat16
+    decompress_(model)
+    assert model[0].weight.dtype == torch.float32
+    assert torch.equal(model[0].weight, dense[0].weight.bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"objective": "sped"}, ValueError, "'speed' or 'size', not 'sped'. Did you mean 'speed'"),
+        ({"threads": 0}, ValueError, "from 1 on, not 0"),
+        ({"store": torch.int8}, ValueError, "bfloat16 or torch.float16"),
+        ({"example_inputs": 3}, TypeError, "must be a tensor, a tuple"),
+        ({"model": nn.Linear(4, 4)}, ValueError, "wrap it in nn.Sequential"),
+        ({"model": 3}, TypeError, "takes a torch.nn.Module, not int"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_words(arguments, error, words):
+    with pytest.raises(error, match=words.replace(".", r"\.")):
+        compress_(**{"model": net(0, 16), "example_inputs": torch.randn(2, 16)} | arguments)
+
+
+def test_threads_and_modes_are_put_back():
+    model = net(0.5, 64).train()
+    model[2].eval()
+    compress_(model, torch.randn(8, 64), threads=2)
+    assert torch.get_num_threads() == 1
+    assert [layer.training for layer in model] == [True, True, False]
+
+
+def test_bench_times_models_in_turns():
+    small, x = net(0, 64), torch.randn(32, 64)
+    timed = bench({"small": small, "twice": nn.Sequential(small, small, small)}, x, seconds=0.1)
+    assert timed.ratio("twice", "small") > 1.2
+    low, high = timed["small"].spread
+    assert timed["small"].best <= low <= timed["small"].median <= high
+    assert "rounds" in str(timed)
+    assert bench(small, (x,), seconds=0.01)["model"].best > 0
+    with pytest.raises(TypeError, match=r"a torch\.nn\.Module, or a mapping"):
+        bench({}, x)
+
+
+def test_times_are_spelled_with_three_digits():
+    assert [spell(t) for t in (2.5, 0.0123, 0.9e-3, 12.34e-6)] == ["2.50 s", "12.3 ms", "900 µs", "12.3 µs"]

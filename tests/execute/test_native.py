@@ -1,0 +1,130 @@
+"""Building kernels: kept on disk, loaded fast by the next process, and doing without where there is none."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from secateur.execute.native import build
+
+SAME = """
+import torch, sys
+from torch import nn
+from secateur.execute import compress_, decompress_
+from secateur.execute.formats import FORMATS
+from secateur.execute.native import build
+torch.manual_seed(0); torch.set_num_threads(1)
+x, matrix = torch.randn(24, 200), torch.randn(64, 200) * (torch.rand(64, 200) < 0.2)
+forms = {"tiled": [(1,), (4,)], "panels": [(16,), (8,)]} | {name: [()] for name in ("gather", "bitmask", "runs", "csr")}
+for name, options in ((name, options) for name, each in forms.items() for options in each):
+    packed = list(FORMATS[name].pack(matrix, options))
+    for rows in (1, 24):
+        y = torch.ops.secateur.linear(x[:rows], packed, None, name, 64, 200, options)
+        torch.testing.assert_close(y, x[:rows] @ matrix.t(), rtol=1e-4, atol=1e-4)
+model = nn.Sequential(nn.Linear(200, 64)); model[0].weight.data.copy_(matrix)
+before = model[0].weight.detach().clone()
+print(compress_(model, x)); decompress_(model)
+assert torch.equal(model[0].weight, before)
+print("target", build.target() and build.target()[0])
+"""
+
+
+def run(code: str, **environment: str) -> str:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run([sys.executable, "-c", code], check=False, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def built_for(monkeypatch, tmp_path):
+    """Pretend to be on another CPU, and forget what was built for this one."""
+    caches = (build.target, build.kernel, build._target_machine)
+
+    def pretend(cpu: str) -> None:
+        monkeypatch.setenv("SECATEUR_CPU", cpu)
+        monkeypatch.setenv("SECATEUR_CACHE", str(tmp_path))
+        for each in caches:
+            each.cache_clear()
+
+    yield pretend
+    for each in caches:
+        each.cache_clear()
+
+
+def test_without_kernels_everything_is_still_correct(built_for):
+    built_for("none")
+    exec(SAME, {})
+    assert build.target() is None
+
+
+def test_without_llvmlite_everything_is_still_correct():
+    assert "target None" in run("import sys; sys.modules['llvmlite'] = None; sys.modules['numba'] = None\n" + SAME)
+
+
+@pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64"])
+def test_older_cpus_get_kernels_of_their_own(cpu, built_for):
+    if not build.has("avx2"):
+        pytest.skip("not an x86 with AVX2")
+    built_for(cpu)
+    exec(SAME, {})
+    assert build.target()[0] == cpu
+
+
+@pytest.mark.skipif(not build.has(), reason="no kernels here")
+def test_second_process_loads_what_the_first_built(tmp_path):
+    code = """
+import time, torch
+from secateur.execute.native import build, tiled
+begin = time.process_time()
+build.kernel(tiled.pack_rows, 64, "float32"); build.kernel(tiled.multiply_rows, 1, 64, "float32")
+print(time.process_time() - begin)
+"""
+    first = float(run(code, SECATEUR_CACHE=str(tmp_path)))
+    files = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
+    second = float(run(code, SECATEUR_CACHE=str(tmp_path)))
+    assert len(files) == 2
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == files
+    assert second < min(0.3, first)
+
+
+@pytest.mark.skipif(not build.has(), reason="no kernels here")
+def test_spoiled_file_is_built_again(tmp_path, monkeypatch):
+    from secateur.execute.native import tiled
+
+    monkeypatch.setenv("SECATEUR_CACHE", str(tmp_path))
+    build.kernel.__wrapped__(tiled.pack_rows, 8, "float32")
+    (file,) = tmp_path.iterdir()
+    good = file.read_bytes()
+    file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    build.kernel.__wrapped__(tiled.pack_rows, 8, "float32")
+    assert file.read_bytes() == good
+
+
+@pytest.mark.skipif(not build.has(), reason="no kernels here")
+def test_folder_that_cannot_be_written_costs_only_time(tmp_path, monkeypatch):
+    from secateur.execute.native import tiled
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SECATEUR_CACHE", str(tmp_path / "file"))
+    assert callable(build.kernel.__wrapped__(tiled.pack_rows, 8, "float32"))
+
+
+@pytest.mark.parametrize("cpu", ["znver4", "sapphirerapids"])
+def test_wide_vectors_are_used_where_the_cpu_has_them(cpu, built_for):
+    from secateur.execute.native import tiled
+
+    if not build.has("avx2"):
+        pytest.skip("not an x86")
+    built_for(cpu)
+    features = build.target()[1]
+    assert "zmm" in build.assembly(tiled.multiply_rows("k", features, 1, 64, "float32"))
+    assert "vdpbf16ps" in build.assembly(tiled.multiply_rows("k", features, 1, 64, "pair"))
+
+
+def test_threads_are_those_of_torch():
+    if not sys.platform.startswith("linux") or not list((Path(build.torch.__file__).parent / "lib").glob("libgomp*")):
+        pytest.skip("torch has no libgomp here")
+    assert build._pool() is not None

@@ -1,0 +1,81 @@
+"""Writes the golden files of this version: small models, saved once and kept, so that later versions stay able to load them.
+
+Run it only for a new version of the format, into a new folder: `python tests/golden/write.py tests/golden/v2`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import secateur as sc
+from secateur.io import save
+from secateur.surgery import shrink
+
+
+class Block(nn.Module):
+    def __init__(self, place: int):
+        super().__init__()
+        self.place, self.up, self.down = place, nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x):
+        return x + self.down(torch.sigmoid(self.up(x)))
+
+
+class Net(nn.Module):
+    """Blocks between two layers, with a tied pair and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_blocks = 4
+        self.first, self.blocks, self.last = nn.Linear(40, 6), nn.ModuleList(map(Block, range(4))), nn.Linear(6, 40, bias=False)
+        self.tied = nn.Linear(40, 6, bias=False)
+        self.tied.weight = self.first.weight
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x):
+        x = self.first(x)
+        for i in range(self.num_blocks):
+            x = self.blocks[i](x)
+        return self.last(x) * self.scale + self.tied.weight.sum()
+
+
+def build() -> nn.Module:
+    """Weights from a formula: the same in every version of torch."""
+    model = Net().double()
+    with torch.no_grad():
+        for k, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.sin(torch.arange(parameter.numel()).double() * 1.7 + k).view_as(parameter))
+    return model.eval()
+
+
+def inputs() -> torch.Tensor:
+    return torch.cos(torch.arange(120).double()).view(3, 40)
+
+
+def models() -> dict[str, tuple[nn.Module, bool]]:
+    """Name -> the model, and whether it is saved packed."""
+    pruned = build()
+    sc.prune_(pruned, sparsity=0.9)
+    narrow, _ = shrink(build(), inputs(), channels=0.5, exclude=["first*", "last*"])
+    shallow, _ = shrink(build(), inputs(), depth=0.5)
+    twice, _ = shrink(shallow, inputs(), channels=0.5, exclude=["first*", "last*"])
+    return {
+        "dense": (build(), False),
+        "pruned": (pruned, False),
+        "packed": (pruned, True),
+        "narrow": (narrow, False),
+        "shallow": (shallow, False),
+        "twice": (twice, True),
+    }
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    expected = {}
+    for name, (model, pack) in models().items():
+        save(model, folder / name, packed=pack)
+        expected[name] = model(inputs()).tolist()
+    (folder / "expected.json").write_text(json.dumps(expected, indent=1))

@@ -1,0 +1,238 @@
+"""Whole blocks go: found without names, the least harmful first, numbers mended, exact, and all of it undone on failure."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from secateur import io
+from secateur.surgery import apply_cuts_, shrink, shrink_
+
+
+class Block(nn.Module):
+    def __init__(self, place, width=8, gain=1.0):
+        super().__init__()
+        self.place, self.norm = place, nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 16), nn.Linear(16, width)
+        with torch.no_grad():
+            self.down.weight.mul_(gain)
+            self.down.bias.mul_(gain)
+
+    def forward(self, x, seen=None):
+        if seen is not None:
+            seen[self.place] = x  # as a cache of keys and values does
+        return x + self.down(torch.relu(self.up(self.norm(x)))), seen
+
+
+class Net(nn.Module):
+    """Blocks of which numbers 1 and 3 hardly do anything; it counts them by an attribute and keeps a list about them."""
+
+    between = 0.0
+
+    def __init__(self, gains=(1.0, 1e-3, 1.0, 1e-2, 1.0)):
+        super().__init__()
+        self.num_layers, self.layer_scales = len(gains), [1.0, 2.0, 3.0, 4.0, 5.0][: len(gains)]
+        self.first = nn.Linear(6, 8)
+        self.layers = nn.ModuleList(Block(i, gain=g) for i, g in enumerate(gains))
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x, seen = self.first(x), [None] * self.num_layers
+        for i in range(self.num_layers):
+            x, _ = self.layers[i](x, seen=seen)
+            x = x + self.between if self.between else x
+        assert not any(s is None for s in seen)
+        assert len(self.layer_scales) == self.num_layers
+        return self.last(x)
+
+
+def chain(**more):
+    torch.manual_seed(0)
+    return Net(**more).eval()
+
+
+X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+
+
+def test_the_blocks_that_do_least_go():
+    model = chain()
+    before = model(X).detach()
+    small, plan = shrink(model, X, depth=0.6)
+    (row,) = [r for r in plan.groups if r.name == "layers"]
+    assert row.members == ("layers.1", "layers.3")
+    assert (row.before, row.after) == (5, 3)
+    assert plan.cuts.drop == {"layers": [1, 3]}
+    assert float((small(X).detach() - before).norm() / before.norm()) < 0.05
+    assert torch.equal(model(X), before)
+    assert len(model.layers) == 5
+    assert "layers.1, layers.3" in str(plan)
+
+
+def test_numbers_and_lists_follow():
+    small, _ = shrink(chain(), X, depth=0.6)
+    assert (small.num_layers, small.layer_scales) == (3, [1.0, 3.0, 5.0])
+    assert [b.place for b in small.layers] == [0, 1, 2]
+
+
+def test_verify_compares_with_the_blocks_skipped():
+    small, plan = shrink(chain(), X, depth=0.6)
+    found = plan.verify()
+    assert found.moved
+    assert found.max_error < 1e-12
+    assert found.groups["layers"] < 1e-12
+    with torch.no_grad():
+        small.last.bias.add_(1)
+    assert plan.verify().max_error > 1e-3
+
+
+def test_it_is_measured_again_after_each_removal():
+    """Block 1 adds what block 2 takes away: once one of them is gone, the other is the one to remove, not block 3."""
+    model = chain(gains=(0.0, 0.0, 0.0, 0.0))
+    with torch.no_grad():
+        model.last.weight.copy_(torch.eye(4, 8))
+        for block, feature, size in ((0, 2, 9.0), (1, 0, 1.0), (2, 0, -1.3), (3, 1, 1.1)):
+            model.layers[block].down.bias[feature] = size
+    _, first = shrink(model, X, depth=0.75)
+    assert first.cuts.drop == {"layers": [1]}
+    _, second = shrink(model, X, depth=0.5)
+    assert second.cuts.drop == {"layers": [1, 2]}
+
+
+def test_depth_comes_before_a_target_that_counts_from_the_whole_model():
+    model = chain()
+    small, plan = shrink(model, X, depth=0.8, params=0.5)
+    params = [sum(p.numel() for p in m.parameters()) for m in (model, small)]
+    assert params[1] / params[0] == pytest.approx(0.5, rel=0.02)
+    assert plan.totals["params"] == tuple(params)
+    assert plan.cuts.drop
+    assert plan.cuts.tensors
+    assert plan.verify(each=False).moved
+    with pytest.raises(ValueError, match="remains already"):
+        shrink(model, X, depth=0.2, params=0.9)
+
+
+def test_a_fresh_model_is_cut_the_same_way(tmp_path):
+    for asked in ({"depth": 0.6}, {"depth": 0.8, "params": 0.5}):
+        small, plan = shrink(chain(), X, **asked)
+        fresh = apply_cuts_(chain(), plan.cuts)
+        fresh.load_state_dict(small.state_dict(), strict=True)
+        assert torch.equal(fresh(X), small(X))
+        io.save(small, tmp_path)
+        assert torch.equal(io.load(tmp_path, chain)(X), small(X))
+
+
+def test_in_place_with_an_optimizer_that_follows():
+    for cut in (shrink, shrink_):
+        model = chain().train()
+        optimizer = torch.optim.Adam(model.parameters())
+        model(X).sum().backward()
+        optimizer.step()
+        kept = optimizer.state[model.layers[2].up.weight]["exp_avg"].clone()
+        small, _ = cut(model, X, depth=0.6, optimizer=optimizer)
+        assert (small is model) == (cut is shrink_)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        assert {id(p) for p in held} == {id(p) for p in small.parameters()}
+        assert len(optimizer.state) == len(held)
+        assert torch.equal(optimizer.state[small.layers[1].up.weight]["exp_avg"], kept)
+        optimizer.zero_grad()
+        small(X).sum().backward()
+        optimizer.step()
+
+
+def test_residual_blocks_of_a_convolutional_net_go_and_those_that_change_the_shape_stay():
+    class Residual(nn.Module):
+        def __init__(self, a, b, stride=1):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(a, b, 3, stride, 1), nn.BatchNorm2d(b)
+            self.short = nn.Identity() if a == b else nn.Conv2d(a, b, 1, stride)
+
+        def forward(self, x):
+            return torch.relu(self.short(x) + self.norm(self.conv(x)))
+
+    torch.manual_seed(0)
+    stages = [nn.Sequential(Residual(a, b, s), Residual(b, b), Residual(b, b)) for a, b, s in ((8, 8, 1), (8, 16, 2))]
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5)).eval()
+    x = torch.randn(2, 3, 12, 12)
+    small, plan = shrink(model, x, depth=0.4)
+    gone = {name for row in plan.groups for name in row.members}
+    assert len(gone) == 3
+    assert "2.0" not in gone
+    assert "does not have the shape" in plan.skipped["2.0"]
+    assert small(x).shape == model(x).shape
+    assert plan.verify().max_error < 1e-12
+
+
+def test_what_cannot_go_is_refused_with_the_reason():
+    class Indexed(Net):
+        def forward(self, x):
+            x = self.first(x)
+            for i in range(5):
+                x, _ = self.layers[i](x)
+            return self.last(x)
+
+    torch.manual_seed(0)
+    model = Indexed()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"without it the model does not run.*IndexError"):
+        shrink(model, X, depth=0.6)
+    assert model.num_layers == 5
+    assert [b.place for b in model.layers] == [0, 1, 2, 3, 4]
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_parallel_and_repeated_modules_are_no_blocks():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(4))
+
+        def forward(self, x):
+            return sum(expert(x) for expert in self.experts)
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Block(0, 6)])
+
+        def forward(self, x):
+            return self.layers[0](self.layers[0](x)[0])[0]
+
+    apart = chain()
+    apart.between = 1.0
+    for model, why in (
+        (Experts(), "do not read what it gives"),
+        (apart, "do not read what it gives"),
+        (Twice(), "runs 2 times"),
+        (nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)), ""),
+    ):
+        with pytest.raises(ValueError, match=f"removes none of the 0 blocks.*{why}"):
+            shrink(model, X, depth=0.5)
+
+
+def test_excluded_blocks_stay_and_bad_fractions_are_refused():
+    _, plan = shrink(chain(), X, depth=0.8, exclude=["layers.1"])
+    assert plan.cuts.drop == {"layers": [3]}
+    assert plan.skipped["layers.1"] == "excluded"
+    with pytest.raises(ValueError, match=r"removes none of the 5 blocks.*0\.8 would remove one"):
+        shrink(chain(), X, depth=0.95)
+    for wrong in (0, 1.5, True, "half"):
+        with pytest.raises(ValueError, match="is the fraction that remains"):
+            shrink(chain(), X, depth=wrong)
+
+
+def test_data_decides_where_it_is_given():
+    """One block acts on what is above zero, one on what is below: which of them can go depends on what the model sees."""
+    model = chain(gains=(0.0, 0.0, 1.0))
+    with torch.no_grad():
+        model.first.weight.copy_(torch.eye(8, 6))
+        for block, sign in ((model.layers[0], 1.0), (model.layers[1], -1.0)):
+            block.norm = nn.Identity()
+            block.up.weight.copy_(sign * torch.eye(16, 8))
+            block.up.bias.zero_()
+            block.down.weight.copy_(torch.eye(8, 16))
+        model.first.bias.zero_()
+    _, shown = shrink(model, X.abs(), depth=0.67)
+    assert shown.cuts.drop == {"layers": [1]}
+    _, seen = shrink(model, X.abs(), depth=0.67, data=[(-X.abs(), torch.zeros(3)), (-2 * X.abs(), torch.zeros(3))])
+    assert seen.cuts.drop == {"layers": [0]}
