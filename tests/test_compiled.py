@@ -21,6 +21,7 @@ PATTERNS = ["unstructured", "2:4", "1:4", "3:4", "1x4", "4x1", "16x16", "3x5", "
 @pytest.fixture
 def compiled(monkeypatch):
     """Says from which size on loops are compiled: 0 is always, infinity never."""
+    monkeypatch.setattr(arrays, "ENOUGH", 0)
     return lambda size: monkeypatch.setattr(arrays, "LARGE", size)
 
 
@@ -117,8 +118,24 @@ def test_large_tensors_are_pruned_without_numba_too():
         "import sys; sys.modules['numba'] = None\n"
         "import importlib.util as u; real = u.find_spec; u.find_spec = lambda n, *a: None if n == 'numba' else real(n, *a)\n"
         "import torch, secateur as sc\n"
+        "from secateur.kernels import compile_now; compile_now()\n"
         "layer = torch.nn.Linear(2048, 1024)\n"
         "sc.prune_(layer, sc.magnitude, sparsity=0.75)\n"
         "assert int((layer.weight == 0).sum()) == 3 * 2**19\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_loops_are_loaded_by_a_process_that_has_much_to_do_and_no_other():
+    code = (
+        "import sys, torch, secateur as sc\n"
+        "from secateur.kernels import arrays\n"
+        "layer = torch.nn.Linear(1200, 1000)\n"
+        "sc.prune_(layer, sc.magnitude, sparsity=0.5)\n"
+        "assert 'numba' not in sys.modules\n"
+        "arrays.ENOUGH = 20 << 20\n"
+        "for _ in range(20):\n"
+        "    sc.prune_(layer, sc.magnitude, sparsity=0.5)\n"
+        "assert 'numba' in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -173,8 +173,8 @@ def _batch_norm(
 def _attention(blank: Blank, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     same = query.shape[:2] == key.shape[:2] and query.shape[-1] == key.shape[-1]
     _fits(same and key.shape[:3] == value.shape[:3])
-    b, h, n, d = query.shape
+    b, h, n = query.shape[:3]
     wide = query.dtype if query.dtype == torch.float64 else torch.float32
-    turned = query.stride(2) > query.stride(1)  # the result lies in memory as the queries do
-    out = blank(query, b, n, h, d).transpose(1, 2) if turned else blank(query, b, h, n, d)
+    order = sorted(range(4), key=lambda d: -query.stride(d))  # the result lies in memory as the queries do
+    out = blank(query, *(query.shape[d] for d in order)).permute([order.index(d) for d in range(4)])
     return out, torch.zeros(b, n, h, dtype=wide, device=query.device).transpose(1, 2)

@@ -19,6 +19,7 @@ from .arrays import (
     NaNFound,
     array,
     compilable,
+    compile_now,
     in_threads,
     infinity_bits,
     readable_by_triton,
@@ -30,8 +31,8 @@ from .blocks import fold, fold_magnitudes, runs, spread_, unite_
 from .groups import keep_groups, keep_rows
 
 __all__ = [
-    "PART", "Magnitudes", "NaNFound", "compilable", "count_equal", "drop_ties", "fold", "fold_magnitudes", "has_nan",
-    "in_threads", "infinity_bits", "keep_above", "keep_groups", "keep_magnitudes", "keep_rows", "kth", "magnitude",
+    "PART", "Magnitudes", "NaNFound", "compilable", "compile_now", "count_equal", "drop_ties", "fold", "fold_magnitudes",
+    "has_nan", "in_threads", "infinity_bits", "keep_above", "keep_groups", "keep_magnitudes", "keep_rows", "kth", "magnitude",
     "magnitude_bits", "ordered", "runs", "slab_elements", "spread_", "tally", "unite_", "zero_",
 ]  # fmt: skip
 

@@ -18,7 +18,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WORDS: dict[int, type[np.unsignedinteger]] = {2: np.uint16, 4: np.uint32, 8: np.uint64}
-LARGE = 1 << 20  # elements, from which on loading the compiled loops pays
+LARGE = 1 << 20  # elements, from which on compiled loops are faster
+ENOUGH = 1 << 28  # elements looked at, from which on a process gets the second back that loading the loops takes
 PART = 1 << 18  # elements that one thread looks at in one go
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -67,7 +68,23 @@ def compilable(*tensors: Tensor | None) -> bool:
 
 
 def worth_compiling(tensor: Tensor) -> bool:
-    return tensor.numel() >= LARGE and numba_installed()
+    """Whether the tensor is large, and the loops are loaded, or the work so far says that loading them will pay."""
+    if tensor.numel() < LARGE or not numba_installed():
+        return False
+    _work.elements += tensor.numel()
+    return _work.elements >= ENOUGH
+
+
+def compile_now() -> None:
+    """Uses the compiled loops for large tensors from now on."""
+    _work.elements = ENOUGH
+
+
+class _Work:
+    elements = 0  # of large tensors that this process has looked at
+
+
+_work = _Work()
 
 
 def view(slab: Tensor) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Loops over large arrays on a CPU, compiled by numba: what numpy would do in many passes, in one.
 
-numba is slow to import and compiles each function once per machine, so this file is loaded when a tensor is large enough to
-repay that; without numba, numpy does the same work. Every function lets go of the interpreter, so parts run in threads.
+numba is slow to import and compiles each function once per machine, so this file is loaded by a process that has done enough
+work to expect more; before, and without numba, numpy does the same. Every function lets go of the interpreter, so parts run in
+threads.
 """
 
 from __future__ import annotations

@@ -166,6 +166,8 @@ def _silent(trace: Trace, readers: dict[Group, list[Reader]], batch: Any) -> dic
             conv = isinstance(module, CONVS)
             x = args[0].movedim(args[0].dim() - module.weight.dim() + 1, -1) if conv else args[0]
             mean = x.reshape(-1, x.shape[-1]).double().mean(0).nan_to_num(0, 0, 0).cpu()
+            if conv and module.padding_mode == "zeros" and any(module._reversed_padding_repeated_twice):
+                mean.zero_()  # a constant beside padding cannot be folded: the unit is gone altogether
             found[module] = mean.repeat_interleave(module.weight[0, 0].numel()) if conv else mean
 
         return hook
