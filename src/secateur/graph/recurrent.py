@@ -17,11 +17,9 @@ _FILLS = frozenset(["aten::zeros", "aten::new_zeros", "aten::zeros_like"])
 
 def states_of(args: tuple[Any, ...]) -> list[Tensor]:
     """The initial states: one, or hidden and cell."""
-    second = args[1]
-    given = second if isinstance(second, tuple | list) else [second]
-    if len(args) > 2 and isinstance(args[2], tuple | list) and len(args[2]) == 2:  # packed: data, batch sizes, states
-        given = args[2]
-    return [t for t in given if isinstance(t, Tensor) and t.is_floating_point()]
+    packed = isinstance(args[1], Tensor) and not args[1].is_floating_point()  # data, batch sizes, states
+    given = args[2 if packed else 1]
+    return [t for t in (given if isinstance(given, tuple | list) else [given]) if isinstance(t, Tensor)]
 
 
 def untie_layers(tracer: Tracer, args: tuple[Any, ...]) -> None:

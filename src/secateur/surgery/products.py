@@ -226,6 +226,22 @@ def _convolution(g: Ghosts, i: int, step: Step) -> list[Ghost] | None:
     return [Ghost(frozenset(zero), bad, value)]
 
 
+_FEW = 8
+
+
+def _taps(kernel: Tensor, at: Tensor, constants: Tensor) -> Tensor:
+    """What each tap of a kernel makes of the constants of some channels, for each channel that it gives."""
+    return wide(kernel.index_select(1, at.to(kernel.device)).movedim(1, -1)) @ constants
+
+
+def _clipped(taps: Tensor, padding: Sequence[int], dilation: Sequence[int]) -> bool:
+    """Whether the first pixel, where taps reach into the padding, differs from one inside."""
+    rank = taps.dim() - 1
+    paddings, dilations = (list(v) * rank if len(v) == 1 else list(v) for v in (padding, dilation))
+    inside = taps[(slice(None), *(slice(-(-p // d), None) for p, d in zip(paddings, dilations)))]
+    return not same(torch.stack([inside.flatten(1).sum(1), taps.flatten(1).sum(1)]), 0)
+
+
 def _pixels(g: Ghosts, step: Step, x: int, w: int, gone: Tensor) -> Tensor | str:
     """What a convolution makes of the constants of some channels: one number for each of its own, or why it is not one."""
     value = g.ghost(x).value
@@ -239,7 +255,12 @@ def _pixels(g: Ghosts, step: Step, x: int, w: int, gone: Tensor) -> Tensor | str
     kernel, groups, (stride, padding, dilation, turned, extra) = g.silence.value(w), step.args[8], step.args[3:8]
     if groups == 1 and not turned:  # every tap with its constants first: what is left is one small kernel for each channel
         at = gone.nonzero()[:, 0]
-        taps = wide(kernel.index_select(1, at.to(kernel.device)).movedim(1, -1)) @ flat.flatten()[at]
+        constants = flat.flatten()[at]
+        if any(padding) and _clipped(_taps(kernel[:_FEW], at, constants), padding, dilation):  # it shows in the first channels
+            return f"a constant meets the zero padding of {step.module or 'the model'}"
+        taps = _taps(kernel, at, constants)
+        if not any(padding):
+            return taps.flatten(1).sum(1)
         kernel, given, groups = taps[:, None], torch.ones_like(taps[None, :, :1].flatten(2)[..., 0]), len(taps)
     else:
         kernel, given = wide(kernel), (flat.flatten() * gone)[None]
