@@ -58,7 +58,7 @@ def verify(
     except Exception as error:
         found = _compare(original, small, cuts, args, kwargs, each, None)
         dtype = str(next(original.parameters()).dtype).removeprefix("torch.")
-        note = f"not in float64, where the model does not run ({type(error).__name__}: {error})"
+        note = f"not in float64, where the model fails ({type(error).__name__}: {error})"
         return Verified(found.max_error, found.groups, found.recut, found.moved, dtype, note)
 
 
@@ -80,8 +80,10 @@ def _compare(
         made = made if dtype is None else made.to(dtype)
         return run(made if masked is None else silence_(made, traced, masked), wide_args, wide_kwargs)
 
-    silent = answer(original, keep)
-    moved = difference(silent, answer(original)) > _STILL
+    silent, dense = answer(original, keep), answer(original)
+    if dtype is not None and any(bool(t.isnan().any()) for t in tensors_of(dense)):
+        raise ArithmeticError("its answer is not a number there")
+    moved = difference(silent, dense) > _STILL
     recut = difference(answer(make(original, traced, keep, args, kwargs).small), silent) if each else None
     groups: dict[str, float] = {}
     names = names_of(traced)

@@ -1,0 +1,41 @@
+"""What `verify` does with models that double precision is no home for."""
+
+import torch
+from torch import nn
+
+import secateur as sc
+
+
+class OnlyInFloat32(nn.Module):
+    """A model whose answer in double precision is no number, or an error."""
+
+    def __init__(self, fails: bool):
+        super().__init__()
+        self.first, self.last, self.fails = nn.Linear(8, 16), nn.Linear(16, 4), fails
+
+    def forward(self, x):
+        y = self.last(self.first(x).relu())
+        if x.dtype == torch.float64:
+            if self.fails:
+                raise TypeError("float32 only")
+            y = y * torch.nan
+        return y
+
+
+def verified(fails: bool):
+    torch.manual_seed(0)
+    _, plan = sc.shrink(OnlyInFloat32(fails), torch.randn(5, 8), channels=0.5)
+    return plan.verify()
+
+
+def test_an_answer_that_is_no_number_in_float64_proves_nothing_so_the_own_dtype_is_used():
+    found = verified(fails=False)
+    assert (found.dtype, found.moved) == ("float32", True)
+    assert found.max_error < 1e-5
+    assert "not in float64" in str(found)
+
+
+def test_a_model_that_does_not_run_in_float64_is_verified_in_its_own_dtype():
+    found = verified(fails=True)
+    assert found.dtype == "float32"
+    assert "float32 only" in found.note
