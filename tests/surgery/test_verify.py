@@ -39,3 +39,24 @@ def test_a_model_that_does_not_run_in_float64_is_verified_in_its_own_dtype():
     found = verified(fails=True)
     assert found.dtype == "float32"
     assert "float32 only" in found.note
+
+
+class Gain(nn.Module):
+    """A number made of two vectors of weights, as differential attention has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(self.first(x).relu()) * (self.left * self.right).sum().exp()
+
+
+def test_units_that_are_summed_among_weights_alone_are_not_called_exact():
+    torch.manual_seed(0)
+    model, x = Gain().double(), torch.randn(5, 8, dtype=torch.float64)
+    _, plan = sc.shrink(model, x, channels=0.5)
+    assert {row.name: row.why is None for row in plan.groups} == {"first.weight[0]": True, "left[0]": False}
+    _, careful = sc.shrink(model, x, channels=0.5, exact_only=True)
+    assert careful.verify().max_error < 1e-12

@@ -62,6 +62,7 @@ class Ghosts:
         for i, step in enumerate(trace.steps):
             if step.weights:
                 self.share(step, None)
+                self.sum_weights_away(i, step, tensors_in(step))
             else:
                 self.follow(i, step)
 
@@ -157,6 +158,14 @@ class Ghosts:
                 if atom not in left and step.outs and atom not in ghost.zero:
                     why = f"its removed units give a constant to {where(step)}, which has no bias to take it"
                     self.losses.append(Loss(i, atom, self.reason(atom, ghost) or why))
+
+    def sum_weights_away(self, i: int, step: Step, inputs: Sequence[int]) -> None:
+        """The same among weights alone: a sum of products needs one factor that is zero."""
+        left = {a for n in step.outs for a in self.cut_atoms(n)}
+        for atom in dict.fromkeys(a for n in inputs for a in self.cut_atoms(n) if a not in left):
+            bearers = [n for n in inputs if atom in self.cut_atoms(n)]
+            if step.outs and not any(atom in self.ghost(n).zero for n in bearers):
+                self.losses.append(Loss(i, atom, f"its removed units are part of a number that {where(step)} makes of weights"))
 
     def reason(self, atom: Atom, ghost: Ghost) -> str | None:
         return f"what its removed units give {ghost.bad[atom]}" if atom in ghost.bad else None

@@ -161,7 +161,10 @@ def _check_runs(traced: Trace, small: nn.Module, args: tuple[Any, ...], kwargs: 
             f"the cut model does not run: {type(error).__name__}: {error}. The model is as it was; exclude the layer that fails"
         ) from error
     if shapes != found:
-        raise RuntimeError(f"the cut model answers with shapes {found} instead of {shapes}; the model is as it was")
+        raise ValueError(
+            f"the cut model answers with shapes {found} instead of {shapes}; where values decide on shapes (predicted lengths, "
+            "thresholds), exclude the layers that make them. The model is as it was."
+        )
     if doubled is not None:
         try:
             outline(small, *doubled)
