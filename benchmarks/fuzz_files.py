@@ -2,9 +2,9 @@
 
     python benchmarks/fuzz_files.py [N=10000] [seed=0]
 
-Tiny models are saved (dense, packed, cut, without blocks), one or both of their files are mutated (bits, bytes, pieces cut
-out, doubled or moved, numbers in the JSON replaced by absurd ones; half of the time with digests made right again), and loaded
-into a model. With the old digests nothing may load; with new ones only the checks behind them are left.
+Tiny models are saved (dense, packed, cut, without blocks, compressed), one or both of their files are mutated (bits, bytes,
+pieces cut out, doubled or moved, numbers in the JSON replaced by absurd ones; half of the time with digests made right again),
+loaded into a model, and run. With the old digests nothing may load; with new ones only the checks behind them are left.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from torch import nn
 
 import secateur as sc
 from secateur import io
+from secateur.execute import Compressed
+from secateur.execute.formats import FORMATS
 from secateur.surgery import shrink
 
 ABSURD = [
@@ -60,11 +62,19 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Sequential(Block(), Block(), Block()), nn.Linear(4, 300)).eval()
 
 
+def compressed(pruned: nn.Module) -> nn.Module:
+    model = copy.deepcopy(pruned)
+    model[0] = Compressed(model[0], FORMATS["tiled"], (1,))
+    model[1][0].up = Compressed(model[1][0].up, FORMATS["panels"], (8,), store=torch.bfloat16)
+    model[2] = Compressed(model[2], FORMATS["gather"], ())
+    return model
+
+
 def originals(folder: Path) -> list[tuple[nn.Module, dict[str, bytes]]]:
     x = torch.randn(2, 3)
     pruned = build()
     sc.prune_(pruned, sparsity=0.9)
-    models = [build(), pruned, shrink(build(), x, channels=0.5)[0], shrink(build(), x, depth=0.67)[0]]
+    models = [build(), pruned, shrink(build(), x, channels=0.5)[0], shrink(build(), x, depth=0.67)[0], compressed(pruned)]
     found = []
     for i, model in enumerate(models):
         io.save(model, folder / str(i), packed=i == 1)
@@ -135,7 +145,9 @@ def fuzz(count: int, seed: int = 0) -> tuple[Counter[str], float]:
             before = copy.deepcopy(target.state_dict())
             begin = time.perf_counter()
             try:
-                back = io.load(folder, target).state_dict()
+                back = io.load(folder, target, as_=rng.choice([None, None, "dense"]))
+                back(torch.ones(2, 3))
+                back = sc.decompress_(back).state_dict()
             except ValueError as error:
                 after = target.state_dict()
                 untouched = before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
@@ -144,7 +156,7 @@ def fuzz(count: int, seed: int = 0) -> tuple[Counter[str], float]:
             except Exception as error:
                 seen[f"WRONG: {type(error).__name__}: {error}"[:150]] += 1
             else:
-                whole = model.state_dict()
+                whole = sc.decompress_(copy.deepcopy(model)).state_dict()
                 equal = back.keys() == whole.keys() and all(torch.equal(back[k], whole[k]) for k in back)
                 kind = "loaded, digests made right: what was saved" if equal else "loaded, digests made right: other values"
                 seen[kind if signed else "WRONG: damage that was not noticed"] += 1

@@ -3,11 +3,13 @@
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from secateur.execute import Compressed, decompress_
 from secateur.execute.formats import FORMATS
@@ -116,6 +118,38 @@ def test_moves_to_another_dtype(dtype, ids, expected):
         assert y.dtype == dtype
         torch.testing.assert_close(y.float(), expected, rtol=0.1, atol=0.1)
     assert decompress_(model).linear.weight.dtype == dtype
+
+
+def test_layer_without_bias_has_the_dtype_it_was_moved_to():
+    for store in (None, torch.float16):
+        model = nn.Sequential(Compressed(nn.Linear(32, 32, bias=False), FORMATS["tiled"], (1,), store=store))
+        assert decompress_(copy.deepcopy(model))[0].weight.dtype == torch.float32
+        for dtype in (torch.bfloat16, torch.float16):
+            assert decompress_(copy.deepcopy(model).to(dtype))[0].weight.dtype == dtype
+        assert decompress_(model.to(torch.bfloat16).float())[0].weight.dtype == torch.float32
+
+
+def test_weights_in_half_the_bytes_do_not_change_what_comes_out():
+    embed = Compressed(nn.Embedding(50, 32), FORMATS["bitmask"], (), store=torch.bfloat16)
+    assert embed.eval()(torch.arange(4)).dtype == torch.float32
+
+
+def test_those_who_watch_operators_see_them(ids):
+    model = compressed()
+    weights = sum(int(layer.weight.count_nonzero()) * n for layer, n in ((model.conv, 2 * 64), (model.line, 2 * 62)))
+    with torch.no_grad(), FlopCounterMode(display=False) as count:
+        model(ids)
+    linear = count.get_flop_counts()["Global"][torch.ops.secateur.linear]
+    assert linear == 2 * 16 * model.linear.values.numel()
+    assert count.get_flop_counts()["Global"][torch.ops.secateur.conv] == 2 * weights
+
+
+def test_a_trace_computes_and_remembers_no_numbers():
+    layer, x = compressed().linear, torch.randn(5, 32)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit says that it is old
+        traced = torch.jit.trace(layer, torch.randn(5, 32))
+        close(traced(x), layer(x))
 
 
 def test_state_dict_loads_into_another_compressed_model(ids, tmp_path):

@@ -1,6 +1,7 @@
 """Writes the golden files of this version: small models, saved once and kept, so that later versions stay able to load them.
 
-Run it only for a new version of the format, into a new folder: `python tests/golden/write.py tests/golden/v2`.
+Run it only for a new version of the format, into a new folder: `python tests/golden/write.py tests/golden/v2`. Names after the
+folder: only these, for what a version learned to store later.
 """
 
 import json
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 import secateur as sc
+from secateur.execute import Compressed
+from secateur.execute.formats import FORMATS
 from secateur.io import save
 from secateur.surgery import shrink
 
@@ -51,8 +54,26 @@ def build() -> nn.Module:
     return model.eval()
 
 
+def build_float() -> nn.Module:
+    """The same in float32, which formats for compressed layers can hold."""
+    return build().float()
+
+
+BUILD = {"compressed": build_float}  # the rest: build
+
+
 def inputs() -> torch.Tensor:
     return torch.cos(torch.arange(120).double()).view(3, 40)
+
+
+def compressed() -> nn.Module:
+    model = build_float()
+    sc.prune_(model, sparsity=0.9)
+    first, up, last = FORMATS["tiled"], FORMATS["bitmask"], FORMATS["csr"]
+    model.first = Compressed(model.first, first, (1,), ("first.weight", "tied.weight"))
+    model.blocks[0].up = Compressed(model.blocks[0].up, up, ())
+    model.last = Compressed(model.last, last, (), store=torch.bfloat16)
+    return model.eval()
 
 
 def models() -> dict[str, tuple[nn.Module, bool]]:
@@ -69,13 +90,16 @@ def models() -> dict[str, tuple[nn.Module, bool]]:
         "narrow": (narrow, False),
         "shallow": (shallow, False),
         "twice": (twice, True),
+        "compressed": (compressed(), False),
     }
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    expected = {}
+    folder, only = Path(sys.argv[1]), sys.argv[2:]
+    answers = folder / "expected.json"
+    expected = json.loads(answers.read_text()) if only else {}
     for name, (model, pack) in models().items():
-        save(model, folder / name, packed=pack)
-        expected[name] = model(inputs()).tolist()
-    (folder / "expected.json").write_text(json.dumps(expected, indent=1))
+        if not only or name in only:
+            save(model, folder / name, packed=pack)
+            expected[name] = model(inputs().to(model.scale)).tolist()
+    answers.write_text(json.dumps(expected, indent=1))

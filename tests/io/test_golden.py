@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from secateur.execute import Compressed
 from secateur.io import dense_state_dict, load
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -19,14 +20,31 @@ spec.loader.exec_module(write)
 
 
 def test_there_are_golden_files():
-    assert {path.name for path in SAVED} >= {"dense", "pruned", "packed", "narrow", "shallow", "twice"}
-    for name, word in {"packed": "bitmask", "shallow": '"drop": {"blocks": [', "narrow": '"kept": ["'}.items():
+    assert {path.name for path in SAVED} >= {"dense", "pruned", "packed", "narrow", "shallow", "twice", "compressed"}
+    for name, word in {
+        "packed": "bitmask",
+        "shallow": '"drop": {"blocks": [',
+        "narrow": '"kept": ["',
+        "compressed": "csr",
+    }.items():
         assert all(word in (path / "secateur.json").read_text() for path in SAVED if path.name == name)
 
 
 @pytest.mark.parametrize("folder", SAVED, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_golden_files_load_and_answer_as_they_did(folder):
     expected = torch.tensor(json.loads((folder.parent / "expected.json").read_text())[folder.name], dtype=torch.float64)
-    model = load(folder, write.build)
-    torch.testing.assert_close(model(write.inputs()), expected, rtol=1e-12, atol=1e-12)
+    build = write.BUILD.get(folder.name, write.build)
+    for as_ in (None, "dense"):
+        model = load(folder, build, as_=as_)
+        near = 1e-12 if model.scale.dtype == torch.float64 else 1e-5  # sums of float32 in another order
+        torch.testing.assert_close(model(write.inputs().to(model.scale)).double(), expected, rtol=near, atol=near)
     assert dense_state_dict(folder).keys() == model.state_dict().keys()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in dense_state_dict(folder).items())
+
+
+def test_golden_compressed_layers_are_compressed_again():
+    for folder in (path for path in SAVED if path.name == "compressed"):
+        model = load(folder, write.build_float)
+        forms = {name: (m.form, m.options) for name, m in model.named_modules() if isinstance(m, Compressed)}
+        assert forms == {"first": ("tiled", (1,)), "blocks.0.up": ("bitmask", ()), "last": ("csr", ())}
+        assert model.last.values.dtype == torch.bfloat16

@@ -62,7 +62,7 @@ def compress_(
     """
     _check(model, objective, threads, store)
     layers = {name: module for name, module in model.named_modules() if type(module) in KINDS}
-    tied = _ties(model)
+    tied = ties(model)
     with for_inference(model, threads):
         seen = _record(model, example_inputs, layers)
         large = sum(parameter.nbytes for parameter in model.parameters()) > LARGE
@@ -101,7 +101,7 @@ def decompress_(model: nn.Module) -> nn.Module:
                 shared[module.tied] = layer.weight  # type: ignore[assignment]
     if id(model) in restored:
         raise ValueError("this is a compressed layer by itself; decompress_ takes the model that holds it")
-    for parent, attribute, child in _places(model):
+    for parent, attribute, child in places(model):
         if id(child) in restored:
             parent._modules[attribute] = restored[id(child)]
     return model
@@ -132,7 +132,7 @@ def _same(parameter: Tensor, weight: Tensor) -> bool:
     return torch.equal(parameter.detach().contiguous().view(kind), weight.to(parameter.device).contiguous().view(kind))
 
 
-def _ties(model: nn.Module) -> dict[int, tuple[str, ...]]:
+def ties(model: nn.Module) -> dict[int, tuple[str, ...]]:
     """For each weight that several modules own, all of its names."""
     return {id(slot.tensor): (slot.name, *slot.also) for slot in slots(model) if len(slot.owners) > 1}
 
@@ -260,7 +260,8 @@ def _seconds(layers: list[nn.Module], seen: Seen, cold: Tensor | None, seconds: 
 # ---------------------------------------------------------------- the change
 
 
-def _places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+def places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Every module but the model itself: what holds it, under which name, and the module."""
     parents = {id(module): module for module in model.modules()}.values()
     return [(parent, name, child) for parent in parents for name, child in parent._modules.items() if child is not None]
 
@@ -270,18 +271,18 @@ def _swap(model: nn.Module, new: dict[int, Compressed], example_inputs: Any) -> 
 
     Some containers read the weights of their layers and compute with those. If the model does not run, all is undone.
     """
-    places = [(parent, name, child) for parent, name, child in _places(model) if id(child) in new]
+    spots = [(parent, name, child) for parent, name, child in places(model) if id(child) in new]
     try:
-        for parent, name, child in places:
+        for parent, name, child in spots:
             parent._modules[name] = new[id(child)]
         with _watched(list(new.values())) as called:
             call(model, example_inputs)
     except BaseException:
-        for parent, name, child in places:
+        for parent, name, child in spots:
             parent._modules[name] = child
         raise
     ignored = {id(each) for each in new.values()} - called
-    for parent, name, child in places:
+    for parent, name, child in spots:
         if id(new[id(child)]) in ignored:
             parent._modules[name] = child
     return ignored

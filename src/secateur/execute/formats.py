@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_input
+from torch.utils.flop_counter import register_flop_formula
 
 from .find import Zeros
 
@@ -54,6 +55,7 @@ class Format:
 
     `fits` gives the options worth a try, none if the format does not fit; `store` is the dtype asked for the values. `linear`
     and `conv` return None where they cannot run here (no kernels, another device); the matrix is then unpacked for the call.
+    `allowed` lists all that `fits` may give: options from a file are not believed.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Format:
     linear: Callable[[Tensor, Buffers, Tensor | None, int, Options], Tensor | None]
     conv: Callable[[Tensor, Buffers, Tensor | None, int, Options, Window], Tensor | None] | None = None
     embedding: Callable[[Tensor, Buffers, int, Options], Tensor] | None = None
+    allowed: tuple[tuple[int, ...], ...] = ((),)
 
 
 FORMATS: dict[str, Format] = {}
@@ -217,3 +220,12 @@ for _name, _body, _fake in (
     torch.library.register_fake(f"secateur::{_name}", _fake, lib=_LIBRARY)
 torch.library.register_autograd("secateur::linear_grad", _linear_backward, setup_context=_remember, lib=_LIBRARY)
 torch.library.register_autograd("secateur::conv_grad", _conv_backward, setup_context=_remember, lib=_LIBRARY)
+
+
+@register_flop_formula(
+    [getattr(torch.ops.secateur, name) for name in ("linear", "linear_grad", "conv", "conv_grad")], get_raw=True
+)
+def _flops(x: Tensor, buffers: Buffers, bias: Any, form: str, rows: int, *_: Any, out_val: Tensor, **__: Any) -> int:
+    """For torch's counter: a product and a sum for each stored value and position; whole numbers are pairs of values."""
+    pairs = 1 if buffers[0].is_floating_point() else 2
+    return 2 * pairs * buffers[0].numel() * (out_val.numel() // rows)

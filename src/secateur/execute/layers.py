@@ -63,11 +63,11 @@ class Compressed(nn.Module):
         shape, bias = (self.form, self.rows, self.columns, self.options), self._parameters["bias"]
         ops, grad = torch.ops.secateur, torch.is_grad_enabled()
         # Nobody watches: the function itself, since the way through the dispatcher takes as long as a small layer.
-        plain = not (grad or torch.compiler.is_compiling()) and type(input) is Tensor
+        plain = not (grad or torch.compiler.is_compiling() or watched()) and type(input) is Tensor
         if self.kind == "linear":
             return (linear if plain else ops.linear_grad if grad else ops.linear)(input, held, bias, *shape)
         if self.kind == "embedding":
-            return ops.embedding(input, held, *shape)
+            return ops.embedding(input, held, *shape).to(self.dtype)
         flat = self.stood is nn.Conv1d
         dims = 2 if flat else 3
         batched = input.unsqueeze(0) if input.dim() == dims else input
@@ -90,9 +90,7 @@ class Compressed(nn.Module):
         """The dense layer again, with this weight if it is given (a tied one)."""
         layer = self.stood(**self.arguments, device="meta")
         if weight is None:
-            dense = self.weight
-            moved = self.get_buffer(self.names[0]).dtype  # after .to(dtype) the layer has that dtype
-            weight = nn.Parameter(dense.to(moved if self.moved() else self.dtype), requires_grad=self.trainable)
+            weight = nn.Parameter(self.weight.to(self.dtype), requires_grad=self.trainable)
         layer.register_parameter("weight", weight)
         if "bias" in layer._parameters:
             layer.register_parameter("bias", self.bias)
@@ -100,9 +98,11 @@ class Compressed(nn.Module):
             setattr(layer, hooks, getattr(self, hooks))
         return layer.train(self.training)
 
-    def moved(self) -> bool:
-        """Whether `.to(dtype)` changed the layer since: then its bias, if any, and its values went along."""
-        return self.bias is not None and self.bias.dtype != self.dtype
+    def _apply(self, fn: Any, recurse: bool = True) -> Compressed:
+        """`.to(dtype)` and its like: the dense layer would have that dtype now, whatever the values are stored in."""
+        super()._apply(fn, recurse)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.get_buffer(self.names[0]).device)).dtype
+        return self
 
     def bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers())
@@ -113,7 +113,8 @@ class Compressed(nn.Module):
             if tuple(weight.shape) != self.shape:
                 raise ValueError(f"{prefix}weight is {tuple(weight.shape)} in the state dict and {self.shape} in the model")
             old = self.get_buffer(self.names[0])
-            self._hold(weight.detach().to(self.dtype), None if old.dtype == self.dtype else old.dtype)
+            half = old.is_floating_point() and old.dtype != self.dtype
+            self._hold(weight.detach().to(self.dtype), old.dtype if half else None)
             state_dict.update({f"{prefix}{name}": buffer for name, buffer in self._buffers.items() if buffer is not None})
         for name in (*self.names, "minus"):  # other zeros, other sizes
             new, now = state_dict.get(f"{prefix}{name}"), self._buffers.get(name)
@@ -126,6 +127,15 @@ class Compressed(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.stood.__name__} {tuple(self.shape)}, {self.form}{list(self.options)}, {self.bytes():,} bytes"
+
+
+_MODES, _TRACER = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+_LEVEL = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
+
+
+def watched() -> bool:
+    """Whether something looks at operators as they run: a dispatch mode (a counter, fake tensors), vmap, a tracer."""
+    return bool(_MODES()) or _LEVEL() is not None or _TRACER() is not None
 
 
 def arguments_of(layer: nn.Module) -> dict[str, Any]:

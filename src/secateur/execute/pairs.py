@@ -87,4 +87,4 @@ def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options
     return product(seen, buffers, bias, rows, height, "float32", "pair").to(x.dtype)
 
 
-PAIRS = register(Format("pairs", TILED.buffers, _fits, _pack, _unpack, _linear))
+PAIRS = register(Format("pairs", TILED.buffers, _fits, _pack, _unpack, _linear, allowed=((1, 0), (1, 1), (4, 0))))

@@ -174,7 +174,12 @@ def _panels_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, 
     return _by_rows(x, bias, rows, lambda seen, b, y: build.run(body, [seen, rows // height, *held, b, y], threads))
 
 
-PANELS = register(Format("panels", ("values", "index", "starts"), _panels_fits, _panels_pack, _panels_unpack, _panels_linear))
+PANELS = register(
+    Format(
+        "panels", ("values", "index", "starts"), _panels_fits, _panels_pack, _panels_unpack, _panels_linear,
+        allowed=((16,), (8,)),
+    )
+)  # fmt: skip
 
 # ---------------------------------------------------------------- bitmask
 

@@ -176,6 +176,5 @@ def _conv(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: 
     return y if x.dtype == torch.float32 else y.to(x.dtype)
 
 
-TILED = register(
-    Format("tiled", ("values", "index", "counts", "order", "used", "starts"), _fits, _pack, _unpack, _linear, _conv)
-)
+BUFFERS = ("values", "index", "counts", "order", "used", "starts")
+TILED = register(Format("tiled", BUFFERS, _fits, _pack, _unpack, _linear, _conv, allowed=((1,), (4,))))

@@ -1,7 +1,8 @@
 """Pruned models on disk: `save`, `load`, and `dense_state_dict` for those who have the tensors only. Never pickle.
 
 A saved model is a folder: `model.safetensors` (any reader of safetensors opens it) and the manifest `secateur.json`. Rooms:
-`files` (writing and reading whole files), `packed` (zeros as bits), `manifest` (what is where), `hf` (Hugging Face).
+`files` (writing and reading whole files), `packed` (zeros as bits), `compressed` (layers in sparse formats), `manifest` (what
+is where), `hf` (Hugging Face).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,14 @@ from torch import Tensor, nn
 
 from .._dist import sharded
 from .._tree import nearest
+from ..execute.choose import decompress_
+from ..execute.layers import Compressed
 from ..plan import Plan
 from ..surgery import Shrunk, all_or_nothing
 from ..surgery.cut import Cuts, apply_cuts_, history, is_cut, remember_
-from . import hf, packed
-from .files import CODES, BadFile, Entry, Tensors, names_of, rename, replacing, write_tensors
-from .manifest import Manifest, Stored, about, check_file, from_text, shapes_of, to_text
+from . import compressed, hf, packed
+from .files import CODES, DTYPES, BadFile, Entry, Tensors, names_of, rename, replacing, write_tensors
+from .manifest import Layer, Manifest, Stored, about, check_file, from_text, shapes_of, to_text
 from .zeros import pattern_of
 
 __all__ = ["save", "load", "dense_state_dict", "BadFile"]
@@ -36,8 +40,9 @@ def save(
     """Write the model to the folder `path`; returns what there is to say about it, as the manifest has it.
 
     `packed`: tensors with many zeros are stored as a bit for every element and the values. Without it the file holds the
-    state dict as it is, zeros and all. A model that `shrink` made remembers its cuts, and `load` cuts a fresh model by them;
-    `plan` is needed only where the model was rebuilt by other means, or to put the recipe of `prune_` into the manifest.
+    state dict as it is, zeros and all; only the weights of compressed layers are always packed. A model that `shrink` made
+    remembers its cuts, and `load` cuts a fresh model by them; `plan` is needed only where the model was rebuilt by other
+    means, or to put the recipe of `prune_` into the manifest.
 
     A Hugging Face model gets its `config.json` too, with the numbers of the small model. Where those describe it (layers cut
     alike), plain `from_pretrained(path)` loads it; `["from_pretrained"]` of the result says whether, or why not.
@@ -48,16 +53,18 @@ def save(
         raise ValueError(f"{folder} is a file; save() writes a folder with {TENSORS} and {MANIFEST} in it")
     tensors, tied = _tensors(model)
     cuts = _cuts(model, plan)
+    layers = compressed.listed(model)
     listed, entries = _described(model, tensors, packed)
     said = about(model, plan.recipe if plan is not None else next((c.recipe for c in reversed(cuts) if c.recipe), None))
-    extra, note = hf.files(model, "is packed; save it without packed=True" if packed else None)
+    against = "is packed; save it without packed=True" if packed else "has compressed layers; decompress_ it first"
+    extra, note = hf.files(model, against if packed or layers else None)
     if note is not None:
         said["from_pretrained"] = note
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         new = {name: stack.enter_context(replacing(folder / name)) for name in (*extra, TENSORS, MANIFEST)}
         written = write_tensors(new[TENSORS], entries, {"format": "pt"})
-        new[MANIFEST].write_bytes(to_text(Manifest(listed, tied, cuts, written, said)))
+        new[MANIFEST].write_bytes(to_text(Manifest(listed, tied, cuts, written, said, layers)))
         for name, text in extra.items():
             new[name].write_text(text, encoding="utf-8")
     _put(folder, new)
@@ -69,7 +76,8 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
 
     `into`: a function that builds the model as it was before any cut, or such a model, which is then changed in place (or one
     that is cut already). It is cut as the saved one was, and loaded strictly. Every byte is checked first: whatever is wrong,
-    a `BadFile` (a ValueError) says what, and the model is as it was. `as_="dense"`: in plain layers, whatever was saved.
+    a `BadFile` (a ValueError) says what, and the model is as it was. Layers that were compressed are so again, in the same
+    format, wherever it was chosen; `as_="dense"`: in plain layers, whatever was saved.
     """
     if as_ not in (None, "dense"):
         raise ValueError(f"as_={as_!r} must be 'dense' or left out.{nearest(str(as_), ['dense'])}")
@@ -78,11 +86,13 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
         if not isinstance(model, nn.Module):
             raise TypeError(f"into= is a model or a function that builds one; this gave a {type(model).__name__}")
         with all_or_nothing(model):
+            if compressed.layers_of(model):
+                decompress_(model)
             if not (_fits(model, manifest) and all(is_cut(model, cuts) for cuts in manifest.cuts)):
                 for cuts in manifest.cuts:
                     apply_cuts_(model, cuts)
             remember_(model, manifest.cuts)
-            _fill(model, manifest, file)
+            _fill(model, manifest, file, {} if as_ == "dense" else manifest.layers)
     return model
 
 
@@ -96,39 +106,40 @@ def dense_state_dict(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> d
         return _unpacked(source)
     with _opened(Path(source)) as (manifest, file):
         found = {name: _read(file, name, stored) for name, stored in manifest.tensors.items()}
-        return found | {other: found[name] for other, name in manifest.tied.items()}
+        found |= {other: found[name] for other, name in manifest.tied.items()}
+        return {name: tensor.to(DTYPES[_dtype_of(name, manifest)]) for name, tensor in found.items()}
 
 
 # --- saving ---------------------------------------------------------------------------------------------------------
 
 
-def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _tensors(model: nn.Module) -> tuple[compressed.State, dict[str, str]]:
     """The state dict without tied tensors, and the other names of those."""
-    found: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
+    found: compressed.State = {}
     first: dict[Any, str] = {}
-    state = model.state_dict()
+    state, tied = compressed.dense_view(model)
     names = sorted(state, key=lambda name: hf.is_tied_copy(model, name))  # where transformers cares which name stays
     for name in names:
-        tensor = state[name]
-        if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"{name!r} in the state dict is a {type(tensor).__name__}; only tensors can be saved without pickle"
-            )
-        if sharded(tensor) or tensor.layout != torch.strided or tensor.dtype not in CODES or tensor.is_meta:
-            kind = (
-                "sharded" if sharded(tensor) else "on the meta device" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
-            )
-            raise TypeError(f"{name!r} is {kind}; a file holds whole strided tensors of {', '.join(sorted(CODES.values()))}")
-        if name.endswith(packed.PARTS):
-            raise ValueError(f"{name!r}: names that end in {packed.PARTS} mean packed tensors in a file; rename it")
+        held = state[name]
+        tensor = held.get_buffer(held.names[0]) if isinstance(held, Compressed) else held
+        _check_tensor(name, tensor)
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, str(tensor.device))
-        if tensor.numel() and key in first:
+        if held is tensor and tensor.numel() and key in first:
             tied[name] = first[key]
         else:
             first[key] = name
-            found[name] = tensor
-    return found, tied
+            found[name] = held
+    return found, {other: tied.get(name, name) for other, name in tied.items()}
+
+
+def _check_tensor(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name!r} in the state dict is a {type(tensor).__name__}; only tensors can be saved without pickle")
+    if sharded(tensor) or tensor.layout != torch.strided or tensor.dtype not in CODES or tensor.is_meta:
+        kind = "sharded" if sharded(tensor) else "on the meta device" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
+        raise TypeError(f"{name!r} is {kind}; a file holds whole strided tensors of {', '.join(sorted(CODES.values()))}")
+    if name.endswith(packed.PARTS):
+        raise ValueError(f"{name!r}: names that end in {packed.PARTS} mean packed tensors in a file; rename it")
 
 
 def _cuts(model: nn.Module, plan: Plan | Shrunk | None) -> list[Cuts]:
@@ -138,17 +149,23 @@ def _cuts(model: nn.Module, plan: Plan | Shrunk | None) -> list[Cuts]:
     return [*known, plan.cuts]
 
 
-def _described(model: nn.Module, tensors: Mapping[str, Tensor], pack: bool) -> tuple[dict[str, Stored], dict[str, Entry]]:
+def _described(model: nn.Module, tensors: compressed.State, pack: bool) -> tuple[dict[str, Stored], dict[str, Entry]]:
     listed: dict[str, Stored] = {}
     entries: dict[str, Entry] = {}
-    for name, tensor in tensors.items():
+    for name, held in tensors.items():
+        again = partial(_whole, held)
+        tensor = again()
         values = packed.count_values(tensor)
-        made = packed.entries(name, tensor, values) if pack else None
+        made = packed.entries(name, tensor, values, again) if pack or held is not tensor else None
         kind = "dense" if made is None else "bitmask"
         zeros = tensor.numel() - values
         listed[name] = Stored(CODES[tensor.dtype], tuple(tensor.shape), kind, zeros, pattern_of(model, name, tensor, zeros))
-        entries |= made or {name: Entry(tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)}
+        entries |= made or {name: Entry(tensor.dtype, tuple(tensor.shape), again)}
     return listed, entries
+
+
+def _whole(held: Tensor | Compressed) -> Tensor:
+    return held.weight if isinstance(held, Compressed) else held
 
 
 def _put(folder: Path, new: Mapping[str, Path]) -> None:
@@ -217,8 +234,14 @@ def _fits(model: nn.Module, manifest: Manifest) -> bool:
     return {name: tuple(t.shape) for name, t in state.items() if isinstance(t, Tensor)} == shapes_of(manifest)
 
 
-def _fill(model: nn.Module, manifest: Manifest, file: Tensors) -> None:
-    """Check names, shapes and dtypes, all before the first byte is written, then copy tensor by tensor."""
+def _dtype_of(name: str, manifest: Manifest) -> str:
+    """The dtype that the model has there: a compressed layer may store its weight in a narrower one."""
+    layer = manifest.layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+    return manifest.tensors[manifest.tied.get(name, name)].dtype if layer is None else layer.dtype
+
+
+def _fill(model: nn.Module, manifest: Manifest, file: Tensors, layers: Mapping[str, Layer]) -> None:
+    """Check names, shapes and dtypes, and make the compressed layers, all before the first byte is written; then copy."""
     state = model.state_dict(keep_vars=True)
     expected = shapes_of(manifest)
     if missing := expected.keys() - state.keys():
@@ -229,16 +252,22 @@ def _fill(model: nn.Module, manifest: Manifest, file: Tensors) -> None:
         stored = manifest.tensors[manifest.tied.get(name, name)]
         if tuple(tensor.shape) != stored.shape:
             raise BadFile(f"{name!r} is {tuple(tensor.shape)} in the model and {stored.shape} in the file")
-        if CODES.get(tensor.dtype) != stored.dtype:
-            raise BadFile(
-                f"{name!r} is {tensor.dtype} in the model and {stored.dtype} in the file; build the model in that dtype"
-            )
-    _copy(model, state, manifest, file)
+        if CODES.get(tensor.dtype) != (dtype := _dtype_of(name, manifest)):
+            raise BadFile(f"{name!r} is {tensor.dtype} in the model and {dtype} in the file; build the model in that dtype")
+
+    def weight(path: str) -> Tensor:
+        name = manifest.tied.get(f"{path}.weight", f"{path}.weight")
+        return _read(file, name, manifest.tensors[name])
+
+    made = compressed.made_again(model, layers, weight)
+    _copy(model, state, manifest, file, {f"{path}.weight" for path in layers})
+    compressed.put_(model, made)
     if left := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]:
         raise BadFile(f"{names_of(left)} are on the meta device and not in the file; build the model on a real device")
 
 
-def _copy(model: nn.Module, state: Mapping[str, Tensor], manifest: Manifest, file: Tensors) -> None:
+def _copy(model: nn.Module, state: Mapping[str, Tensor], manifest: Manifest, file: Tensors, done: set[str]) -> None:
+    """Tensor by tensor, but for those with no other name than that of a layer that is done already."""
     names: dict[str, list[str]] = {name: [name] for name in manifest.tensors}
     for other, name in manifest.tied.items():
         names[name].append(other)
@@ -247,20 +276,30 @@ def _copy(model: nn.Module, state: Mapping[str, Tensor], manifest: Manifest, fil
         whole = {n: _read(file, name, stored) for name, stored in manifest.tensors.items() for n in names[name]}
         model.load_state_dict(whole)
         return
+    packed_ones = {f"{path}.weight" for path in manifest.layers}
     with torch.no_grad():
         for name, stored in manifest.tensors.items():
-            _write(model, state, names[name], _read(file, name, stored))
+            if done.issuperset(names[name]):
+                continue
+            ids = {id(state[n]) for n in names[name]}
+            others = any(id(tensor) in ids for n, tensor in state.items() if n not in names[name])
+            apart = others and packed_ones.issuperset(names[name])  # rounded when it was compressed, so tied no more
+            _write(model, state, names[name], _read(file, name, stored), apart)
 
 
-def _write(model: nn.Module, state: Mapping[str, Tensor], names: Sequence[str], value: Tensor) -> None:
-    """Put a value under its names. A tensor on the meta device becomes a real one, the same one under every name."""
+def _write(model: nn.Module, state: Mapping[str, Tensor], names: Sequence[str], value: Tensor, apart: bool) -> None:
+    """Put a value under its names. A tensor on the meta device becomes a real one, the same one under every name.
+
+    So does one that is to be `apart` from a tensor that the model has under other names too.
+    """
     made: dict[int, Tensor] = {}
     for name in names:
         tensor = state[name]
-        if not tensor.is_meta:
+        if not (tensor.is_meta or apart):
             tensor.copy_(value)
             continue
         path, _, attribute = name.rpartition(".")
         module, parameter = model.get_submodule(path), isinstance(tensor, nn.Parameter)
-        new = made.setdefault(id(tensor), nn.Parameter(value, tensor.requires_grad) if parameter else value)
+        new = value.to(tensor.dtype) if tensor.is_meta else value.to(tensor)
+        new = made.setdefault(id(tensor), nn.Parameter(new, tensor.requires_grad) if parameter else new)
         vars(module)["_parameters" if parameter else "_buffers"][attribute] = new

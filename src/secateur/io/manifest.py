@@ -31,15 +31,28 @@ class Stored:
     pattern: str | None
 
 
+@dataclass(frozen=True)
+class Layer:
+    """A compressed layer: the format of its weight in memory, and the dtype that its dense weight has."""
+
+    format: str
+    options: tuple[int, ...]
+    dtype: str
+
+
 @dataclass
 class Manifest:
-    """`tensors` by name, `tied`: other names of them, `cuts`: the first one first, `digests`: of everything in the file."""
+    """`tensors` by name, `tied`: other names of them, `cuts`: the first one first, `written`: digests of all in the file.
+
+    `layers`: by path, those that are compressed.
+    """
 
     tensors: dict[str, Stored]
     tied: dict[str, str]
     cuts: list[Cuts]
     written: Written
     about: dict[str, Any] = field(default_factory=dict)
+    layers: dict[str, Layer] = field(default_factory=dict)
 
 
 def stored_names(name: str, stored: Stored) -> tuple[str, ...]:
@@ -63,6 +76,7 @@ def to_text(manifest: Manifest) -> bytes:
         "file": {"name": "model.safetensors", "bytes": manifest.written.size, "header": manifest.written.header},
         "cuts": [_cuts_to_data(cuts) for cuts in manifest.cuts],
         "tied": manifest.tied,
+        **({"layers": {path: vars(layer) for path, layer in manifest.layers.items()}} if manifest.layers else {}),
         "tensors": tensors,
     }
     lines = [f" {json.dumps(key)}: {_lines(value)}" for key, value in content.items()]
@@ -162,7 +176,20 @@ def _from_data(data: dict[str, Any], size: int) -> Manifest:
             raise BadFile(f"{other!r} is tied to {str(name)[:80]!r}, which is not in the file, or is there itself")
     room = [max(size, 1 << 20)]  # how many indices may still come: a kept one is at least an element of something
     cuts = [_cuts_from_data(entry, room) for entry in _of(data, "cuts", list)]
-    return Manifest(tensors, tied, cuts, Written(size, _of(file, "header", str), digests), _of(data, "about", dict))
+    layers = _layers(_of(data, "layers", dict), {*tensors, *tied}) if "layers" in data else {}
+    return Manifest(tensors, tied, cuts, Written(size, _of(file, "header", str), digests), _of(data, "about", dict), layers)
+
+
+def _layers(data: dict[str, Any], names: set[str]) -> dict[str, Layer]:
+    found: dict[str, Layer] = {}
+    for path, entry in data.items():
+        if not isinstance(entry, dict) or entry.keys() != Layer.__annotations__.keys() or f"{path}.weight" not in names:
+            raise BadFile(f"{path!r} is not described as a compressed layer is, or its weight is not in the file")
+        form, options, dtype = entry["format"], entry["options"], entry["dtype"]
+        if not isinstance(form, str) or not counts(options, 8) or not isinstance(dtype, str) or dtype not in DTYPES:
+            raise BadFile(f"{path!r} has an unknown format or dtype")
+        found[path] = Layer(form, tuple(options), dtype)
+    return found
 
 
 def _of(data: Any, key: str, kind: type) -> Any:

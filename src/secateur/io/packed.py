@@ -28,16 +28,20 @@ def count_values(tensor: Tensor) -> int:
     return int(torch.count_nonzero(bits_of(tensor))) if tensor.numel() else 0
 
 
-def entries(name: str, tensor: Tensor, values: int) -> dict[str, Entry] | None:
-    """What to write instead of a tensor with so many values; None where that would not be smaller."""
-    size, item = tensor.numel(), tensor.dtype.itemsize
+def entries(name: str, tensor: Tensor, values: int, again: Callable[[], Tensor] | None = None) -> dict[str, Entry] | None:
+    """What to write instead of a tensor with so many values; None where that would not be smaller.
+
+    `again` makes the tensor when its turn comes to be written, for one that is too large to be kept until then.
+    """
+    size, item, shape = tensor.numel(), tensor.dtype.itemsize, tuple(tensor.shape)
     if -(-size // 8) + values * item + _OVERHEAD >= size * item:
         return None
-    mask: Callable[[], Tensor] = lambda: _pack(bits_of(tensor) != 0)  # noqa: E731
+    read = again or (lambda: tensor)
+    mask: Callable[[], Tensor] = lambda: _pack(bits_of(read()) != 0)  # noqa: E731
     return {
         name + BITMASK: Entry(torch.uint8, (-(-size // 8),), mask),
-        name + VALUES: Entry(tensor.dtype, (values,), lambda: _values(tensor)),
-        name + SHAPE: Entry(torch.int64, (tensor.dim(),), lambda: torch.tensor(tensor.shape, dtype=torch.int64)),
+        name + VALUES: Entry(tensor.dtype, (values,), lambda: _values(read())),
+        name + SHAPE: Entry(torch.int64, (len(shape),), lambda: torch.tensor(shape, dtype=torch.int64)),
     }
 
 

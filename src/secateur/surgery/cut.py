@@ -239,7 +239,7 @@ def _at(model: nn.Module, path: str) -> Any:
 
 def _value(model: nn.Module, a: Attribute) -> Any:
     try:
-        held = getattr(_at(model, a.path), a.name)
+        held = vars(_at(model, a.path))[a.name]  # past what configs say of attributes that differ between layers
         return held if a.index is None else held[a.index]
     except (AttributeError, LookupError):
         return None
