@@ -23,8 +23,18 @@ def demo():
 
 
 @pytest.fixture(scope="module")
-def rows(demo):
-    return {row.name: row for row in demo.main(epochs=3)}
+def printed(demo):
+    return demo.main(epochs=3)
+
+
+@pytest.fixture(scope="module")
+def rows(printed):
+    return {row.name: row for row in printed[0]}
+
+
+@pytest.fixture(scope="module")
+def smaller(printed):
+    return {row.name: row for row in printed[1]}
 
 
 def zeros(model):
@@ -79,3 +89,51 @@ def test_same_seed_gives_the_same_model(demo, rows):
     demo.train(model, digits, 3)
     expected = rows["dense"].model.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+# --- the second table -----------------------------------------------------------------------------------------------
+
+
+def test_second_table_has_files_and_milliseconds_of_every_variant(demo, smaller):
+    text = demo.table(list(smaller.values()), demo.SIZES)
+    lines = dict(zip(smaller, text.splitlines()[2:], strict=True))
+    assert all(line.startswith(name) for name, line in lines.items())
+    assert all(" kB" in line and " ms" in line for line in lines.values())
+    for word in ("unstructured", "2:4", "structured,", "compressed"):
+        assert any(word in name for name in smaller)
+
+
+def test_files_on_disk_are_smaller(smaller):
+    dense = smaller["dense"].bytes
+    assert 4 * 1_124_874 < dense < 4 * 1_124_874 + 10_000
+    assert smaller["unstructured 95 %"].bytes < 0.1 * dense
+    assert smaller["2:4"].bytes < 0.55 * dense
+    assert smaller["structured, a quarter of the units"].bytes < 0.1 * dense
+
+
+def test_variants_are_what_their_names_say(smaller):
+    wide = {name: row.model for name, row in smaller.items()}
+    weights = sum(p.numel() for p in wide["dense"].parameters() if p.ndim > 1)
+    assert zeros(wide["unstructured 95 %"]) == pytest.approx(0.95 * weights, abs=3)
+    assert (wide["2:4"][3].weight.reshape(-1, 4).count_nonzero(1) <= 2).all()
+    narrow = wide["structured, a quarter of the units"]
+    assert narrow[1].out_features + narrow[3].out_features == 512
+    assert not zeros(wide["dense"])
+
+
+def test_compressed_variants_compute_what_their_originals_do(smaller):
+    images = smaller["dense"].digits.test[0]
+    for name in ("unstructured 95 %", "2:4"):
+        with torch.inference_mode():
+            torch.testing.assert_close(
+                smaller[f"{name}, compressed"].model(images), smaller[name].model(images), rtol=1e-3, atol=1e-3
+            )
+
+
+def test_what_is_not_faster_is_called_so(demo, smaller):
+    dense = smaller["dense"]
+    row = demo.Smaller("x", dense.model, None, 0.0, dense.digits, 1, dense.timing, dense)
+    assert row.verdict() == "not faster"
+    for row in smaller.values():
+        gain = dense.timing.best / row.timing.best
+        assert row.verdict() == ("" if row is dense else f"{gain:.1f}x" if gain > 1.05 else "not faster")

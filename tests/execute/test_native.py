@@ -79,7 +79,7 @@ def test_second_process_loads_what_the_first_built(tmp_path):
 import time, torch
 from secateur.execute.native import build, tiled
 begin = time.process_time()
-build.kernel(tiled.pack_rows, 64, "float32"); build.kernel(tiled.multiply_rows, 1, 64, "float32")
+build.kernel(tiled.multiply_rows, 4, 16, "float32", "float32"); build.kernel(tiled.multiply_rows, 1, 64, "float32", "float32")
 print(time.process_time() - begin)
 """
     first = float(run(code, SECATEUR_CACHE=str(tmp_path)))
@@ -95,11 +95,11 @@ def test_spoiled_file_is_built_again(tmp_path, monkeypatch):
     from secateur.execute.native import tiled
 
     monkeypatch.setenv("SECATEUR_CACHE", str(tmp_path))
-    build.kernel.__wrapped__(tiled.pack_rows, 8, "float32")
+    build.kernel.__wrapped__(tiled.multiply_rows, 1, 8, "float32", "float32")
     (file,) = tmp_path.iterdir()
     good = file.read_bytes()
     file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    build.kernel.__wrapped__(tiled.pack_rows, 8, "float32")
+    build.kernel.__wrapped__(tiled.multiply_rows, 1, 8, "float32", "float32")
     assert file.read_bytes() == good
 
 
@@ -109,7 +109,7 @@ def test_folder_that_cannot_be_written_costs_only_time(tmp_path, monkeypatch):
 
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SECATEUR_CACHE", str(tmp_path / "file"))
-    assert callable(build.kernel.__wrapped__(tiled.pack_rows, 8, "float32"))
+    assert callable(build.kernel.__wrapped__(tiled.multiply_rows, 1, 8, "float32", "float32"))
 
 
 @pytest.mark.parametrize("cpu", ["znver4", "sapphirerapids"])
@@ -120,8 +120,8 @@ def test_wide_vectors_are_used_where_the_cpu_has_them(cpu, built_for):
         pytest.skip("not an x86")
     built_for(cpu)
     features = build.target()[1]
-    assert "zmm" in build.assembly(tiled.multiply_rows("k", features, 1, 64, "float32"))
-    assert "vdpbf16ps" in build.assembly(tiled.multiply_rows("k", features, 1, 64, "pair"))
+    assert "zmm" in build.assembly(tiled.multiply_rows("k", features, 1, 64, "float32", "float32"))
+    assert "vdpbf16ps" in build.assembly(tiled.multiply_rows("k", features, 1, 64, "float32", "pair"))
 
 
 def test_threads_are_those_of_torch():

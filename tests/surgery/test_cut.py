@@ -176,3 +176,19 @@ def test_a_cut_of_a_copy_does_not_touch_what_the_copy_was_made_of():
     apply_cuts_(twin, plan.cuts)
     assert model[1].p.weight.shape == (24, 8)
     assert model[1].config.heads == 4
+
+
+def test_training_goes_on_after_a_cut_in_place_while_the_last_loss_is_still_there():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 3))
+    x, y, calls = torch.randn(8, 6), torch.randint(3, (8,)), []
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.shape))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    sc.shrink_(model, x, channels=0.5, optimizer=optimizer)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert loss.grad_fn is not None
+    assert calls == [(20, 6), (10, 6)]

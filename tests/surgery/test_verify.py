@@ -1,5 +1,6 @@
 """What `verify` does with models that double precision is no home for."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -60,3 +61,26 @@ def test_units_that_are_summed_among_weights_alone_are_not_called_exact():
     assert {row.name: row.why is None for row in plan.groups} == {"first.weight[0]": True, "left[0]": False}
     _, careful = sc.shrink(model, x, channels=0.5, exact_only=True)
     assert careful.verify().max_error < 1e-12
+
+
+class Caches(nn.Module):
+    """As decoders do: what was kept from before, nothing so far, then what is new."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(torch.cat([torch.tensor([], dtype=x.dtype), self.first(x)], dim=-2))
+
+
+def test_constants_pass_a_cache_that_is_empty():
+    torch.manual_seed(0)
+    _, plan = sc.shrink(Caches().double(), torch.randn(2, 5, 8, dtype=torch.float64), channels=0.5)
+    assert all(row.why is None for row in plan.groups)
+    assert plan.verify().max_error < 1e-12
+
+
+def test_a_wrapper_that_keeps_buckets_is_refused():
+    with pytest.raises(ValueError, match="DataParallel.*cut the module under it"):
+        sc.shrink(nn.DataParallel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))), torch.randn(2, 4), channels=0.5)

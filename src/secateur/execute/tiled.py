@@ -119,32 +119,35 @@ def _matrix(buffers: Buffers, rows: int, columns: int, height: int) -> tuple[int
 
 
 @lru_cache(maxsize=1024)  # by shape; a layer is called with the same few again and again
-def _rows_plan(batch: int, columns: int, height: int, seen: str, stored: str, threads: int) -> tuple[Any, ...]:
+def _rows_plan(
+    batch: int, columns: int, height: int, seen: torch.dtype, stored: str, threads: int
+) -> tuple[Any, int, int, int, int, int]:
     tile = _tile_of(batch, height)
     tiles = -(-batch // tile)
     together = min(tiles, max(1, TOGETHER // tile))
     room, size = CHUNK * tile * together, tiles * tile * columns
-    pack = build.kernel(written().pack_rows, tile, seen)
-    return pack, build.kernel(written().multiply_rows, height, tile, stored), tiles, together, room, size, size + threads * room
+    multiply = build.kernel(written().multiply_rows, height, tile, DTYPES[seen], stored)
+    return multiply, tiles, together, room * 4, size * 4, size + threads * room
 
 
 def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
     if not kernels_for(x, buffers[0]):
         return None
-    y = product(x, buffers, bias, rows, options[0], DTYPES[x.dtype], DTYPES[buffers[0].dtype])
+    y = product(x, buffers, bias, rows, options[0], DTYPES[buffers[0].dtype])
     return y if x.dtype == torch.float32 else y.to(x.dtype)
 
 
-def product(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, height: int, seen: str, stored: str) -> Tensor:
+def product(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, height: int, stored: str) -> Tensor:
     """x [batch, columns] times the packed matrix, as float32."""
     (batch, columns), threads = x.shape, torch.get_num_threads()
-    x = x if x.stride(1) == 1 else x.contiguous()
-    pack, multiply, tiles, together, room, size, floats = _rows_plan(batch, columns, height, seen, stored, threads)
-    packed = scratch(floats).data_ptr()
-    build.run(pack, (x.data_ptr(), x.stride(0) * x.element_size(), batch, columns, packed), threads)
-    y, bias = torch.empty(batch, rows, dtype=torch.float32), as_float(bias, rows)
-    work = (bias.data_ptr(), packed, tiles, together, packed + size * 4, room * 4, y.data_ptr(), batch, rows)
-    build.run(multiply, _matrix(buffers, rows, columns, height) + work, threads)
+    stride, one = x.stride()
+    if one != 1:
+        x, stride = x.contiguous(), columns
+    multiply, tiles, together, room, size, floats = _rows_plan(batch, columns, height, x.dtype, stored, threads)
+    packed, y, extra = scratch(floats).data_ptr(), torch.empty(batch, rows, dtype=torch.float32), as_float(bias, rows)
+    matrix, row = _matrix(buffers, rows, columns, height), stride * x.element_size()
+    work = (x.data_ptr(), row, packed, tiles, together, packed + size, room, y.data_ptr(), batch, rows)
+    build.run_in_steps(multiply, (*matrix, extra.data_ptr(), *work), threads)
     return y
 
 
@@ -156,10 +159,10 @@ def _planes_plan(shape: tuple[int, ...], rows: int, height: int, stored: str, th
     tile = _tile_of(places, height)
     room, image = columns * tile + 8 + CHUNK * tile, images * channels * size[0] * size[1] + 8
     splits = min(-(-rows // CHUNK), -(-threads // (images * -(-places // tile))))
-    pad, multiply = build.kernel(written().pad_planes), build.kernel(written().multiply_planes, height, tile, stored)
+    multiply = build.kernel(written().multiply_planes, height, tile, stored)
     padding = (images * channels, high, wide, pad_y, pad_x)
-    work = (rows, splits, *out, channels, *size, *window.kernel, *window.stride, *window.dilation)
-    return pad, multiply, out, columns, room, image, padding, work
+    work = (images, rows, splits, *out, channels, *size, *window.kernel, *window.stride, *window.dilation)
+    return multiply, out, columns, room, image, work, padding
 
 
 def _conv(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options, window: Window) -> Tensor | None:
@@ -167,12 +170,13 @@ def _conv(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: 
         return None
     height, threads, images = options[0], torch.get_num_threads(), x.shape[0]
     plan = _planes_plan(tuple(x.shape), rows, height, DTYPES[buffers[0].dtype], threads, window)
-    pad, multiply, out, columns, room, image, padding, work = plan
+    multiply, out, columns, room, image, work, padding = plan
     source, memory = x.float().contiguous(), scratch(image + threads * room).data_ptr()
-    build.run(pad, (source.data_ptr(), memory, *padding), threads)
     y, bias = torch.empty(images, rows, *out, dtype=torch.float32), as_float(bias, rows)
-    places = (bias.data_ptr(), memory, images, memory + image * 4, room * 4, y.data_ptr())
-    build.run(multiply, (*_matrix(buffers, rows, columns, height), *places, *work), threads)
+    places = (bias.data_ptr(), memory, memory + image * 4, room * 4, y.data_ptr())
+    build.run_in_steps(
+        multiply, (*_matrix(buffers, rows, columns, height), *places, *work, source.data_ptr(), *padding), threads
+    )
     return y if x.dtype == torch.float32 else y.to(x.dtype)
 
 

@@ -141,6 +141,11 @@ def _refuse(model: nn.Module) -> None:
         raise TypeError(f"trace() wants a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"{where} is wrapped in {type(module).__name__}, which keeps buckets and hooks for the tensors as they are; "
+                "cut the module under it (.module), and wrap what comes out"
+            )
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             raise ValueError(
                 f"{where} is compiled; trace the model before torch.compile, or pass the module under it (_orig_mod)"

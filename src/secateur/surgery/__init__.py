@@ -18,7 +18,7 @@ from torch import nn
 from ..criteria import magnitude
 from ..graph.slots import owned_tensors
 from ..stats import Loss
-from .cut import Attribute, Cuts, apply_cuts_, history, remember_, select_indices, without
+from .cut import Attribute, Cuts, apply_cuts_, history, put_, remember_, select_indices, without
 from .depth import shrunk_in_depth
 from .importance import UnitCriterion, activation_variance, bn_scale, fpgm, unit_criterion
 from .optimizers import dropped, follow_
@@ -161,7 +161,7 @@ def all_or_nothing(model: nn.Module) -> Iterator[None]:
         for tensor, data, grad in tensors:
             if tensor.is_leaf:
                 tensor.grad = None
-            tensor.data = data
+            put_(tensor, data)
             if grad is not None:
                 tensor.grad = grad
         raise

@@ -1,13 +1,12 @@
 """How many units each group keeps, so that what remains of the model is what was asked.
 
 One knob: the share of units that go. In each pool the lowest scores go first, so every group's count follows from the knob; the
-planner makes the counts legal, and a bisection finds the knob. Nothing is run while it searches, except for latency, where one
-figure is a sample: it decides by medians of several.
+planner makes the counts legal, and a bisection finds the knob. Nothing is run while it searches, except for latency, which is
+measured, each time until it tells on which side of the target it is.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,34 +19,52 @@ from ..graph import Atom, Group, Trace, plan_counts
 from ..select import keep_largest
 from .importance import Scores, comparable, structure
 from .masked import label
+from .sizes import Timing
 
 SCOPES = ("global", "tensor", "isomorphic")
 TOLERANCE = 0.02  # of the target
+_TIMED = 0.05  # of a time
+_BUSY = 0.1  # of a time that cannot be measured any better
 _CLOSE = 0.1  # of the tolerance: near enough to stop looking
-_SAMPLES = 3  # of a time, before it decides
 _HELD = 16  # groups that are held in turn while the others look for the target
 
 
-def met(found: float, target: float) -> bool:
-    return abs(found - target) <= TOLERANCE * target
+def tolerance(target: float, spread: float | None = None) -> float:
+    """How far from the target is still met: 2 % of it; for a time, which has a spread, 5 %, or that, 10 % at most."""
+    return TOLERANCE * target if spread is None else min(max(_TIMED * target, spread), _BUSY * target)
+
+
+def met(found: float, target: float, spread: float | None = None) -> bool:
+    return abs(found - target) <= tolerance(target, spread)
+
+
+def within(target: float, spread: float | None = None) -> str:
+    return f"{tolerance(target, spread) / target:.0%}"
+
+
+def figure(found: float, spread: float | None = None) -> str:
+    return f"{found:.4g}" if spread is None else f"{found:.3g} ± {spread:.2g}"
+
+
+def busy(target: float, spread: float | None) -> str:
+    too_wide = spread is not None and spread > _TIMED * target
+    return "Other work on this machine makes its times vary: try again when it is idle, or ask for flops=. " if too_wide else ""
+
+
+def tells(timing: Timing, target: float) -> bool:
+    """Whether a time is known well enough to go on: on which side of the target it is, or that it is there."""
+    return timing.spread <= max(0.2 * _TIMED * target, abs(timing.ratio - target) / 2)
 
 
 @dataclass
 class Choice:
-    """Units to keep for each group, what remains then, and the groups that do not get what the ranking says, with why."""
+    """Units to keep for each group, what remains then (with its spread, if measured), and the groups that do not get what the
+    ranking says, with why."""
 
     counts: dict[Group, int]
-    samples: list[float]
+    remains: float
+    spread: float | None
     moved: dict[Group, str]
-
-    @property
-    def remains(self) -> float:
-        return statistics.median(self.samples)
-
-    @property
-    def noise(self) -> float:
-        """What the samples leave open: twice their standard error."""
-        return 2 * statistics.stdev(self.samples) / len(self.samples) ** 0.5 if len(self.samples) > 1 else 0.0
 
 
 @dataclass
@@ -102,14 +119,14 @@ def keep_of(scores: Scores, counts: Mapping[Group, int]) -> dict[Atom, Tensor]:
     return {g.atom: keep_largest(scores[g], g.size - n) for g, n in counts.items() if n < g.size}
 
 
-Measure = Callable[[Mapping[Group, int]], float]
+Measure = Callable[[Mapping[Group, int]], float | Timing]
 
 
 class Search:
-    """The counts for which the measure comes nearest to the target. `measured`: each measure is but a sample."""
+    """The counts for which the measure comes nearest to the target."""
 
-    def __init__(self, knob: Knob, measure: Measure, target: float, measured: bool) -> None:
-        self.knob, self.measure, self.target, self.measured = knob, measure, target, measured
+    def __init__(self, knob: Knob, measure: Measure, target: float) -> None:
+        self.knob, self.measure, self.target = knob, measure, target
         self.share = 0.5
         self.seen: dict[tuple[int, ...], Choice] = {}
 
@@ -117,9 +134,9 @@ class Search:
         legal = plan_counts(self.knob.trace, wanted, self.knob.multiple_of)
         key = tuple(legal.counts[g] for g in self.knob.scores)
         if key not in self.seen:
-            self.seen[key] = Choice(legal.counts, [self.measure(legal.counts)], legal.moved)
-        elif self.measured:
-            self.seen[key].samples.append(self.measure(legal.counts))
+            found = self.measure(legal.counts)
+            figures = (found.ratio, found.spread) if isinstance(found, Timing) else (found, None)
+            self.seen[key] = Choice(legal.counts, *figures, legal.moved)
         return self.seen[key]
 
     @property
@@ -135,7 +152,7 @@ class Search:
         return abs(choice.remains - self.target)
 
     def fits(self, choice: Choice | None, part: float = 1.0) -> bool:
-        return choice is not None and self.error(choice) <= part * TOLERANCE * self.target + choice.noise
+        return choice is not None and self.error(choice) <= part * tolerance(self.target, choice.spread)
 
     def bisect(self, steps: int, fixed: Mapping[Group, int] | None = None) -> None:
         """Turn the knob until the target is near; `fixed` groups do not follow it."""
@@ -146,23 +163,18 @@ class Search:
         for _ in range(steps):
             middle = (low + high) / 2
             choice = self.at({**self.knob.wanted(middle), **(fixed or {})})
-            if self.fits(choice, 0.5 if self.measured else _CLOSE):
+            if self.fits(choice, _CLOSE if choice.spread is None else 0.5):
                 self.share = middle
                 return
             low, high = (middle, high) if choice.remains > self.target else (low, middle)
         self.share = (low + high) / 2
 
     def settle(self) -> None:
-        """Times are noisy and do not fall evenly with sizes: sample the best again, and look on both sides of it."""
-        offsets = iter((0.005, -0.005, 0.01, -0.01, 0.02, -0.02, 0.04, -0.04))
-        for _ in range(24):
-            best = self.best
-            if best is not None and len(best.samples) < _SAMPLES:
-                self.at(best.counts)
-            elif self.fits(best) or (offset := next(offsets, None)) is None:
+        """Times do not fall evenly with sizes: look on both sides of where they should be right."""
+        for offset in (0.005, -0.005, 0.01, -0.01, 0.02, -0.02, 0.04, -0.04):
+            if self.fits(self.best, 0.5):
                 return
-            else:
-                self.at(self.knob.wanted(min(1.0, max(0.0, self.share + offset))))
+            self.at(self.knob.wanted(min(1.0, max(0.0, self.share + offset))))
 
     @property
     def sides(self) -> list[Choice]:
@@ -196,9 +208,9 @@ class Search:
             self.at(counts)
 
 
-def choose(knob: Knob, measure: Measure, target: float, what: str, *, measured: bool = False) -> Choice:
-    """The counts that leave `target`, within 2 % of it; or an error that says what is in the way."""
-    search = Search(knob, measure, target, measured)
+def choose(knob: Knob, measure: Measure, target: float, what: str) -> Choice:
+    """The counts that leave `target`, within the tolerance; or an error that says what is in the way."""
+    search, measured = Search(knob, measure, target), what == "latency"
     search.bisect(9 if measured else 40)
     search.settle() if measured else search.polish()
     best = search.best
@@ -208,11 +220,11 @@ def choose(knob: Knob, measure: Measure, target: float, what: str, *, measured: 
 
 
 def _what_stopped_it(search: Search, what: str) -> str:
-    knob, target = search.knob, search.target
-    near = [c.remains for c in search.sides]
-    text = f"{what}={target:g} cannot be met within {TOLERANCE:.0%} of it"
-    if near:
-        text += f"; what can be met is {' or '.join(f'{what}={r:.4g}' for r in near)}"
+    knob, target, sides = search.knob, search.target, search.sides
+    spread = max((c.spread for c in sides if c.spread is not None), default=None)
+    text = f"{what}={target:g} cannot be met within {within(target, spread)} of it"
+    if sides:
+        text += f"; what can be met is {' or '.join(f'{what}={figure(c.remains, c.spread)}' for c in sides)}"
     lowest, reasons = search.at(knob.wanted(1.0)), []
     if lowest.remains > target:
         floored = [g for g, n in lowest.counts.items() if n <= knob.floors[g]]
@@ -222,4 +234,5 @@ def _what_stopped_it(search: Search, what: str) -> str:
     if knob.multiple_of > 1:
         reasons.append(f"multiple_of={knob.multiple_of} makes the steps coarse")
     reasons += [f"{label(g)}: {why}" for g, why in list(lowest.moved.items())[:2]]
-    return f"{text}. In the way: {'; '.join(reasons) or 'units are whole'}. The model is as it was."
+    said = busy(target, spread)
+    return f"{text}. In the way: {'; '.join(reasons) or 'units are whole'}. {said}The model is as it was."

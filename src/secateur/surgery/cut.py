@@ -101,7 +101,7 @@ def apply_cuts_(model: nn.Module, cuts: Cuts, values: Mapping[str, Tensor] | Non
             grad = grads.get(name, tensor.grad if tensor.is_leaf else None)
             if tensor.is_leaf:
                 tensor.grad = None
-            tensor.data = data.detach()
+            put_(tensor, data.detach())
             if grad is not None:
                 tensor.grad = grad
     for attribute in cuts.attributes:
@@ -114,6 +114,18 @@ def apply_cuts_(model: nn.Module, cuts: Cuts, values: Mapping[str, Tensor] | Non
     for name, shape in cuts.added.items():
         _add(model, name, shape, None if values is None else values[name])
     return model
+
+
+def put_(tensor: Tensor, data: Tensor) -> None:
+    """New contents, of another shape, for a tensor that an autograd graph may still know.
+
+    The graph's node for the tensor remembers the old shape and would refuse the next gradient. Torch lets go of it when the
+    dtype changes, so the tensor takes another one on the way.
+    """
+    if tensor.shape != data.shape and tensor.requires_grad and tensor.is_leaf:
+        other = torch.float32 if tensor.dtype == torch.float64 else torch.float64
+        tensor.data = torch.empty(0, dtype=other, device=tensor.device)
+    tensor.data = data
 
 
 def select_indices(tensor: Tensor, kept: Indices) -> Tensor:

@@ -217,6 +217,9 @@ class Ghosts:
     def known(self, number: int) -> Tensor | None:
         """The value at removed units, or of a tensor made of weights; None for what varies."""
         cut = self.cut_atoms(number)
+        sizes = [e.size for e in self.trace.axes[number]]
+        if not math.prod(sizes):  # a cache that is empty still
+            return torch.zeros(sizes, dtype=torch.float64)
         if not cut:
             fixed = self.silence.made_of_weights(number) and number not in self.written
             return wide(self.silence.value(number)) if fixed else None

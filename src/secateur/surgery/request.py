@@ -9,9 +9,14 @@ from typing import Any, TypedDict
 import torch
 
 from .._tree import nearest
+from ..criteria import criterion as as_criterion
 from ..graph import Group, Trace
-from ..stats import Loss
+from ..stats import Loss, check_evidence
+from ..targets import globs_of
 from .budget import SCOPES
+from .importance import UnitCriterion
+
+TARGETS = ("channels", "params", "flops", "latency")
 
 
 class Options(TypedDict, total=False):
@@ -42,8 +47,7 @@ def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def target_of(options: Options) -> tuple[str, float]:
-    given = {key: options.get(key) for key in ("channels", "params", "flops", "latency")}
-    asked = {key: value for key, value in given.items() if value is not None}
+    asked = {key: value for key in TARGETS if (value := options.get(key)) is not None}
     if len(asked) != 1:
         said = ", ".join(f"{key}={value}" for key, value in asked.items()) or "none of them"
         raise ValueError(
@@ -61,6 +65,7 @@ def _check_fraction(what: str, value: Any) -> None:
 
 
 def check(options: Options) -> None:
+    """Raises unless the keywords make sense, each by itself and together."""
     scope, multiple, floor = options.get("scope", "global"), options.get("multiple_of", 1), options.get("floor")
     if unknown := set(options) - set(Options.__annotations__):
         name = sorted(unknown)[0]
@@ -75,20 +80,38 @@ def check(options: Options) -> None:
         raise ValueError(f"floor={floor!r} is the fraction of its units that every group keeps: a number from 0 to 1")
     if (options.get("reestimate") or options.get("refit")) and options.get("data") is None:
         raise ValueError("reestimate= and refit= work on data, so pass data= (an iterable of batches)")
+    if options.get("data") is not None:
+        check_evidence(frozenset(), options.get("data"), options.get("loss"))
+    if options.get("refit") and options.get("depth") is not None and all(options.get(key) is None for key in TARGETS):
+        raise ValueError(
+            "refit=True fits the layers that lost inputs, and depth= alone takes whole blocks: no layer loses any. Ask for "
+            f"one of {', '.join(f'{key}=' for key in TARGETS)} too, or for reestimate=True, or leave refit= out"
+        )
+
+
+def check_criterion(criterion: Any) -> None:
+    if not isinstance(criterion, UnitCriterion):
+        as_criterion(criterion)
+
+
+def names_to_leave(exclude: Any) -> tuple[str, ...]:
+    """`exclude` as globs."""
+    if exclude is None:
+        raise TypeError("exclude=None must be a name or glob such as 'encoder.*', or several of them; to cut all, leave it out")
+    return globs_of("exclude", exclude)
+
+
+def under(name: str, globs: Iterable[str]) -> bool:
+    """Whether a glob means this name, or a module that holds it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[: n + 1]), glob) for glob in globs for n in range(len(parts)))
 
 
 def excluded(traced: Trace, globs: str | Iterable[str]) -> dict[Group, str]:
     """The groups that excluded names carry: all of a name keeps its shape."""
-    globs = (globs,) if isinstance(globs, str) else tuple(globs)
+    globs = names_to_leave(globs)
     modules = [name for name, _ in traced.model.named_modules() if name]
     for glob in globs:
-        if not isinstance(glob, str):
-            raise TypeError(f"exclude={glob!r} must be a name or glob such as 'encoder.*'")
         if not any(fnmatchcase(name, glob) for name in (*traced.dims, *modules)):
             raise ValueError(f"exclude={glob!r} matches no tensor and no module.{nearest(glob, (*traced.dims, *modules))}")
-
-    def out(tensor: str) -> bool:
-        parts = tensor.split(".")
-        return any(fnmatchcase(".".join(parts[: n + 1]), glob) for glob in globs for n in range(len(parts)))
-
-    return {g: "excluded" for g in traced.prunable if any(out(m.tensor) for m in g.members)}
+    return {g: "excluded" for g in traced.prunable if any(under(m.tensor, globs) for m in g.members)}

@@ -1,14 +1,15 @@
-"""What a cut leaves: parameters and FLOPs predicted from the traced axes without running anything, latency measured."""
+"""What a cut leaves: parameters and FLOPs predicted from the traced axes without running anything, times measured."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from ..graph.tracer import Ref
 from .masked import run
 
 Counts = Mapping[Atom, int]
+_STRETCHES = 8  # of a measurement, each with a median of its own
 
 
 def _formulas() -> dict[Any, Callable[..., int]]:
@@ -42,6 +44,17 @@ class _Shape:
     places: tuple[int, ...]
 
 
+class _Bias(NamedTuple):
+    """A bias that a cut adds: its axis (None: its length is fixed), and the other axes of the weight beside it."""
+
+    output: int | None
+    fixed: int
+    inputs: tuple[int, ...]
+
+    def length(self, sizes: Sequence[int]) -> int:
+        return self.fixed if self.output is None else sizes[self.output]
+
+
 class Model:
     """Parameters and FLOPs of the traced model as functions of how many units its atoms keep."""
 
@@ -49,6 +62,8 @@ class Model:
         self.trace = trace
         self.axes: list[Expr] = []  # every axis once, however many tensors have it
         self.at: dict[Any, int] = {}
+        self.biases: dict[str, _Bias] = {}  # those that a cut is known to add
+        self.tried: list[frozenset[str]] = [frozenset()]
         owned = owned_tensors(trace.model).values()
         self.weights = [self.shape(trace.dims[name]) for name, tensor in owned if isinstance(tensor, nn.Parameter)]
         formulas = _formulas()
@@ -75,7 +90,31 @@ class Model:
 
     def params(self, counts: Counts) -> int:
         sizes = [new_size(e, counts) for e in self.axes]
-        return sum(math.prod(sizes[i] for i in shape.places) for shape in self.weights)
+        added = sum(b.length(sizes) for b in self.biases.values() if any(sizes[i] < self.axes[i].size for i in b.inputs))
+        return added + sum(math.prod(sizes[i] for i in shape.places) for shape in self.weights)
+
+    def learn(self, added: Mapping[str, tuple[int, ...]], counts: Counts) -> bool:
+        """Count from now on the biases that a cut to `counts` was seen to add, where a cut takes inputs from their layers.
+
+        With those that are known, else (when they are no news, and some of them did not come) alone; False: both were tried.
+        """
+        for names in (frozenset(self.biases) | added.keys(), frozenset(added)):
+            if names not in self.tried:
+                self.tried.append(names)
+                known = self.biases
+                self.biases = {n: known[n] if n in known else self.bias(n, math.prod(added[n]), counts) for n in names}
+                return True
+        return False
+
+    def bias(self, name: str, length: int, counts: Counts) -> _Bias:
+        """The bias beside a weight: as long as the axis of the weight that makes the outputs, if one is as long as it is."""
+        path, _, local = name.rpartition(".")
+        axes = self.trace.dims.get(f"{path}.{local.replace('bias', 'weight')}".removeprefix("."), [])
+        first = 1 if getattr(self.trace.model.get_submodule(path), "transposed", False) else 0
+        places = self.shape(axes).places
+        made = next((d for d in (first, 1 - first) if d < len(axes) and new_size(axes[d], counts) == length), None)
+        output = None if made is None else places[made]
+        return _Bias(output, length, tuple(i for d, i in enumerate(places) if d != made))
 
     def flops(self, counts: Counts) -> int:
         sizes = [new_size(e, counts) for e in self.axes]
@@ -128,8 +167,42 @@ def outline(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     raise AssertionError("a run without outlines reads values as it likes")
 
 
-def latency(dense: Callable[[], Any], small: Callable[[], Any], seconds: float = 0.5) -> tuple[float, float]:
-    """The time of each in seconds: warmed up, then run in turn, so that both see the same machine; the median of the ratios."""
+class Timing(NamedTuple):
+    """Seconds for a run of each of two models, and the spread of their ratio: twice its standard error."""
+
+    dense: float
+    small: float
+    spread: float
+
+    @property
+    def ratio(self) -> float:
+        return self.small / self.dense
+
+
+def times(
+    model: nn.Module,
+    small: nn.Module,
+    inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
+    enough: Callable[[Timing], bool] = lambda timing: timing.spread <= 0.02 * timing.ratio,
+    seconds: tuple[float, float] = (0.5, 5.0),
+) -> Timing:
+    """How long each takes in eval mode without gradients; the modes are put back. `seconds`: at least, and at most, unless
+    eight rounds take longer; in between, until it is `enough`."""
+    modes = {module: module.training for m in (model, small) for module in m.modules()}
+    try:
+        model.eval()
+        small.eval()
+        with torch.no_grad():
+            return _in_turn(lambda: model(*inputs[0], **inputs[1]), lambda: small(*inputs[0], **inputs[1]), enough, seconds)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _in_turn(
+    dense: Callable[[], Any], small: Callable[[], Any], enough: Callable[[Timing], bool], seconds: tuple[float, float]
+) -> Timing:
+    """Warmed up, then run in turn, each as often first as second, so that both see the same machine."""
     wait = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
 
     def once(call: Callable[[], Any]) -> float:
@@ -141,8 +214,24 @@ def latency(dense: Callable[[], Any], small: Callable[[], Any], seconds: float =
 
     for call in (dense, small, dense, small):
         call()
-    begin, pairs = time.perf_counter(), []
-    while time.perf_counter() - begin < seconds or len(pairs) < 7:
+    begin, due = time.perf_counter(), seconds[0]
+    pairs: list[tuple[float, float]] = []
+    while True:
         pairs.append((once(dense), once(small)))
-    whole = statistics.median(d for d, _ in pairs)
-    return whole, whole * statistics.median(s / d for d, s in pairs)
+        pairs.append((once(small), once(dense))[::-1])
+        spent = time.perf_counter() - begin
+        if spent < due or len(pairs) < _STRETCHES:
+            continue
+        found = _judged(pairs)
+        if spent >= seconds[1] or enough(found):
+            return found
+        due = min(1.5 * spent, seconds[1])
+
+
+def _judged(pairs: list[tuple[float, float]]) -> Timing:
+    """Medians of the times and of their ratios. Noise comes in bursts: the spread is that between stretches of the rounds."""
+    ratios, whole = [s / d for d, s in pairs], statistics.median(d for d, _ in pairs)
+    ends = [i * len(ratios) // _STRETCHES for i in range(_STRETCHES + 1)]
+    parts = [statistics.median(ratios[a:b]) for a, b in itertools.pairwise(ends)]
+    error = 1.25 * statistics.stdev(parts) / _STRETCHES**0.5  # of a median: a quarter more than of a mean
+    return Timing(whole, whole * statistics.median(ratios), 2 * error)

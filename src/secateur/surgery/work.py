@@ -12,15 +12,17 @@ from torch import Tensor, nn
 
 from ..criteria import Criterion
 from ..graph import Group, Trace, trace
-from .budget import Choice, Knob, choose, keep_of, met
+from .budget import Choice, Knob, busy, choose, figure, keep_of, met, tells, within
 from .importance import Scores, UnitCriterion, unit_scores
-from .masked import Made, bare, make, names_of
+from .masked import Made, make, names_of
 from .optimizers import sliced_state
 from .request import Options, check, excluded, split_inputs, target_of
 from .shrunk import Row, Shrunk
-from .sizes import Model, outline
-from .sizes import latency as measured_latency
+from .sizes import Model, Timing, outline, times
 
+_times = times
+
+_TRIES = 3  # to meet a time: the machine may not be the same from one minute to the next
 AnyCriterion = Criterion | UnitCriterion | Callable[..., Tensor]
 
 
@@ -44,29 +46,31 @@ def shrunk(model: nn.Module, example_inputs: Any, criterion: AnyCriterion, optio
     scores, unscored = unit_scores(traced, groups, criterion, data, options.get("loss"), repair) if groups else ({}, {})
     left |= unscored
     sizes = Model(traced)
+    tries = 0
     while True:
         if not scores:
             raise ValueError(_nothing_left(traced, left))
         priced = isinstance(criterion, UnitCriterion) and criterion.priced
         choice = _choice(traced, scores, sizes, what, target, options, priced, (args, kwargs))
         made = make(model, traced, keep_of(scores, choice.counts), args, kwargs)
-        if not options.get("exact_only"):
+        inexact = [g for g in scores if g in made.reasons] if options.get("exact_only") else []
+        if inexact:
+            left |= {g: f"exact_only: {made.reasons[g]}" for g in inexact}
+            scores = {g: s for g, s in scores.items() if g not in left}
+            continue
+        counts = {g.atom: n for g, n in choice.counts.items()}
+        counted = _check_runs(traced, made.small, args, kwargs, sizes.flops(counts))
+        unfitted = _repair(made, model, data, options)
+        timing = times(model, made.small, (args, kwargs)) if what == "latency" else None
+        totals = _totals(model, made.small, sizes, counted, timing)
+        miss = _miss(what, target, totals, timing, made.cuts.added)
+        if miss is None:
             break
-        inexact = [g for g in scores if g in made.reasons]
-        if not inexact:
-            break
-        left |= {g: f"exact_only: {made.reasons[g]}" for g in inexact}
-        scores = {g: s for g, s in scores.items() if g not in left}
-    expected = sizes.flops({g.atom: n for g, n in choice.counts.items()})
-    counted = _check_runs(traced, made.small, args, kwargs, expected)
-    unfitted = _repair(made, model, data, options)
+        tries += 1  # what was cut says more than what was foreseen: which biases are added, how fast it is now
+        if not (sizes.learn(made.cuts.added, counts) if what == "params" else what == "latency" and tries < _TRIES):
+            raise ValueError(miss)
     optimizer = options.get("optimizer")
     state = {} if optimizer is None else sliced_state(optimizer, model, made.cuts)
-    totals = _totals(model, made.small, sizes, counted, what, (args, kwargs))
-    if what == "flops" and not met(totals["flops"][1] / totals["flops"][0], target):
-        raise ValueError(
-            f"flops={target:g}: the cut counts {totals['flops'][1] / totals['flops'][0]:.3g}; the model is as it was"
-        )
     recipe = (
         f"{criterion}, {what}={target:g}, scope={options.get('scope', 'global')}, multiple_of={options.get('multiple_of', 1)}"
     )
@@ -94,15 +98,16 @@ def _choice(
     if not whole.get(what, 1):
         raise ValueError(f"{what}={target:g}: the model has no {what} to count on these inputs; ask for another target")
 
-    def measure(counts: Mapping[Group, int]) -> float:
+    def measure(counts: Mapping[Group, int]) -> float | Timing:
         if what == "channels":
             return sum(counts.values()) / whole["channels"]
         if what == "latency":
-            return _speed(traced.model, bare(traced.model, traced, keep_of(scores, counts)), inputs)
+            small = make(traced.model, traced, keep_of(scores, counts), *inputs).small
+            return times(traced.model, small, inputs, lambda t: tells(t, target), seconds=(0.1, 1.0))
         atoms = {g.atom: n for g, n in counts.items()}
         return (sizes.params(atoms) if what == "params" else sizes.flops(atoms)) / whole[what]
 
-    return choose(knob, measure, target, what, measured=what == "latency")
+    return choose(knob, measure, target, what)
 
 
 def _costs(sizes: Model, scores: Scores, what: str) -> dict[Group, float]:
@@ -112,23 +117,6 @@ def _costs(sizes: Model, scores: Scores, what: str) -> dict[Group, float]:
     count = sizes.params if what == "params" else sizes.flops
     whole = count({})
     return {g: float(max(1, whole - count({g.atom: g.size - 1}))) for g in scores}
-
-
-def _speed(model: nn.Module, small: nn.Module, inputs: tuple[Any, Any]) -> float:
-    times = _times(model, small, inputs)
-    return times[1] / times[0]
-
-
-def _times(model: nn.Module, small: nn.Module, inputs: tuple[Any, Any]) -> tuple[float, float]:
-    modes = {module: module.training for m in (model, small) for module in m.modules()}
-    try:
-        model.eval()
-        small.eval()
-        with torch.no_grad():
-            return measured_latency(lambda: model(*inputs[0], **inputs[1]), lambda: small(*inputs[0], **inputs[1]))
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _repair(made: Made, model: nn.Module, data: Iterable[Any] | None, options: Options) -> dict[str, str]:
@@ -193,11 +181,28 @@ def _doubled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
 
 
 def _totals(
-    model: nn.Module, small: nn.Module, sizes: Model, counted: int, what: str, inputs: tuple[Any, Any]
+    model: nn.Module, small: nn.Module, sizes: Model, counted: int, timing: Timing | None
 ) -> dict[str, tuple[float, float]]:
     params = tuple(sum(p.numel() for p in m.parameters()) for m in (model, small))
     totals: dict[str, tuple[float, float]] = {"params": (params[0], params[1]), "flops": (sizes.flops({}), counted)}
-    return totals | ({"latency": _times(model, small, inputs)} if what == "latency" else {})
+    return totals if timing is None else totals | {"latency": (timing.dense, timing.small)}
+
+
+def _miss(
+    what: str, target: float, totals: Mapping[str, tuple[float, float]], timing: Timing | None, added: Iterable[str]
+) -> str | None:
+    """What the cut leaves, when that is not what was asked."""
+    if what == "channels":
+        return None  # exactly what was chosen
+    found, spread = totals[what][1] / totals[what][0], None if timing is None else timing.spread
+    if met(found, target, spread):
+        return None
+    names = list(added) if what == "params" else []
+    biases = f", with the {len(names)} biases that it adds ({', '.join(names[:3])})" if names else ""
+    return (
+        f"{what}={target:g} cannot be met within {within(target, spread)} of it: the cut that should leaves "
+        f"{figure(found, spread)}{biases}. {busy(target, spread)}The model is as it was."
+    )
 
 
 def _plan(

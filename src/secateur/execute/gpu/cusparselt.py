@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..find import Zeros
 from ..formats import Buffers, Format, Options, Use, register
+from . import lt
 from .bricks import is_two_of_four, spread, two_of_four
 from .present import HALVES, missing
 
@@ -35,7 +36,7 @@ def _pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
         raise ValueError(f"cuSPARSELt packs {HALVES[options[0]]} on a GPU, not {matrix.dtype} on {matrix.device}")
     values, places = two_of_four(matrix)
     packed = torch._cslt_compress(matrix)
-    stored = packed[: values.numel()].view_as(values)
+    stored = packed.flatten()[: values.numel()].view_as(values)
     turned = (stored[..., 0] != values[..., 0]) | (stored[..., 1] != values[..., 1])  # a lone weight may lie in the other half
     places = torch.where(turned.unsqueeze(-1), places.flip(-1), places)
     codes = (places[..., 0] | places[..., 1] << 2).to(torch.uint8)
@@ -48,7 +49,7 @@ def _pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
 
 def _unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
     one, codes, packed = buffers
-    values = packed[: rows * columns // 2].view(HALVES[options[0]]).view(rows, columns // 4, 2)
+    values = packed.flatten()[: rows * columns // 2].view(HALVES[options[0]]).view(rows, columns // 4, 2)
     both = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
     return spread(values, torch.stack([both & 3, both >> 2], -1).long()).to(one.dtype)
 
@@ -60,9 +61,9 @@ def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options
         return None
     if len(x) % 8:  # the library wants rows of 16 bytes
         return None
+    if lt.library() is not None:
+        return lt.product(x.contiguous(), packed, bias, rows)
     return torch._cslt_sparse_mm(packed.view(kind), x.contiguous().t(), bias, transpose_result=True)
 
 
-CUSPARSELT = register(
-    Format("cusparselt", ("one", "places", "packed"), _fits, _pack, _unpack, _linear, allowed=((0,), (1,)))
-)
+CUSPARSELT = register(Format("cusparselt", ("one", "places", "packed"), _fits, _pack, _unpack, _linear, allowed=((0,), (1,))))

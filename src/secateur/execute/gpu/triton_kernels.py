@@ -10,9 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-
 # ---------------------------------------------------------------- two of four, few tokens
-
 
 
 def _load(times: int, apart: int, what: str, width: int) -> tl.constexpr:
@@ -20,7 +18,7 @@ def _load(times: int, apart: int, what: str, width: int) -> tl.constexpr:
     outs = [f"${i}" for i in range(width * times)]
     parts = [outs[width * i : width * (i + 1)] for i in range(times)]
     names = [f"{{{', '.join(part)}}}" if width > 1 else part[0] for part in parts]
-    reads = "".join(f"@p ld.global.nc{what} {name}, [${len(outs)} + {apart * i}]; " for i, name in enumerate(names))
+    reads = "".join(f"@p ld.global{what} {name}, [${len(outs)} + {apart * i}]; " for i, name in enumerate(names))
     zeros = "".join(f"mov.u32 {out}, 0; " for out in outs)
     return tl.constexpr(f"{{ .reg .pred p; setp.ne.u32 p, ${len(outs) + 1}, 0; {zeros}{reads}}}")
 
@@ -93,23 +91,24 @@ def _bricks_kernel(
         there = (brick < bricks).to(tl.int32)
         near = ((brick < bricks) & (token < tokens)).to(tl.int32)
         place = own + brick.to(tl.int64) * (8 * 32 * 16)
-        m = tl.inline_asm_elementwise(_ONE, _OUTS_4, [own_meta + brick * 512, there], _INTS_4, is_pure=True, pack=1)
-        a = tl.inline_asm_elementwise(_EIGHT, _OUTS_32, [place, there], _INTS_32, is_pure=True, pack=1)
+        m = tl.inline_asm_elementwise(_ONE, _OUTS_4, [own_meta + brick * 512, there], _INTS_4, is_pure=False, pack=1)
+        a = tl.inline_asm_elementwise(_EIGHT, _OUTS_32, [place, there], _INTS_32, is_pure=False, pack=1)
         if TILES == 2:
             n = tl.inline_asm_elementwise(
-                _ONE, _OUTS_4, [own_meta + (bricks + brick) * 512, there], _INTS_4, is_pure=True, pack=1
+                _ONE, _OUTS_4, [own_meta + (bricks + brick) * 512, there], _INTS_4, is_pure=False, pack=1
             )
-            place += bricks.to(tl.int64) * (8 * 32 * 16)
-            h = tl.inline_asm_elementwise(_EIGHT, _OUTS_32, [place, there], _INTS_32, is_pure=True, pack=1)
-        b = tl.inline_asm_elementwise(_PAIRS, _OUTS_32, [own_x + brick * 512, near], _INTS_32, is_pure=True, pack=1)
+            place = own + (bricks + brick).to(tl.int64) * (8 * 32 * 16)
+            h = tl.inline_asm_elementwise(_EIGHT, _OUTS_32, [place, there], _INTS_32, is_pure=False, pack=1)
+        tl.debug_barrier()  # or the assembler waits for each weight before it asks for the next, to save registers
+        b = tl.inline_asm_elementwise(_PAIRS, _OUTS_32, [own_x + brick * 512, near], _INTS_32, is_pure=False, pack=1)
         for k in tl.static_range(8):
             c = _multiply(a, b, m, c, k, HALF)
             if TILES == 2:
                 e = _multiply(h, b, n, e, k, HALF)
         if WIDE:
             near = ((brick < bricks) & (token + 8 < tokens)).to(tl.int32)
-            far = own_x + bricks.to(tl.int64) * (8 * 512) + brick * 512
-            b = tl.inline_asm_elementwise(_PAIRS, _OUTS_32, [far, near], _INTS_32, is_pure=True, pack=1)
+            far = own_x + (bricks * 8 + brick) * 512
+            b = tl.inline_asm_elementwise(_PAIRS, _OUTS_32, [far, near], _INTS_32, is_pure=False, pack=1)
             for k in tl.static_range(8):
                 d = _multiply(a, b, m, d, k, HALF)
                 if TILES == 2:
@@ -141,6 +140,10 @@ def bricks(x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, rows: i
 # ---------------------------------------------------------------- lists of columns, one token
 
 
+# Not tl.load: that would send everything through shared memory, to have the addresses in another order.
+_GATHER = tl.constexpr("{ .reg .pred p; setp.lt.u32 p, $2, $3; mov.u32 $0, 0; @p ld.global.u16 $0, [$1]; }")
+
+
 @triton.jit
 def _lists_kernel(values, index, x, bias, y, rows, columns, each, BIAS: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr):
     """One warp for each row."""
@@ -149,19 +152,31 @@ def _lists_kernel(values, index, x, bias, y, rows, columns, each, BIAS: tl.const
     begin = row.to(tl.int64)[:, None] * each
     total = tl.zeros([ROWS, 256], tl.float32)
     for k in range(0, each, 256 * TURNS):
-        for turn in tl.static_range(TURNS):
+        held, index_of = (), ()
+        for turn in tl.static_range(TURNS):  # ask for all of it first
             place = k + turn * 256 + tl.arange(0, 256)[None, :]
             inside = (place < each) & (row < rows)[:, None]
-            v = tl.load(values + begin + place, mask=inside, other=0.0).to(tl.float32)
-            column = tl.load(index + begin + place, mask=inside, other=-1).to(tl.int32) & 0xFFFF
-            total += v * tl.load(x + column, mask=column < columns, other=0.0).to(tl.float32)
+            held = held + (tl.load(values + begin + place, mask=inside, other=0.0),)
+            index_of = index_of + (tl.load(index + begin + place, mask=inside, other=-1),)
+        tl.debug_barrier()  # or the assembler waits for each before it asks for the next, to save registers
+        for turn in tl.static_range(TURNS):
+            column = index_of[turn].to(tl.int32) & 0xFFFF
+            at = x.to(tl.int64) + column.to(tl.int64) * 2
+            bits = tl.inline_asm_elementwise(_GATHER, "=&r,l,r,r", [at, column, columns], tl.int32, is_pure=True, pack=1)
+            if y.dtype.element_ty == tl.bfloat16:
+                seen = (bits << 16).to(tl.float32, bitcast=True)
+            else:
+                seen = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            total += held[turn].to(tl.float32) * seen
     out = tl.sum(total, 1)
     if BIAS:
         out += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
     tl.store(y + tl.program_id(1).to(tl.int64) * rows + row, out.to(y.dtype.element_ty), mask=row < rows)
 
 
-def lists(x: Tensor, values: Tensor, index: Tensor, bias: Tensor | None, high: int = 4, turns: int = 0) -> Tensor:
+def lists(
+    x: Tensor, values: Tensor, index: Tensor, bias: Tensor | None, high: int = 4, turns: int = 0, warps: int = 4
+) -> Tensor:
     (tokens, columns), (rows, each) = x.shape, values.shape
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     turns = turns or min(4, -(-each // 256))
@@ -186,17 +201,25 @@ def lists(x: Tensor, values: Tensor, index: Tensor, bias: Tensor | None, high: i
 
 
 @triton.jit
-def _skips_kernel(weight, x, parts, rows, columns, each, HIGH: tl.constexpr, WIDE: tl.constexpr):
-    """The rows of the transposed weight whose input is not zero, added up; the others are not read."""
-    out = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+def _skips_kernel(weight, x, parts, rows, columns, each, WARPS: tl.constexpr, TURNS: tl.constexpr):
+    """The rows of the transposed weight whose input is not zero, added up; the others are not read. A row for each warp."""
+    out = tl.program_id(0) * 256 + tl.arange(0, 256)
     begin = tl.program_id(1) * each
-    total = tl.zeros([HIGH, WIDE], tl.float32)
-    for k in range(begin, tl.minimum(begin + each, columns), HIGH):
-        row = k + tl.arange(0, HIGH)
-        seen = tl.load(x + row, mask=row < columns, other=0.0).to(tl.float32)
-        read = (seen != 0)[:, None] & (out < rows)[None, :]
-        w = tl.load(weight + row.to(tl.int64)[:, None] * rows + out[None, :], mask=read, other=0.0)
-        total += w.to(tl.float32) * seen[:, None]
+    end = tl.minimum(begin + each, columns)
+    own = begin + tl.arange(0, WARPS)
+    total = tl.zeros([WARPS, 256], tl.float32)
+    for k in range(0, each, WARPS * TURNS):
+        held = ()
+        for turn in tl.static_range(TURNS):
+            row = own + (k + turn * WARPS)
+            read = (tl.load(x + row, mask=row < end, other=0.0) != 0)[:, None] & (out < rows)[None, :]
+            place = weight + row.to(tl.int64)[:, None] * rows + out[None, :]
+            held = held + (tl.load(place, mask=read, other=0.0),)
+        tl.debug_barrier()  # or the assembler waits for each row before it asks for the next, to save registers
+        for turn in tl.static_range(TURNS):
+            row = own + (k + turn * WARPS)
+            seen = tl.load(x + row, mask=row < end, other=0.0)
+            total += held[turn].to(tl.float32) * seen.to(tl.float32)[:, None]
     tl.store(parts + tl.program_id(1).to(tl.int64) * rows + out, tl.sum(total, 0), mask=out < rows)
 
 
@@ -214,15 +237,14 @@ def _fold_kernel(parts, bias, y, rows, pieces, BIAS: tl.constexpr, HIGH: tl.cons
     tl.store(y + out, done.to(y.dtype.element_ty), mask=out < rows)
 
 
-def skips(x: Tensor, weight: Tensor, bias: Tensor | None, programs: int = 1056, high: int = 32, warps: int = 4) -> Tensor:
+def skips(x: Tensor, weight: Tensor, bias: Tensor | None, programs: int = 1056, warps: int = 4, turns: int = 16) -> Tensor:
     columns, rows = weight.shape
-    wide = 256
-    across = -(-rows // wide)
-    each = max(1, -(-columns // max(1, programs // across) // high)) * high
+    across, step = -(-rows // 256), warps * turns
+    each = max(1, -(-columns // max(1, programs // across) // step)) * step
     pieces = -(-columns // each)
     parts = torch.empty(pieces, rows, dtype=torch.float32, device=x.device)
     y = torch.empty(1, rows, dtype=x.dtype, device=x.device)
-    _skips_kernel[(across, pieces)](weight, x, parts, rows, columns, each, high, wide, num_warps=warps)
+    _skips_kernel[(across, pieces)](weight, x, parts, rows, columns, each, warps, turns, num_warps=warps)
     _fold_kernel[(-(-rows // 64),)](parts, parts if bias is None else bias, y, rows, pieces, bias is not None, 32, 64)
     return y
 

@@ -173,22 +173,31 @@ def _host_machine() -> Any:
 
 
 @cache
-def _pool() -> Any:
-    """How torch's own OpenMP library starts a parallel region; None where it is not the GNU one."""
+def _pool() -> tuple[Any, int] | None:
+    """How torch's own OpenMP library starts threads, and where it lets them wait; None where it is not the GNU one."""
     for file in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
-        start = getattr(ctypes.CDLL(str(file)), "GOMP_parallel", None)
-        if start is not None:
+        library = ctypes.CDLL(str(file))
+        start, barrier = getattr(library, "GOMP_parallel", None), getattr(library, "GOMP_barrier", None)
+        if start is not None and barrier is not None:
             start.argtypes, start.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-            return start
+            return start, ctypes.cast(barrier, ctypes.c_void_p).value or 0
     return None
 
 
 def run(body: Kernel, arguments: Sequence[int], threads: int) -> None:
     """Run a kernel on several threads. Arguments 0 and 1 are counters at zero: the next piece, and the next thread."""
-    block = array("q", (0, 0, *arguments))
+    _start(body, array("q", (0, 0, *arguments)), _pool() if threads > 1 else None, threads)
+
+
+def run_in_steps(body: Kernel, arguments: Sequence[int], threads: int) -> None:
+    """The same for a kernel of two steps: three counters, of threads and of the pieces of each step, and where to wait."""
+    pool = _pool() if threads > 1 else None
+    _start(body, array("q", (0, 0, 0, pool[1] if pool else 0, *arguments)), pool, threads)
+
+
+def _start(body: Kernel, block: array[int], pool: tuple[Any, int] | None, threads: int) -> None:
     address, _ = block.buffer_info()
-    start = _pool() if threads > 1 else None
-    if start is None:
+    if pool is None:
         body(address)
     else:
-        start(ctypes.cast(body, ctypes.c_void_p), address, threads, 0)  # type: ignore[arg-type]
+        pool[0](ctypes.cast(body, ctypes.c_void_p), address, threads, 0)  # type: ignore[arg-type]

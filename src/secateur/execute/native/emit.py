@@ -292,6 +292,12 @@ class Code:
             with otherwise:
                 no()
 
+    def wait_for_others(self, barrier: Value) -> None:
+        """Until every thread is here, by the function at this address; with none (0) there are no others."""
+        with self.when(self.number(0) < barrier):
+            function = self.builder.inttoptr(barrier.raw, ir.FunctionType(ir.VoidType(), []).as_pointer())
+            self.builder.call(function, [])
+
     def finish(self) -> str:
         self.builder.ret_void()
         return str(self.module)

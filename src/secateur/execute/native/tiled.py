@@ -31,12 +31,12 @@ def transposed(code: Code, rows: list[Value]) -> list[Value]:
     return rows
 
 
-def pack_rows(name: str, features: frozenset[str], tile: int, stored: str) -> str:
+def _pack_rows(
+    code: Code, tile: int, kind: ir.Type, counter: Value, x: Value, stride: Value, batch: Value, inputs: Value, packed: Value
+) -> None:
     """x [batch, inputs] to float32 [tile][input][position]; positions past the batch become zero."""
-    code, kind = Code(name, features), STORED[stored]
-    x, stride, batch, inputs, packed = (code.argument(i) for i in range(2, 7))
     size, side = size_of(kind), min(code.lanes, tile)
-    with code.pieces(code.argument_address(0), (inputs + PACK_WIDTH - 1) // PACK_WIDTH) as piece:
+    with code.pieces(counter, (inputs + PACK_WIDTH - 1) // PACK_WIDTH) as piece:
         first = piece * PACK_WIDTH
         end = code.least(first + PACK_WIDTH, inputs)
         whole = first + (end - first) // side * side
@@ -61,15 +61,13 @@ def pack_rows(name: str, features: frozenset[str], tile: int, stored: str) -> st
                 one_by_one(whole)
 
             code.either(row + side <= batch, squares, lambda: one_by_one(first))
-    return code.finish()
 
 
-def pad_planes(name: str, features: frozenset[str]) -> str:
+def _pad_planes(code: Code, arguments: int, counter: Value, padded: Value) -> None:
     """Planes [height, width] of float32 into planes with zeros around them."""
-    code = Code(name, features)
-    x, padded, planes, height, width, pad_y, pad_x = (code.argument(i) for i in range(2, 9))
+    x, planes, height, width, pad_y, pad_x = (code.argument(arguments + i) for i in range(6))
     wide, high = width + pad_x * 2, height + pad_y * 2
-    with code.pieces(code.argument_address(0), planes) as plane:
+    with code.pieces(counter, planes) as plane:
         source, to = x + plane * height * width * 4, padded + plane * high * wide * 4
         _zeros(code, to, pad_y * wide)
         _zeros(code, to + (pad_y + height) * wide * 4, pad_y * wide)
@@ -78,7 +76,6 @@ def pad_planes(name: str, features: frozenset[str]) -> str:
             _zeros(code, line, pad_x)
             _copy(code, source + row * width * 4, width, line + pad_x * 4)
             _zeros(code, line + (pad_x + width) * 4, pad_x)
-    return code.finish()
 
 
 def _zeros(code: Code, to: Value, count: Value) -> None:
@@ -144,16 +141,25 @@ class _Matrix:
 
 
 MATRIX = 12  # arguments of a _Matrix
+AHEAD = 4  # arguments before all others: counters of threads, of pieces to lay out and to multiply; how to wait between the two
 
 
-def multiply_rows(name: str, features: frozenset[str], height: int, tile: int, stored: str) -> str:
-    """Packed inputs times the matrix, plus bias: y [batch, rows]. Work is shared by chunks of rows and groups of tiles."""
+def multiply_rows(name: str, features: frozenset[str], height: int, tile: int, seen: str, stored: str) -> str:
+    """x times the matrix, plus bias: y [batch, rows]. All threads lay the inputs out, wait for each other, and multiply.
+
+    One kernel, since a call of one takes as long as laying out a small input. The product is shared by chunks of rows and
+    groups of tiles.
+    """
     code = Code(name, features)
-    matrix = _Matrix(code, 2, height, tile, STORED[stored])
-    packed, tiles, together, scratch, scratch_size, y, batch, rows = (code.argument(2 + MATRIX + i) for i in range(8))
-    sums = scratch + code.take(code.argument_address(1)) * scratch_size
+    matrix = _Matrix(code, AHEAD, height, tile, STORED[stored])
+    x, stride, packed, tiles, together, scratch, scratch_size, y, batch, rows = (
+        code.argument(AHEAD + MATRIX + i) for i in range(10)
+    )
+    _pack_rows(code, tile, STORED[seen], code.argument_address(1), x, stride, batch, matrix.inputs, packed)
+    code.wait_for_others(code.argument(3))
+    sums = scratch + code.take(code.argument_address(0)) * scratch_size
     groups = (tiles + together - 1) // together
-    with code.pieces(code.argument_address(0), matrix.chunks * groups) as piece:
+    with code.pieces(code.argument_address(2), matrix.chunks * groups) as piece:
         chunk, first_tile = piece // groups, piece % groups * together
         some = code.least(together, tiles - first_tile)
         matrix.multiply(chunk, packed + first_tile * matrix.inputs * (tile * 4), some, sums)
@@ -172,17 +178,18 @@ def multiply_planes(name: str, features: frozenset[str], height: int, tile: int,
     stays in cache, then multiplies all rows, or with few tiles one of `splits` parts of them.
     """
     code = Code(name, features)
-    matrix = _Matrix(code, 2, height, tile, STORED[stored])
-    x, images, scratch, scratch_size, y, rows, splits = (code.argument(2 + MATRIX + i) for i in range(7))
-    out_y, out_x = code.argument(9 + MATRIX), code.argument(10 + MATRIX)
+    matrix, more = _Matrix(code, AHEAD, height, tile, STORED[stored]), AHEAD + MATRIX
+    x, scratch, scratch_size, y, images, rows, splits, out_y, out_x = (code.argument(more + i) for i in range(9))
+    _pad_planes(code, more + 18, code.argument_address(1), x)
+    code.wait_for_others(code.argument(3))
     places = out_y * out_x
     tiles = (places + tile - 1) // tile
-    packed = scratch + code.take(code.argument_address(1)) * scratch_size
+    packed = scratch + code.take(code.argument_address(0)) * scratch_size
     sums = packed + (matrix.inputs * tile + 8) * 4
-    with code.pieces(code.argument_address(0), images * tiles * splits) as piece:
+    with code.pieces(code.argument_address(2), images * tiles * splits) as piece:
         part, image, first = piece % splits, piece // splits // tiles, piece // splits % tiles * tile
         count = code.least(tile, places - first)
-        _lay_out(code, 11 + MATRIX, x, image, first, count, out_x, tile, packed)
+        _lay_out(code, more + 9, x, image, first, count, out_x, tile, packed)
         each = (matrix.chunks + splits - 1) // splits
         with code.loop(part * each, code.least(part * each + each, matrix.chunks)) as chunk:
             matrix.multiply(chunk, packed, code.number(1), sums)

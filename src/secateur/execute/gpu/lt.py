@@ -1,0 +1,113 @@
+"""cuSPARSELt, called directly with plans that are kept: torch's own call makes a new plan each time, which takes the host longer
+than the GPU takes for a thousand tokens. The functions and constants are those of NVIDIA's header, from version 0.6 on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FIRST_VERSION = 600
+_ROW, _COLUMN, _PLAIN, _TRANSPOSED, _SUMS_FLOAT32 = 2, 1, 0, 1, 2
+_TYPES = {torch.bfloat16: 14, torch.float16: 2}
+_BIAS = 8  # the attribute of a product that holds the address of the bias
+_PLANS: dict[tuple[Any, ...], Plan] = {}
+
+
+@cache
+def library() -> Any:
+    """The library, which torch has loaded; None where it is not there or too old."""
+    if not torch.backends.cusparselt.is_available() or (torch.backends.cusparselt.version() or 0) < FIRST_VERSION:
+        return None
+    try:
+        return ctypes.PyDLL("libcusparseLt.so.0")  # which keeps the lock: a handle is not for several threads at once
+    except OSError:
+        return None
+
+
+class Opaque(ctypes.Structure):
+    """Room for any of the library's structures, which differ in size from version to version."""
+
+    _fields_ = (("data", ctypes.c_uint64 * 2048),)
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        raise RuntimeError(f"cuSPARSELt: {what} failed with status {status}")
+
+
+@cache
+def _handle(device: int) -> Opaque:
+    handle = Opaque()
+    _check(library().cusparseLtInit(byref(handle)), "the start")
+    return handle
+
+
+class Plan:
+    """One product of given sizes: y [tokens, rows] = x [tokens, columns] times the packed matrix, transposed, plus the bias."""
+
+    def __init__(self, rows: int, columns: int, tokens: int, dtype: torch.dtype, bias: Tensor | None, device: int):
+        lib, kind = library(), _TYPES[dtype]
+        self.handle, self.plan = _handle(device), Opaque()
+        self.sparse, self.dense, self.out, self.product, self.choice = (Opaque() for _ in range(5))
+        h, sizes = byref(self.handle), (c_int64, c_int64, c_int64)
+        matrix = [of(size) for of, size in zip(sizes, (rows, columns, columns))]
+        inputs = [of(size) for of, size in zip(sizes, (tokens, columns, columns))]
+        result = [of(size) for of, size in zip(sizes, (rows, tokens, rows))]
+        align = c_uint32(16)
+        _check(lib.cusparseLtStructuredDescriptorInit(h, byref(self.sparse), *matrix, align, kind, _ROW, 0), "the matrix")
+        _check(lib.cusparseLtDenseDescriptorInit(h, byref(self.dense), *inputs, align, kind, _ROW), "the inputs")
+        _check(lib.cusparseLtDenseDescriptorInit(h, byref(self.out), *result, align, kind, _COLUMN), "the result")
+        parts = (byref(self.sparse), byref(self.dense), byref(self.out), byref(self.out))
+        _check(
+            lib.cusparseLtMatmulDescriptorInit(h, byref(self.product), _PLAIN, _TRANSPOSED, *parts, _SUMS_FLOAT32), "the product"
+        )
+        if bias is not None:
+            address = c_void_p(bias.data_ptr())
+            args = (h, byref(self.product), c_int(_BIAS), byref(address), c_size_t(8))
+            _check(lib.cusparseLtMatmulDescSetAttribute(*args), "the bias")
+        _check(lib.cusparseLtMatmulAlgSelectionInit(h, byref(self.choice), byref(self.product), 0), "the choice")
+        _check(lib.cusparseLtMatmulPlanInit(h, byref(self.plan), byref(self.product), byref(self.choice)), "the plan")
+        self.one, self.zero, self.size = c_float(1.0), c_float(0.0), c_size_t(0)
+        self._measure_room()
+        self.before = (h, byref(self.plan), byref(self.one))
+
+    def _measure_room(self) -> None:
+        _check(library().cusparseLtMatmulGetWorkspace(byref(self.handle), byref(self.plan), byref(self.size)), "the workspace")
+
+    def search(self, x: Tensor, packed: Tensor, y: Tensor) -> None:
+        """Try the library's kernels on these tensors and keep the fastest."""
+        self._call(library().cusparseLtMatmulSearch, x, packed, y)
+        self._measure_room()
+
+    def run(self, x: Tensor, packed: Tensor, y: Tensor) -> None:
+        self._call(library().cusparseLtMatmul, x, packed, y)
+
+    def _call(self, function: Any, x: Tensor, packed: Tensor, y: Tensor) -> None:
+        stream = c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
+        room = torch.empty(self.size.value, dtype=torch.uint8, device=x.device) if self.size.value else None
+        out, spare = c_void_p(y.data_ptr()), c_void_p(room.data_ptr() if room is not None else None)
+        data = (c_void_p(packed.data_ptr()), c_void_p(x.data_ptr()), byref(self.zero), out, out, spare)
+        _check(function(*self.before, *data, byref(stream), c_int(1)), "the product")
+
+
+def product(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    """x [tokens, columns], contiguous; `packed` as `torch._cslt_compress` gives it."""
+    tokens, columns = x.shape
+    y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
+    key = (rows, columns, tokens, x.dtype, x.device.index, bias.data_ptr() if bias is not None else 0)
+    plan = _PLANS.get(key)
+    if plan is None:
+        if len(_PLANS) >= 512:
+            _PLANS.clear()
+        plan = Plan(rows, columns, tokens, x.dtype, bias, x.device.index or 0)
+        if not torch.cuda.is_current_stream_capturing():
+            plan.search(x, packed, y)
+            _PLANS[key] = plan
+    plan.run(x, packed, y)
+    return y

@@ -1,0 +1,41 @@
+"""torch's own attention modules are cut inside: width, heads, and the width of a head, as far as the module can say them."""
+
+import pytest
+import torch
+from torch import nn
+
+import secateur as sc
+
+
+class Attends(nn.Module):
+    def __init__(self, width, heads, residual):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, width), nn.Linear(width, 5)
+        self.attention, self.residual = nn.MultiheadAttention(width, heads, batch_first=True), residual
+
+    def forward(self, x):
+        h = self.first(x)
+        y, _ = self.attention(h, h, h, need_weights=False)
+        return self.last(y + h if self.residual else y)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("width", "heads"), [(36, 6), (64, 4)])
+def test_multihead_attention_gets_narrower_and_stays_exact(width, heads, residual):
+    torch.manual_seed(0)
+    model, x = Attends(width, heads, residual).double().eval(), torch.randn(2, 6, 8, dtype=torch.float64)
+    small, plan = sc.shrink(model, x, params=0.5)
+    attention = small.attention
+    assert attention.embed_dim == attention.num_heads * attention.head_dim < width
+    assert attention.in_proj_weight.shape == (3 * attention.embed_dim, attention.embed_dim)
+    assert plan.verify(each=False).max_error < 1e-12
+
+
+def test_the_attention_of_a_transformer_encoder_is_cut():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = nn.Sequential(nn.Linear(8, 32), nn.TransformerEncoder(layer, 2), nn.Linear(32, 3)).eval()
+    small, plan = sc.shrink(model, torch.randn(2, 6, 8), channels=0.75)
+    assert small[1].layers[0].self_attn.embed_dim < 32
+    assert small(torch.randn(3, 7, 8)).shape == (3, 7, 3)
+    assert any(row.why for row in plan.groups)  # across a LayerNorm there is no exact answer
