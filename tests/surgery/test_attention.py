@@ -39,3 +39,26 @@ def test_the_attention_of_a_transformer_encoder_is_cut():
     assert small[1].layers[0].self_attn.embed_dim < 32
     assert small(torch.randn(3, 7, 8)).shape == (3, 7, 3)
     assert any(row.why for row in plan.groups)  # across a LayerNorm there is no exact answer
+
+
+class Biased(nn.Module):
+    """Queries that also make the bias of the attention, as relative positions do."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.last = nn.Linear(8, 3 * 16), nn.Linear(16, 5)
+        self.places = nn.Parameter(torch.randn(6, 16))
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).chunk(3, dim=-1)
+        bias = query @ self.places.mT
+        attended = nn.functional.scaled_dot_product_attention(query[:, None], key[:, None], value[:, None], bias[:, None])
+        return self.last(attended[:, 0])
+
+
+def test_queries_that_also_make_a_bias_are_not_scaled():
+    torch.manual_seed(0)
+    model, x = Biased().double().eval(), torch.randn(2, 6, 8, dtype=torch.float64)
+    small, plan = sc.shrink(model, x, channels=0.5, exact_only=True)
+    assert small.places.shape[1] < 16
+    assert plan.verify().max_error < 1e-12

@@ -68,6 +68,17 @@ def test_each_step_takes_the_unit_that_hurts_least(kind):
     assert first.errors[0] == pytest.approx(min(errors), rel=1e-8)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_columns_that_belong_to_no_unit_stay(kind):
+    """A reader of a concatenation: only half of its columns can go; one of its outputs never varies."""
+    x, weight, columns = parts(units=8)
+    weight[3] = 0
+    order = eliminate([state_of(kind, x, weight, columns[:4])], 4)
+    gone = columns[order.units[:2]].reshape(-1).tolist()
+    true = error_without(kind, x, weight[:3], [c for c in range(16) if c not in gone])
+    assert order.errors[1] == pytest.approx(true, rel=1e-8)
+
+
 def test_several_consumers_add_up():
     one, two = (state_of(Surgeon, *parts(seed=seed)) for seed in (3, 8))
     rises = one.rise() + two.rise()

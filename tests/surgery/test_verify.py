@@ -82,5 +82,5 @@ def test_constants_pass_a_cache_that_is_empty():
 
 
 def test_a_wrapper_that_keeps_buckets_is_refused():
-    with pytest.raises(ValueError, match="DataParallel.*cut the module under it"):
+    with pytest.raises(ValueError, match="cut the module under it"):
         sc.shrink(nn.DataParallel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))), torch.randn(2, 4), channels=0.5)

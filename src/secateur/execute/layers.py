@@ -59,13 +59,20 @@ class Compressed(nn.Module):
                 "a compressed layer is for inference and was called in train mode: call model.eval(), or "
                 "secateur.decompress_(model) to train it again"
             )
-        held: Any = [self._buffers[name] for name in self.names]
-        shape, bias = (self.form, self.rows, self.columns, self.options), self._parameters["bias"]
-        ops, grad = torch.ops.secateur, torch.is_grad_enabled()
+        own = self._buffers
+        held: Any = [own[name] for name in self.names]
+        shape, bias, grad = (
+            (self.form, self.rows, self.columns, self.options),
+            self._parameters["bias"],
+            torch.is_grad_enabled(),
+        )
         # Nobody watches: the function itself, since the way through the dispatcher takes as long as a small layer.
         plain = not (grad or torch.compiler.is_compiling() or watched()) and type(input) is Tensor
+        if plain and self.kind == "linear":
+            return linear(input, held, bias, *shape)
+        ops = torch.ops.secateur
         if self.kind == "linear":
-            return (linear if plain else ops.linear_grad if grad else ops.linear)(input, held, bias, *shape)
+            return (ops.linear_grad if grad else ops.linear)(input, held, bias, *shape)
         if self.kind == "embedding":
             return ops.embedding(input, held, *shape).to(self.dtype)
         flat = self.stood is nn.Conv1d

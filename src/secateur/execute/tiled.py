@@ -51,7 +51,7 @@ def written() -> Any:
 
 
 def kernels_for(x: Tensor, values: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype in DTYPES and values.dtype in DTYPES and build.target() is not None
+    return x.is_cpu and x.dtype in DTYPES and values.dtype in DTYPES and build.target() is not None
 
 
 def _fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
@@ -113,9 +113,9 @@ def _tile_of(positions: int, height: int) -> int:
 
 def _matrix(buffers: Buffers, rows: int, columns: int, height: int) -> tuple[int, ...]:
     """The kernels' arguments for the packed matrix. The caller keeps the tensors alive."""
-    values, index, counts, order, used, starts = buffers
-    places = (each.data_ptr() for each in (starts, used, counts, order, index, values))
-    return (columns, WIDTH, -(-columns // WIDTH), rows // height, CHUNK // height, *places)
+    values, index, counts, order, used, starts = [each.data_ptr() for each in buffers]
+    shape = (columns, WIDTH, -(-columns // WIDTH), rows // height, CHUNK // height)
+    return (*shape, starts, used, counts, order, index, values)
 
 
 @lru_cache(maxsize=1024)  # by shape; a layer is called with the same few again and again

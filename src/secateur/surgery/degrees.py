@@ -72,8 +72,8 @@ def _after(flow: Silence, step: Step, powers: Mapping[int, Tensor], share: float
     inputs = tensors_in(step)
     if "scaled_dot_product" in kind:
         query, key, value = (power(n) for n in inputs[:3])
-        if _number(query) + _number(key) + (share or 0.0):
-            raise _Lost
+        if _number(query) + _number(key) + (share or 0.0) or any(bool(once(power(n)).any()) for n in inputs[3:]):
+            raise _Lost  # also where queries are part of the bias of the attention
         out = _even(value, 2).expand(shapes[0])
         return [out, *(torch.zeros(()).expand(s) for s in shapes[1:])]
     if kind in ("mm", "bmm", "addmm", "baddbmm", "linear"):

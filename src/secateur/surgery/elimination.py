@@ -92,11 +92,12 @@ class Normed:
 
     def __init__(self, spread: Tensor, weight: Tensor, columns: Tensor) -> None:
         self.spread, self.weight, self.columns = spread, weight, columns
-        self.share = self._by_unit((weight @ spread) * weight)  # covariance of each unit's part with the whole output
+        whole = (weight @ spread) * weight
+        self.share = self._by_unit(whole)  # covariance of each unit's part with the whole output
         self.left = self.share.clone()  # and with what is left of it
         inner = [(weight[:, c] @ spread[c][:, c] * weight[:, c]).sum(1) for c in columns]
         self.own = torch.stack(inner, 1)
-        self.full = self.share.sum(1)
+        self.full = whole.sum(1)  # of all columns: not every one has to belong to these units
         self.common, self.variance = self.full.clone(), self.full.clone()
         self.error = torch.zeros_like(self.full)
 
@@ -105,8 +106,8 @@ class Normed:
 
     def _lost(self, common: Tensor, variance: Tensor) -> Tensor:
         full = self.full.view(-1, *[1] * (common.dim() - 1))
-        tiny = full * 1e-9 + 1e-300
-        return 2 * (full - common * (full / torch.maximum(variance, tiny)).sqrt())
+        scale = (full * torch.maximum(variance, full * 1e-9)).sqrt()
+        return 2 * full * (1 - (common / scale).nan_to_num(0, 0, 0).clamp(-1, 1))  # an output that never varies has no error
 
     def rise(self) -> Tensor:
         after = self._lost(self.common[:, None] - self.share, self.variance[:, None] - 2 * self.left + self.own)

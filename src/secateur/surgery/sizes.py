@@ -218,7 +218,8 @@ def _in_turn(
     pairs: list[tuple[float, float]] = []
     while True:
         pairs.append((once(dense), once(small)))
-        pairs.append((once(small), once(dense))[::-1])
+        second, first = once(small), once(dense)
+        pairs.append((first, second))
         spent = time.perf_counter() - begin
         if spent < due or len(pairs) < _STRETCHES:
             continue

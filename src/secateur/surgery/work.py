@@ -20,8 +20,6 @@ from .request import Options, check, excluded, split_inputs, target_of
 from .shrunk import Row, Shrunk
 from .sizes import Model, Timing, outline, times
 
-_times = times
-
 _TRIES = 3  # to meet a time: the machine may not be the same from one minute to the next
 AnyCriterion = Criterion | UnitCriterion | Callable[..., Tensor]
 
@@ -32,8 +30,12 @@ class Done(NamedTuple):
     state: dict[str, dict[str, Any]]
 
 
-def shrunk(model: nn.Module, example_inputs: Any, criterion: AnyCriterion, options: Options) -> Done:
+def shrunk(
+    model: nn.Module, example_inputs: Any, criterion: AnyCriterion, options: Options, whole: nn.Module | None = None
+) -> Done:
+    """`whole`: the model before its blocks went, if some did: times are compared with its time."""
     check(options)
+    whole = model if whole is None else whole
     what, target = target_of(options)
     data = options.get("data")
     if data is not None and iter(data) is data:  # it may be needed twice
@@ -51,7 +53,7 @@ def shrunk(model: nn.Module, example_inputs: Any, criterion: AnyCriterion, optio
         if not scores:
             raise ValueError(_nothing_left(traced, left))
         priced = isinstance(criterion, UnitCriterion) and criterion.priced
-        choice = _choice(traced, scores, sizes, what, target, options, priced, (args, kwargs))
+        choice = _choice(traced, scores, sizes, what, target, options, priced, (args, kwargs), whole)
         made = make(model, traced, keep_of(scores, choice.counts), args, kwargs)
         inexact = [g for g in scores if g in made.reasons] if options.get("exact_only") else []
         if inexact:
@@ -61,7 +63,7 @@ def shrunk(model: nn.Module, example_inputs: Any, criterion: AnyCriterion, optio
         counts = {g.atom: n for g, n in choice.counts.items()}
         counted = _check_runs(traced, made.small, args, kwargs, sizes.flops(counts))
         unfitted = _repair(made, model, data, options)
-        timing = times(model, made.small, (args, kwargs)) if what == "latency" else None
+        timing = times(whole, made.small, (args, kwargs)) if what == "latency" else None
         totals = _totals(model, made.small, sizes, counted, timing)
         miss = _miss(what, target, totals, timing, made.cuts.added)
         if miss is None:
@@ -88,6 +90,7 @@ def _choice(
     options: Options,
     priced: bool,
     inputs: tuple[Any, Any],
+    whole_model: nn.Module,
 ) -> Choice:
     given = options.get("floor")
     floor = min(0.1, target) if given is None else float(given)
@@ -103,7 +106,7 @@ def _choice(
             return sum(counts.values()) / whole["channels"]
         if what == "latency":
             small = make(traced.model, traced, keep_of(scores, counts), *inputs).small
-            return times(traced.model, small, inputs, lambda t: tells(t, target), seconds=(0.1, 1.0))
+            return times(whole_model, small, inputs, lambda t: tells(t, target), seconds=(0.1, 1.0))
         atoms = {g.atom: n for g, n in counts.items()}
         return (sizes.params(atoms) if what == "params" else sizes.flops(atoms)) / whole[what]
 

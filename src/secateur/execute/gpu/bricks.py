@@ -18,7 +18,8 @@ from ..formats import Buffers, Format, Options, Use, register
 from .present import HALVES, kernels, missing, runs
 
 ROWS, COLUMNS = 16, 256
-TOKENS = 64  # beyond, the weights are read several times and the dense product is near
+TOGETHER = 32  # rows that one program computes
+FEW, TOKENS = 16, 64  # tokens for which it is tried; and for which it runs at all: beyond 16, weights are read again
 
 
 @cache
@@ -64,13 +65,13 @@ def is_two_of_four(matrix: Tensor, zeros: Zeros) -> bool:
 def _fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
     if use.kind != "linear" or use.device != "cuda" or missing() is not None or matrix.dtype not in HALVES:
         return
-    if max(use.rows) <= TOKENS and is_two_of_four(matrix, zeros):
+    if max(use.rows) <= FEW and is_two_of_four(matrix, zeros):
         yield ()
 
 
 def _pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
     rows, columns = matrix.shape
-    padded = F.pad(matrix, (0, -columns % COLUMNS, 0, -rows % ROWS))
+    padded = F.pad(matrix, (0, -columns % COLUMNS, 0, -rows % TOGETHER))
     tiles, bricks = len(padded) // ROWS, padded.shape[1] // COLUMNS
     values, places = two_of_four(padded)
     # row = 8 * half + lane // 4; column = 256 * brick + 32 * step + 16 * part + 4 * (lane % 4) + place

@@ -46,7 +46,7 @@ def _lists_pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
     kept = matrix != 0
     row, column = kept.nonzero(as_tuple=True)
     counts = kept.sum(1)
-    each = -(-int(counts.max()) // 64) * 64 if len(matrix) else 0
+    each = -(-int(counts.max()) // 16) * 16 if len(matrix) else 0
     rank = torch.arange(len(row), device=matrix.device) - (counts.cumsum(0) - counts)[row]
     place = _in_turns(each, matrix.device)[rank] if len(row) else rank
     values = torch.zeros(len(matrix), each, dtype=matrix.dtype, device=matrix.device)

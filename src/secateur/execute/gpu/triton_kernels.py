@@ -25,7 +25,7 @@ def _load(times: int, apart: int, what: str, width: int) -> tl.constexpr:
 
 # Weights are read once, so they are kept out of the first cache; all that a step needs is asked for at once.
 _ONE, _EIGHT = (_load(times, 512, ".L1::no_allocate.L2::256B.v4.u32", 4) for times in (1, 8))
-_PAIRS = _load(32, 16, ".u32", 1)
+_PAIRS, _INPUTS = _load(32, 16, ".u32", 1), _load(8, 512, ".v4.u32", 4)
 _OUTS_4, _OUTS_32 = (tl.constexpr("=&r," * n + "l,r") for n in (4, 32))
 _INTS_4, _INTS_32 = (tl.constexpr((tl.int32,) * n) for n in (4, 32))
 
@@ -69,70 +69,84 @@ def _put(c, bias, y, tile, first, tokens, rows, BIAS: tl.constexpr, WARPS: tl.co
 
 @triton.jit
 def _bricks_kernel(
-    values, meta, x, bias, y, tokens, rows, bricks,
-    BIAS: tl.constexpr, HALF: tl.constexpr, TILES: tl.constexpr, WIDE: tl.constexpr, WARPS: tl.constexpr,
+    values, words, x, bias, y, tokens, rows, bricks,
+    BIAS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """TILES (1 or 2) tiles of 16 rows by 8 tokens, 16 if WIDE. The warps share the columns.
+    """Two tiles of 16 rows by 8 tokens, by 16 if WIDE. The warps share the columns.
 
     One element of each tensor here is one thread's: the layout of the fragments is that of the instruction.
     """
     thread = tl.arange(0, 32 * WARPS)
     lane, warp = thread % 32, thread // 32
-    tile = tl.program_id(0) * TILES
-    first = tl.program_id(1) * (16 if WIDE else 8)
-    token = first + lane // 4
+    tile = tl.program_id(0) * 2
+    group = tl.program_id(1) * (2 if WIDE else 1)
     zero = tl.zeros([32 * WARPS], tl.float32)
     c, d, e, f = (zero, zero, zero, zero), (zero, zero, zero, zero), (zero, zero, zero, zero), (zero, zero, zero, zero)
+    token = group * 8 + lane // 4
     own = values.to(tl.int64) + (tile.to(tl.int64) * bricks * 8 * 32 + lane) * 16
-    own_meta = meta.to(tl.int64) + (tile.to(tl.int64) * bricks * 32 + lane) * 16
-    own_x = x.to(tl.int64) + (token.to(tl.int64) * bricks * 256 + lane % 4 * 2) * 2
+    own_words = words.to(tl.int64) + (tile.to(tl.int64) * bricks * 32 + lane) * 16
+    if WIDE:
+        own_x = x.to(tl.int64) + (group.to(tl.int64) * bricks * 8 * 32 + lane) * 16
+    else:
+        own_x = x.to(tl.int64) + (token.to(tl.int64) * bricks * 256 + lane % 4 * 2) * 2
     for step in range(0, bricks, WARPS):
         brick = step + warp
         there = (brick < bricks).to(tl.int32)
-        near = ((brick < bricks) & (token < tokens)).to(tl.int32)
-        place = own + brick.to(tl.int64) * (8 * 32 * 16)
-        m = tl.inline_asm_elementwise(_ONE, _OUTS_4, [own_meta + brick * 512, there], _INTS_4, is_pure=False, pack=1)
+        place, next_place = own + brick.to(tl.int64) * 4096, own + (bricks + brick).to(tl.int64) * 4096
+        m = tl.inline_asm_elementwise(_ONE, _OUTS_4, [own_words + brick * 512, there], _INTS_4, is_pure=False, pack=1)
+        n = tl.inline_asm_elementwise(
+            _ONE, _OUTS_4, [own_words + (bricks + brick) * 512, there], _INTS_4, is_pure=False, pack=1
+        )
         a = tl.inline_asm_elementwise(_EIGHT, _OUTS_32, [place, there], _INTS_32, is_pure=False, pack=1)
-        if TILES == 2:
-            n = tl.inline_asm_elementwise(
-                _ONE, _OUTS_4, [own_meta + (bricks + brick) * 512, there], _INTS_4, is_pure=False, pack=1
-            )
-            place = own + (bricks + brick).to(tl.int64) * (8 * 32 * 16)
-            h = tl.inline_asm_elementwise(_EIGHT, _OUTS_32, [place, there], _INTS_32, is_pure=False, pack=1)
+        h = tl.inline_asm_elementwise(_EIGHT, _OUTS_32, [next_place, there], _INTS_32, is_pure=False, pack=1)
         tl.debug_barrier()  # or the assembler waits for each weight before it asks for the next, to save registers
-        b = tl.inline_asm_elementwise(_PAIRS, _OUTS_32, [own_x + brick * 512, near], _INTS_32, is_pure=False, pack=1)
+        if WIDE:
+            near = own_x + brick.to(tl.int64) * 4096
+            b = tl.inline_asm_elementwise(_INPUTS, _OUTS_32, [near, there], _INTS_32, is_pure=False, pack=1)
+            g = tl.inline_asm_elementwise(
+                _INPUTS, _OUTS_32, [near + bricks * 4096, there], _INTS_32, is_pure=False, pack=1
+            )
+        else:
+            near = ((brick < bricks) & (token < tokens)).to(tl.int32)
+            b = tl.inline_asm_elementwise(_PAIRS, _OUTS_32, [own_x + brick * 512, near], _INTS_32, is_pure=False, pack=1)
         for k in tl.static_range(8):
             c = _multiply(a, b, m, c, k, HALF)
-            if TILES == 2:
-                e = _multiply(h, b, n, e, k, HALF)
-        if WIDE:
-            near = ((brick < bricks) & (token + 8 < tokens)).to(tl.int32)
-            far = own_x + (bricks * 8 + brick) * 512
-            b = tl.inline_asm_elementwise(_PAIRS, _OUTS_32, [far, near], _INTS_32, is_pure=False, pack=1)
-            for k in tl.static_range(8):
-                d = _multiply(a, b, m, d, k, HALF)
-                if TILES == 2:
-                    f = _multiply(h, b, n, f, k, HALF)
-    _put(c, bias, y, tile, first, tokens, rows, BIAS, WARPS)
+            d = _multiply(h, b, n, d, k, HALF)
+            if WIDE:
+                e = _multiply(a, g, m, e, k, HALF)
+                f = _multiply(h, g, n, f, k, HALF)
+    _put(c, bias, y, tile, group * 8, tokens, rows, BIAS, WARPS)
+    _put(d, bias, y, tile + 1, group * 8, tokens, rows, BIAS, WARPS)
     if WIDE:
-        _put(d, bias, y, tile, first + 8, tokens, rows, BIAS, WARPS)
-    if TILES == 2:
-        _put(e, bias, y, tile + 1, first, tokens, rows, BIAS, WARPS)
-        if WIDE:
-            _put(f, bias, y, tile + 1, first + 8, tokens, rows, BIAS, WARPS)
+        _put(e, bias, y, tile, group * 8 + 8, tokens, rows, BIAS, WARPS)
+        _put(f, bias, y, tile + 1, group * 8 + 8, tokens, rows, BIAS, WARPS)
 
 
-def bricks(x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, rows: int, tall: int = 0, warps: int = 0) -> Tensor:
+@triton.jit
+def _prepare_kernel(x, out, tokens, columns, bricks, SIZE: tl.constexpr):
+    """Inputs in pairs, in the order in which the tensor cores want them: for many tokens, reading them would take too long."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    lane = at // 4 % 32
+    token = at // (bricks * 1024) * 8 + lane // 4
+    column = at // 128 % (bricks * 8) * 32 + at % 4 * 8 + lane % 4 * 2
+    inside = (token < tokens) & (column < columns)
+    tl.store(out + at, tl.load(x + (token * columns + column) // 2, mask=inside, other=0))
+
+
+def bricks(x: Tensor, values: Tensor, words: Tensor, bias: Tensor | None, rows: int, warps: int = 0) -> Tensor:
     (tokens, columns), (tiles, deep) = x.shape, values.shape[:2]
     wide = tokens > 8
-    tall = tall or (2 if tiles >= 512 and tiles % 2 == 0 else 1)
-    warps = warps or next((n for n in (8, 4) if deep % n == 0), 4)
-    x = F.pad(x, (0, deep * 256 - columns)) if columns != deep * 256 else x
+    warps = warps or (8 if tiles < 512 else 4)
+    groups = -(-tokens // 16) * 2 if wide else 1
+    if wide:
+        seen = torch.empty(groups * deep * 1024, dtype=torch.int32, device=x.device)
+        _prepare_kernel[(groups * deep,)](x.view(torch.int32), seen, tokens, columns, deep, 1024)
+    else:
+        seen = F.pad(x, (0, deep * 256 - columns)) if columns != deep * 256 else x
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
-    grid = (tiles // tall, -(-tokens // (16 if wide else 8)))
-    _bricks_kernel[grid](
-        values, meta, x, values if bias is None else bias, y, tokens, rows, deep,
-        bias is not None, x.dtype == torch.float16, tall, wide, warps, num_warps=warps,
+    _bricks_kernel[(tiles // 2, max(1, groups // 2))](
+        values, words, seen, values if bias is None else bias, y, tokens, rows, deep,
+        bias is not None, x.dtype == torch.float16, wide, warps, num_warps=warps,
     )  # fmt: skip
     return y
 
@@ -174,6 +188,60 @@ def _lists_kernel(values, index, x, bias, y, rows, columns, each, BIAS: tl.const
     tl.store(y + tl.program_id(1).to(tl.int64) * rows + row, out.to(y.dtype.element_ty), mask=row < rows)
 
 
+@triton.jit
+def _lists_next(values, index, item, chunks, each, rows, HIGH: tl.constexpr, TURNS: tl.constexpr):
+    row = (item // chunks) * HIGH + tl.arange(0, HIGH)
+    begin = row.to(tl.int64)[:, None] * each
+    held, found = (), ()
+    for turn in tl.static_range(TURNS):
+        place = (item % chunks * TURNS + turn) * 256 + tl.arange(0, 256)[None, :]
+        inside = (place < each) & (row < rows)[:, None]
+        held = held + (tl.load(values + begin + place, mask=inside, other=0.0),)
+        found = found + (tl.load(index + begin + place, mask=inside, other=-1),)
+    return held, found
+
+
+@triton.jit
+def _lists_walk(values, index, x, bias, y, rows, columns, each, chunks, groups, BIAS: tl.constexpr, HIGH: tl.constexpr, TURNS: tl.constexpr):
+    x += tl.program_id(1).to(tl.int64) * columns
+    y += tl.program_id(1).to(tl.int64) * rows
+    total = tl.zeros([HIGH, 256], tl.float32)
+    first = tl.program_id(0)
+    held, found = _lists_next(values, index, first * chunks, chunks, each, rows, HIGH, TURNS)
+    for group in range(first, groups, tl.num_programs(0)):
+        for chunk in range(chunks):
+            now, column_of = held, found
+            after = tl.where(chunk + 1 < chunks, group * chunks + chunk + 1, (group + tl.num_programs(0)) * chunks)
+            held, found = _lists_next(values, index, after, chunks, each, rows, HIGH, TURNS)
+            tl.debug_barrier()
+            for turn in tl.static_range(TURNS):
+                column = column_of[turn].to(tl.int32) & 0xFFFF
+                at = x.to(tl.int64) + column.to(tl.int64) * 2
+                bits = tl.inline_asm_elementwise(_GATHER, "=&r,l,r,r", [at, column, columns], tl.int32, is_pure=False, pack=1)
+                if y.dtype.element_ty == tl.bfloat16:
+                    seen = (bits << 16).to(tl.float32, bitcast=True)
+                else:
+                    seen = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+                total += now[turn].to(tl.float32) * seen
+        row = group * HIGH + tl.arange(0, HIGH)
+        out = tl.sum(total, 1)
+        if BIAS:
+            out += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
+        tl.store(y + row, out.to(y.dtype.element_ty), mask=row < rows)
+        total = tl.zeros([HIGH, 256], tl.float32)
+
+
+def walk(x: Tensor, values: Tensor, index: Tensor, bias: Tensor | None, high: int = 4, turns: int = 0, programs: int = 1056) -> Tensor:
+    (tokens, columns), (rows, each) = x.shape, values.shape
+    y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
+    turns = turns or min(2, -(-each // 256))
+    groups = -(-rows // high)
+    _lists_walk[(min(groups, programs), tokens)](
+        values, index, x, values if bias is None else bias, y, rows, columns, each, -(-each // (256 * turns)), groups, bias is not None, high, turns, num_warps=high
+    )
+    return y
+
+
 def lists(
     x: Tensor, values: Tensor, index: Tensor, bias: Tensor | None, high: int = 4, turns: int = 0, warps: int = 4
 ) -> Tensor:
@@ -201,25 +269,23 @@ def lists(
 
 
 @triton.jit
-def _skips_kernel(weight, x, parts, rows, columns, each, WARPS: tl.constexpr, TURNS: tl.constexpr):
-    """The rows of the transposed weight whose input is not zero, added up; the others are not read. A row for each warp."""
+def _skips_kernel(weight, x, parts, rows, columns, each, HIGH: tl.constexpr):
+    """The rows of the transposed weight whose input is not zero, added up; the others are not read."""
     out = tl.program_id(0) * 256 + tl.arange(0, 256)
     begin = tl.program_id(1) * each
     end = tl.minimum(begin + each, columns)
-    own = begin + tl.arange(0, WARPS)
-    total = tl.zeros([WARPS, 256], tl.float32)
-    for k in range(0, each, WARPS * TURNS):
-        held = ()
-        for turn in tl.static_range(TURNS):
-            row = own + (k + turn * WARPS)
-            read = (tl.load(x + row, mask=row < end, other=0.0) != 0)[:, None] & (out < rows)[None, :]
-            place = weight + row.to(tl.int64)[:, None] * rows + out[None, :]
-            held = held + (tl.load(place, mask=read, other=0.0),)
-        tl.debug_barrier()  # or the assembler waits for each row before it asks for the next, to save registers
-        for turn in tl.static_range(TURNS):
-            row = own + (k + turn * WARPS)
-            seen = tl.load(x + row, mask=row < end, other=0.0)
-            total += held[turn].to(tl.float32) * seen.to(tl.float32)[:, None]
+    row = begin + tl.arange(0, HIGH)
+    total = tl.zeros([HIGH, 256], tl.float32)
+    seen = tl.load(x + row, mask=row < end, other=0.0)
+    for _ in range(begin, end, HIGH):
+        read = (seen != 0)[:, None] & (out < rows)[None, :]
+        w = tl.load(weight + row.to(tl.int64)[:, None] * rows + out[None, :], mask=read, other=0.0)
+        after = row + HIGH
+        seen = tl.load(x + after, mask=after < end, other=0.0)
+        tl.debug_barrier()  # the next inputs are asked for before the weights are waited for
+        factor = tl.load(x + row, mask=row < end, other=0.0).to(tl.float32)
+        total += w.to(tl.float32) * factor[:, None]
+        row = after
     tl.store(parts + tl.program_id(1).to(tl.int64) * rows + out, tl.sum(total, 0), mask=out < rows)
 
 
@@ -237,14 +303,14 @@ def _fold_kernel(parts, bias, y, rows, pieces, BIAS: tl.constexpr, HIGH: tl.cons
     tl.store(y + out, done.to(y.dtype.element_ty), mask=out < rows)
 
 
-def skips(x: Tensor, weight: Tensor, bias: Tensor | None, programs: int = 1056, warps: int = 4, turns: int = 16) -> Tensor:
+def skips(x: Tensor, weight: Tensor, bias: Tensor | None, programs: int = 528, high: int = 32, warps: int = 4) -> Tensor:
     columns, rows = weight.shape
-    across, step = -(-rows // 256), warps * turns
-    each = max(1, -(-columns // max(1, programs // across) // step)) * step
+    across = -(-rows // 256)
+    each = max(1, -(-columns // max(1, programs // across) // high)) * high
     pieces = -(-columns // each)
     parts = torch.empty(pieces, rows, dtype=torch.float32, device=x.device)
     y = torch.empty(1, rows, dtype=x.dtype, device=x.device)
-    _skips_kernel[(across, pieces)](weight, x, parts, rows, columns, each, warps, turns, num_warps=warps)
+    _skips_kernel[(across, pieces)](weight, x, parts, rows, columns, each, high, num_warps=warps)
     _fold_kernel[(-(-rows // 64),)](parts, parts if bias is None else bias, y, rows, pieces, bias is not None, 32, 64)
     return y
 
