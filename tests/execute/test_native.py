@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from secateur.execute import Compressed
+from secateur.execute.formats import FORMATS
 from secateur.execute.native import build
+from secateur.execute.tiled import _MINE
 
 SAME = """
 import torch, sys
@@ -128,3 +131,19 @@ def test_threads_are_those_of_torch():
     if not sys.platform.startswith("linux") or not list((Path(build.torch.__file__).parent / "lib").glob("libgomp*")):
         pytest.skip("torch has no libgomp here")
     assert build._pool() is not None
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_wait_for_each_other_between_the_steps(threads):
+    """Inputs laid out by one thread are multiplied by another: whoever did not wait would read what is not there yet."""
+    torch = build.torch
+    line, image = torch.nn.Linear(700, 600), torch.nn.Conv2d(12, 300, 3, padding=1)
+    for layer, x in ((line, torch.randn(130, 700)), (image, torch.randn(3, 12, 9, 9))):
+        packed = Compressed(layer, FORMATS["tiled"], (1,)).eval()
+        with torch.no_grad():
+            alone = packed(x)
+            torch.set_num_threads(threads)
+            for _ in range(20):
+                _MINE.memory.fill_(float("nan"))
+                assert torch.equal(packed(x), alone)
+            torch.set_num_threads(1)

@@ -1,6 +1,7 @@
 """Whole blocks go: found without names, the least harmful first, numbers mended, exact, and all of it undone on failure."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -236,3 +237,206 @@ def test_data_decides_where_it_is_given():
     assert shown.cuts.drop == {"layers": [1]}
     _, seen = shrink(model, X.abs(), depth=0.67, data=[(-X.abs(), torch.zeros(3)), (-2 * X.abs(), torch.zeros(3))])
     assert seen.cuts.drop == {"layers": [0]}
+
+
+# ---------------------------------------------------------------- numbers that are none
+
+
+class Logs(Net):
+    """The logarithm of what the blocks give: of negative numbers, unless block 1, which does little else, lifts them."""
+
+    def __init__(self, gains=(0.0, 0.0, 0.05, 0.06)):
+        super().__init__(gains)
+        with torch.no_grad():
+            self.first.weight.mul_(0.1)
+            self.first.bias.fill_(-1.0)
+            self.layers[1].down.bias.fill_(50.0)
+            self.last.weight.abs_()
+            self.last.bias.zero_()
+
+    def forward(self, x):
+        return super().forward(x).log()
+
+
+def logs(**more):
+    torch.manual_seed(0)
+    return Logs(**more).eval()
+
+
+def test_a_block_without_which_the_output_is_no_number_stays():
+    model = logs()
+    assert bool(model(X).isfinite().all())
+    small, plan = shrink(model, X, depth=0.5)
+    assert 1 not in plan.cuts.drop["layers"]
+    assert plan.skipped["layers.1"] == "without it the output is not finite where it was"
+    assert bool(small(X).isfinite().all())
+    with pytest.raises(ValueError, match=r"after 0 no other can .*layers\.1: without it the output is not finite"):
+        shrink(model, X, depth=0.75, exclude=["layers.0", "layers.2", "layers.3"])
+
+
+def test_two_answers_that_are_no_numbers_prove_nothing():
+    """What goes without harm on some inputs does harm on others; then equality of what is left is not reported as exact."""
+    model = logs()
+    with torch.no_grad():
+        model.first.bias.fill_(1.0)
+        model.first.weight.copy_(torch.ones(8, 6))
+        model.layers[1].down.weight.zero_()
+    _, plan = shrink(model, X.abs(), depth=0.75, exclude=["layers.0", "layers.2", "layers.3"])
+    assert plan.cuts.drop == {"layers": [1]}
+    assert plan.verify().max_error < 1e-12
+    found = plan.verify(-X.abs() - 1)
+    assert bool(model(-X.abs() - 1).isfinite().all())
+    assert found.max_error == found.groups["layers"] == float("inf")
+    assert "not finite where it was" in str(found)
+
+
+def test_values_that_were_never_finite_do_not_decide():
+    class Masked(Net):
+        def forward(self, x):
+            return super().forward(x).index_fill(-1, torch.tensor([0]), -torch.inf)
+
+    torch.manual_seed(0)
+    model = Masked().eval()
+    _, plan = shrink(model, X, depth=0.6)
+    assert plan.cuts.drop == {"layers": [1, 3]}
+    model.last.weight.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match="answers with no finite number on the example inputs"):
+        shrink(model, X, depth=0.6)
+
+
+def test_blocks_of_a_model_that_is_no_number_in_float64_are_verified_in_its_own_dtype():
+    class OnlyInFloat32(Net):
+        def forward(self, x):
+            return super().forward(x) * (torch.nan if x.dtype == torch.float64 else 1.0)
+
+    torch.manual_seed(0)
+    small, plan = shrink(OnlyInFloat32().eval(), X, depth=0.6)
+    found = plan.verify()
+    assert (found.dtype, found.moved) == ("float32", True)
+    assert found.max_error < 1e-5
+    assert "not in float64" in str(found)
+    small.last.bias.data.add_(1)
+    assert plan.verify().max_error > 1e-3
+
+
+# ---------------------------------------------------------------- what is asked
+
+
+@pytest.mark.parametrize("asked", [{"channels": 0.5}, {"depth": 0.6}, {"depth": 0.6, "params": 0.4}])
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"model": torch.compile(chain(), backend="eager")}, ValueError, "the model is compiled"),
+        ({"model": 3}, TypeError, "wants a torch.nn.Module, got int"),
+        ({"example_inputs": torch.randn(3, 7)}, ValueError, "Net does not run on the example inputs"),
+        ({"exclude": "layer.1"}, ValueError, "exclude='layer.1' matches no tensor and no module. Did you mean 'layers.1'"),
+        ({"exclude": None}, TypeError, "exclude=None must be a name or glob such as"),
+        ({"exclude": 5}, TypeError, "exclude=5 must be a name or glob such as"),
+        ({"exclude": [5]}, TypeError, "exclude=.5. must be a name or glob such as"),
+        ({"criterion": "foo"}, TypeError, "a criterion is an expression such as sc.magnitude, or a function; not str"),
+        ({"data": 5}, TypeError, "data= is an iterable of batches, not int"),
+        ({"data": X}, TypeError, "data= is an iterable of batches, not one Tensor; pass .batch."),
+        ({"data": [], "reestimate": True, "norm": True}, ValueError, "data= gave no batch"),
+    ],
+)
+def test_what_is_given_is_checked_in_the_same_words_with_and_without_depth(asked, given, error, message):
+    model = chain()
+    given = {"model": model, "example_inputs": X} | given
+    if given.pop("norm", False):
+        model.first = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)).eval()
+    before = copy.deepcopy(model.state_dict())
+    for cut in (shrink, shrink_):
+        with pytest.raises(error, match=message):
+            cut(**given, **asked)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert len(model.layers) == 5
+
+
+def test_data_that_does_not_run_is_said_to_be_data():
+    with pytest.raises(ValueError, match="Net does not run on batch 1 of data=: RuntimeError"):
+        shrink(chain(), X, depth=0.6, data=[X, torch.randn(3, 7)])
+
+
+def test_depth_one_removes_nothing():
+    model = chain()
+    small, plan = shrink(model, X, depth=1)
+    assert small is not model
+    assert torch.equal(small(X), model(X))
+    assert not plan.cuts.drop
+    assert plan.verify().max_error == 0
+    one, _ = shrink(model, X, depth=1, params=0.5)
+    two, _ = shrink(model, X, params=0.5)
+    assert torch.equal(one(X), two(X))
+    with pytest.raises(ValueError, match="is the fraction that remains"):
+        shrink(model, X, depth=True, params=0.5)
+
+
+def test_the_list_that_is_excluded_keeps_its_blocks():
+    with pytest.raises(ValueError, match=r"layers\.0: excluded; layers\.1: excluded"):
+        shrink(chain(), X, depth=0.6, exclude="layers")
+
+
+def test_excluded_names_mean_the_same_layers_after_those_before_them_went():
+    model = chain()
+    small, plan = shrink(model, X, depth=0.6, params=0.4, exclude=iter(["layers.4.up", "layers.1.up"]))
+    assert plan.cuts.drop == {"layers": [1, 3]}
+    assert torch.equal(small.layers[2].up.weight, model.layers[4].up.weight)
+    assert small.layers[0].up.out_features < 16
+
+
+def test_a_time_is_compared_with_that_of_the_whole_model():
+    class Slow(Block):
+        def forward(self, x, seen=None):
+            time.sleep(0.03)
+            return super().forward(x, seen)
+
+    model = chain()
+    for block in model.layers:
+        block.__class__ = Slow
+    _, plan = shrink(model, X, depth=0.6, latency=0.6, floor=1)
+    whole, small = plan.totals["latency"]
+    assert whole > 0.15
+    assert small / whole == pytest.approx(0.6, rel=0.1)
+
+
+# ---------------------------------------------------------------- repairs
+
+
+def test_statistics_of_normalisations_are_estimated_anew_where_blocks_went():
+    """A block that lifts what passes goes; the normalisation behind it learns that its inputs lie lower."""
+    for cut in (shrink, shrink_):
+        model = chain()
+        with torch.no_grad():
+            model.layers[1].down.bias.fill_(3.0)
+        model.last = nn.Sequential(nn.BatchNorm1d(8), model.last).eval()
+        old = copy.deepcopy(model)
+        batches = [torch.randn(64, 6) for _ in range(2)]
+        small, plan = cut(model, X, depth=0.8, exclude=["layers.0", "layers.2", "layers.3", "layers.4"], data=batches)
+        assert torch.equal(small.last[0].running_mean, old.last[0].running_mean)
+        small, plan = cut(
+            copy.deepcopy(old),
+            X,
+            depth=0.8,
+            exclude=["layers.0", "layers.2", "layers.3", "layers.4"],
+            data=iter(batches),
+            reestimate=True,
+        )
+        assert plan.cuts.drop == {"layers": [1]}
+        seen = []
+        small.last[0].register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].detach()))
+        for batch in batches:
+            small(batch)
+        assert torch.allclose(small.last[0].running_mean, torch.cat(seen).mean(0), atol=1e-5)
+        assert torch.allclose(small.last[0].running_var, torch.cat(seen).var(0), rtol=1e-4)
+        found = plan.verify(original=old)
+        assert found.recut is not None
+        assert found.recut < 1e-12
+        assert found.max_error > 1e-3
+
+
+def test_a_refit_is_refused_where_no_layer_loses_inputs():
+    with pytest.raises(ValueError, match=r"refit=True .* depth= alone .* or for reestimate=True"):
+        shrink(chain(), X, depth=0.6, refit=True, data=[X])
+    small, plan = shrink(chain(), X, depth=0.8, params=0.5, refit=True, data=[torch.randn(64, 6)])
+    assert plan.cuts.drop
+    assert small(X).shape == (3, 4)

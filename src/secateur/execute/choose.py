@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from .._tree import nearest, slots
 from .find import Zeros, zeros_of
 from .formats import FORMATS, Format, Use, as_matrix
+from .gpu.present import why_none
 from .layers import KINDS, Compressed, arguments_of, why_not
 from .result import Compression, Row
-from .timing import CACHE_BYTES, call, for_inference, interleaved
+from .timing import call, cold_for, for_inference, in_graphs, interleaved
 
 MARGIN = 0.95  # a format must take at most this part of the dense time, or it is not worth the change
 SHAPES = 4  # distinct input shapes of one layer that are measured
@@ -66,7 +67,7 @@ def compress_(
     with for_inference(model, threads):
         seen = _record(model, example_inputs, layers)
         large = sum(parameter.nbytes for parameter in model.parameters()) > LARGE
-        cold = torch.ones(CACHE_BYTES // 4) if large else None
+        cold = cold_for(model) if large else None
         twins: dict[Any, Choice] = {}
         choices = {
             name: _choose(name, layer, seen[name], tied.get(id(layer.weight), ()), twins, objective, cold, store)
@@ -212,7 +213,7 @@ def _measure(
             if _agrees(layer, candidate, seen, store):
                 kept.append((form, options, candidate))
     if not kept:
-        return Choice(row.left("no format fits here"))
+        return Choice(row.left("no format fits here" + (why_none(matrix.dtype) if use.device == "cuda" else "")))
     quick = [_seconds([layer, each], seen, cold, seconds=0.0)[1] for _, _, each in kept] if len(kept) > 2 else []
     if objective == "speed" and quick:
         kept = [each for each, took in zip(kept, quick) if took < 1.5 * min(quick)]
@@ -252,7 +253,8 @@ def _seconds(layers: list[nn.Module], seen: Seen, cold: Tensor | None, seconds: 
     total = [0.0] * len(layers)
     for key, x in seen.inputs.items():
         runs = [lambda layer=layer, x=x: _plain(layer, x) for layer in layers]
-        for i, timing in enumerate(interleaved(runs, seconds=seconds, rounds=(3, 100) if not seconds else (7, 200), cold=cold)):
+        clock, rounds = in_graphs if x.is_cuda else interleaved, (3, 100) if not seconds else (7, 200)
+        for i, timing in enumerate(clock(runs, seconds=seconds, rounds=rounds, cold=cold)):
             total[i] += timing.best * seen.calls[key]
     return total
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCKS = ((32, 32), (16, 16), (8, 8), (4, 4), (16, 1), (1, 16), (8, 1), (1, 8), (4, 1), (1, 4))
+SQUARES = (128, 64, 32, 16, 8, 4)
+BLOCKS = (*((n, n) for n in SQUARES), (16, 1), (1, 16), (8, 1), (1, 8), (4, 1), (1, 4))
 FULL = 0.98  # a block pattern is named when the blocks that are there are this full
 GROUPS = (4, 8, 16, 2)
 
@@ -31,7 +32,7 @@ def zeros_of(matrix: Tensor) -> Zeros:
         return Zeros(0.0, "dense")
     if count == 0:
         return Zeros(1.0, "all zero", (1, 1))
-    for height, width in BLOCKS:
+    for height, width in BLOCKS if sparsity > 1 - FULL else ():  # with fewer zeros, no block need be empty
         if (height <= rows and width <= columns) and fill(kept, height, width, count) >= FULL:
             return Zeros(sparsity, f"{height}x{width}", (height, width))
     for m in GROUPS:

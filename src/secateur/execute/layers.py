@@ -121,7 +121,7 @@ class Compressed(nn.Module):
                 raise ValueError(f"{prefix}weight is {tuple(weight.shape)} in the state dict and {self.shape} in the model")
             old = self.get_buffer(self.names[0])
             half = old.is_floating_point() and old.dtype != self.dtype
-            self._hold(weight.detach().to(self.dtype), old.dtype if half else None)
+            self._hold(weight.detach().to(old.device, self.dtype), old.dtype if half else None)
             state_dict.update({f"{prefix}{name}": buffer for name, buffer in self._buffers.items() if buffer is not None})
         for name in (*self.names, "minus"):  # other zeros, other sizes
             new, now = state_dict.get(f"{prefix}{name}"), self._buffers.get(name)

@@ -79,6 +79,59 @@ def interleaved(
     return [Timing(tuple(each)) for each in times]
 
 
+def in_graphs(
+    runs: Sequence[Callable[[], Any]], *, seconds: float = 0.3, rounds: tuple[int, int] = (5, 200), cold: Tensor | None = None
+) -> list[Timing]:
+    """The same on a GPU, by its own clock and without the host: each run in a CUDA graph, several times unless cold.
+
+    A run that cannot be recorded is timed as it is.
+    """
+    times: list[list[float]] = [[] for _ in runs]
+    graphs = [_recorded(run, 1 if cold is not None else 8) for run in runs]
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin, done = time.perf_counter(), 0
+    while done < rounds[0] or (done < rounds[1] and time.perf_counter() - begin < seconds * len(runs)):
+        for i in range(len(runs)):
+            who = (i + done) % len(runs)
+            replay, count = graphs[who]
+            if cold is not None:
+                cold.sum()
+            start.record()
+            replay()
+            end.record()
+            end.synchronize()
+            times[who].append(start.elapsed_time(end) / 1e3 / count)
+        done += 1
+    return [Timing(tuple(each)) for each in times]
+
+
+def _recorded(run: Callable[[], Any], count: int) -> tuple[Callable[[], Any], int]:
+    """The run as a graph of so many calls, and that number; the run itself and 1 where it waits for the host."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for _ in range(count):
+                run()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return run, 1
+    return graph.replay, count
+
+
+def cold_for(model: nn.Module) -> Tensor:
+    """What is read before each run, so that weights come from memory: more than the cache of the model's device."""
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return torch.ones(CACHE_BYTES // 4)
+    return torch.ones(torch.cuda.get_device_properties(device).L2_cache_size * 3 // 4, device=device)
+
+
 @contextmanager
 def for_inference(model: nn.Module, threads: int | None = None) -> Iterator[None]:
     """Eval mode, no gradients, so many threads; and as it was afterwards."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -58,13 +58,14 @@ def tells(timing: Timing, target: float) -> bool:
 
 @dataclass
 class Choice:
-    """Units to keep for each group, what remains then (with its spread, if measured), and the groups that do not get what the
-    ranking says, with why."""
+    """Units to keep for each group, what remains then (with its spread, if measured), the groups that do not get what the
+    ranking says, with why, and why it is not what was asked, if so."""
 
     counts: dict[Group, int]
     remains: float
     spread: float | None
     moved: dict[Group, str]
+    stopped: str | None = None
 
 
 @dataclass
@@ -209,14 +210,14 @@ class Search:
 
 
 def choose(knob: Knob, measure: Measure, target: float, what: str) -> Choice:
-    """The counts that leave `target`, within the tolerance; or an error that says what is in the way."""
+    """The counts that leave `target`, within the tolerance; else the nearest that leave less, with what is in the way."""
     search, measured = Search(knob, measure, target), what == "latency"
     search.bisect(9 if measured else 40)
     search.settle() if measured else search.polish()
     best = search.best
-    if best is None or not search.fits(best):
+    if best is None:
         raise ValueError(_what_stopped_it(search, what))
-    return best
+    return best if search.fits(best) else replace(search.sides[0], stopped=_what_stopped_it(search, what))
 
 
 def _what_stopped_it(search: Search, what: str) -> str:

@@ -22,7 +22,7 @@ from ..graph.slots import owned_tensors
 from ..graph.trace import plain_kernels
 from ..stats import split_batch
 from .blocks import Drop, Inputs, Link, block_name, find_blocks, links_of, main_tensor, mended
-from .budget import tolerance
+from .budget import tells, tolerance
 from .cut import Cuts, check_fits, is_cut, without, write_attribute
 from .masked import run
 from .optimizers import sliced_state
@@ -263,7 +263,7 @@ def _from_the_whole(
     elif what == "flops":
         left = flops[1] / max(flops[0], 1)
     elif what == "latency":
-        timing = times(model, middle, inputs)
+        timing = times(model, middle, inputs, lambda t: tells(t, target), seconds=(0.1, 1.0))
         left, spread = timing.ratio, timing.spread
     else:
         left = units[1] / max(units[0], 1)

@@ -232,7 +232,8 @@ def _in_turn(
 def _judged(pairs: list[tuple[float, float]]) -> Timing:
     """Medians of the times and of their ratios. Noise comes in bursts: the spread is that between stretches of the rounds."""
     ratios, whole = [s / d for d, s in pairs], statistics.median(d for d, _ in pairs)
+    ratio = statistics.median(ratios)
     ends = [i * len(ratios) // _STRETCHES for i in range(_STRETCHES + 1)]
     parts = [statistics.median(ratios[a:b]) for a, b in itertools.pairwise(ends)]
-    error = 1.25 * statistics.stdev(parts) / _STRETCHES**0.5  # of a median: a quarter more than of a mean
-    return Timing(whole, whole * statistics.median(ratios), 2 * error)
+    deviation = 1.48 * statistics.median(abs(part - ratio) for part in parts)  # the standard one, of normal noise
+    return Timing(whole, whole * ratio, 2 * 1.25 * deviation / _STRETCHES**0.5)  # medians err a quarter more than means

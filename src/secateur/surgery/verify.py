@@ -87,7 +87,7 @@ def _compare(
     recut = difference(answer(make(original, traced, keep, args, kwargs).small), silent) if each else None
     groups: dict[str, float] = {}
     names = names_of(traced)
-    for together in _tied(traced, keep) if each else ():
+    for together in tied(traced, keep) if each else ():
         alone = {g.atom: keep[g.atom] for g in together}
         error = difference(answer(make(original, traced, alone, args, kwargs).small), answer(original, alone))
         groups |= {names[g]: error for g in together}
@@ -119,7 +119,7 @@ def kept_units(traced: Trace, cuts: Cuts) -> dict[Any, Tensor]:
     return keep
 
 
-def _tied(traced: Trace, keep: Mapping[Any, Tensor]) -> list[list[Group]]:
+def tied(traced: Trace, keep: Iterable[Any]) -> list[list[Group]]:
     """Cut groups, those whose counts constraints tie together in one list."""
     head = {atom: atom for atom in keep}
 

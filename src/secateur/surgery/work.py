@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..criteria import Criterion
-from ..graph import Group, Trace, trace
+from ..graph import Group, Trace, trace, undetermined
 from .budget import Choice, Knob, busy, choose, figure, keep_of, met, tells, within
 from .importance import Scores, UnitCriterion, unit_scores
 from .masked import Made, make, names_of
@@ -19,8 +19,9 @@ from .optimizers import sliced_state
 from .request import Options, check, excluded, split_inputs, target_of
 from .shrunk import Row, Shrunk
 from .sizes import Model, Timing, outline, times
+from .verify import tied
 
-_TRIES = 3  # to meet a time: the machine may not be the same from one minute to the next
+_TRIES = 2  # to meet a time: the machine may not be the same from one minute to the next
 AnyCriterion = Criterion | UnitCriterion | Callable[..., Tensor]
 
 
@@ -47,13 +48,15 @@ def shrunk(
     repair = "refit" if options.get("refit") else "reestimate" if options.get("reestimate") else "none"
     scores, unscored = unit_scores(traced, groups, criterion, data, options.get("loss"), repair) if groups else ({}, {})
     left |= unscored
-    sizes = Model(traced)
-    tries = 0
+    sizes, tries = Model(traced), 0
+    priced = isinstance(criterion, UnitCriterion) and criterion.priced
+    costs = _costs(sizes, scores, what) if priced else None
     while True:
         if not scores:
             raise ValueError(_nothing_left(traced, left))
-        priced = isinstance(criterion, UnitCriterion) and criterion.priced
-        choice = _choice(traced, scores, sizes, what, target, options, priced, (args, kwargs), whole)
+        choice = _choice(traced, scores, sizes, what, target, options, costs, (args, kwargs), whole)
+        if choice.stopped and what != "params":  # parameters are known when it is cut: biases may be added
+            raise ValueError(choice.stopped)
         made = make(model, traced, keep_of(scores, choice.counts), args, kwargs)
         inexact = [g for g in scores if g in made.reasons] if options.get("exact_only") else []
         if inexact:
@@ -70,12 +73,12 @@ def shrunk(
             break
         tries += 1  # what was cut says more than what was foreseen: which biases are added, how fast it is now
         if not (sizes.learn(made.cuts.added, counts) if what == "params" else what == "latency" and tries < _TRIES):
-            raise ValueError(miss)
+            raise ValueError(choice.stopped or miss)
     optimizer = options.get("optimizer")
     state = {} if optimizer is None else sliced_state(optimizer, model, made.cuts)
-    recipe = (
-        f"{criterion}, {what}={target:g}, scope={options.get('scope', 'global')}, multiple_of={options.get('multiple_of', 1)}"
-    )
+    measured = "" if timing is None else f" (measured {figure(timing.ratio, timing.spread)})"
+    rest = f"scope={options.get('scope', 'global')}, multiple_of={options.get('multiple_of', 1)}"
+    recipe = f"{criterion}, {what}={target:g}{measured}, {rest}"
     plan = _plan(recipe, model, traced, choice, made, left, totals, (args, kwargs))
     plan.skipped |= unfitted
     return Done(made.small, plan, state)
@@ -88,14 +91,13 @@ def _choice(
     what: str,
     target: float,
     options: Options,
-    priced: bool,
+    costs: Mapping[Group, float] | None,
     inputs: tuple[Any, Any],
     whole_model: nn.Module,
 ) -> Choice:
     given = options.get("floor")
     floor = min(0.1, target) if given is None else float(given)
     floors = {g: min(g.size, max(1, math.ceil(floor * g.size))) for g in scores}
-    costs = _costs(sizes, scores, what) if priced else None
     knob = Knob(traced, scores, floors, options.get("scope", "global"), options.get("multiple_of", 1), costs)
     whole = {"params": sizes.params({}), "flops": sizes.flops({}), "channels": sum(g.size for g in scores)}
     if not whole.get(what, 1):
@@ -218,12 +220,19 @@ def _plan(
     totals: dict[str, tuple[float, float]],
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
 ) -> Shrunk:
-    names = names_of(traced)
+    names, fewer = names_of(traced), {g.atom: g for g, n in choice.counts.items() if n < g.size}
+    reasons = dict(made.reasons)
+    for together in tied(traced, fewer):  # what cannot be cut alone is as exact as the rest of it
+        worst = next((g for g in together if g in made.reasons), None)
+        if worst is not None:
+            reasons |= {g: f"is cut together with {names[worst]}, which is not" for g in together if g not in made.reasons}
     rows = [
-        Row(names[g], g.size, n, made.reasons.get(g), tuple(dict.fromkeys(m.tensor for m in g.members)))
+        Row(names[g], g.size, n, reasons.get(g), tuple(dict.fromkeys(m.tensor for m in g.members)))
         for g, n in choice.counts.items()
     ]
+    stale = undetermined(traced, {atom: choice.counts[g] for atom, g in fewer.items()})
     skipped = {**{names[g]: why for g, why in left.items()}, **traced.skipped}
+    skipped |= dict.fromkeys(stale, "a number that the traced run did not read; what it should be now is not known")
     moved = {names[g]: why for g, why in choice.moved.items()}
     return Shrunk(recipe, rows, skipped, moved, made.cuts, totals, made.small, model, inputs)
 

@@ -19,7 +19,7 @@ from .present import HALVES, kernels, missing, runs
 
 ROWS, COLUMNS = 16, 256
 TOGETHER = 32  # rows that one program computes
-FEW, TOKENS = 16, 64  # tokens for which it is tried; and for which it runs at all: beyond 16, weights are read again
+FEW, TOKENS = 16, 1024  # tokens for which it is tried, and for which it runs: beyond 16, the weights are read again
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..find import Zeros
@@ -24,16 +25,28 @@ MULTIPLE = 64  # of rows and columns
 def _fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
     if use.kind != "linear" or use.device != "cuda" or missing() is not None or matrix.dtype not in HALVES:
         return
-    if min(use.rows) < TOKENS or any(size % MULTIPLE for size in matrix.shape) or not torch.backends.cusparselt.is_available():
+    if min(use.rows) < TOKENS or not torch.backends.cusparselt.is_available() or not _whole(matrix):
         return
     if is_two_of_four(matrix, zeros):
         yield (HALVES.index(matrix.dtype),)
+
+
+def _whole(matrix: Tensor) -> bool:
+    """Whether torch gives the library as much room as it takes for a matrix of this size: with small ones, it does not."""
+    rows, columns = matrix.shape
+    if rows % MULTIPLE or columns % MULTIPLE:
+        return False
+    if lt.library() is None:
+        return min(rows, columns) >= 1024
+    return lt.needed(rows, columns, matrix.dtype) <= matrix.nbytes * 9 // 16
 
 
 def _pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
     """A one in the dtype of the layer, the places, and the library's own form, as bits that no `.to(dtype)` touches."""
     if matrix.device.type != "cuda" or matrix.dtype != HALVES[options[0]]:
         raise ValueError(f"cuSPARSELt packs {HALVES[options[0]]} on a GPU, not {matrix.dtype} on {matrix.device}")
+    if not _whole(matrix):
+        raise ValueError(f"cuSPARSELt cannot hold {len(matrix)} by {matrix.shape[1]} in nine bits for each weight")
     values, places = two_of_four(matrix)
     packed = torch._cslt_compress(matrix)
     stored = packed.flatten()[: values.numel()].view_as(values)
@@ -42,7 +55,7 @@ def _pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
     codes = (places[..., 0] | places[..., 1] << 2).to(torch.uint8)
     codes = codes[:, 0::2] | codes[:, 1::2] << 4
     made = torch.ones(1, dtype=matrix.dtype, device=matrix.device), codes.contiguous(), packed.view(torch.int16)
-    if not torch.equal(_unpack(made, *matrix.shape, options), matrix):
+    if not torch.equal(_unpack(made, len(matrix), matrix.shape[1], options), matrix):
         raise ValueError("cuSPARSELt orders values in a way that is not known here")
     return made
 
@@ -59,11 +72,11 @@ def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options
     kind = HALVES[options[0]]
     if x.device.type != "cuda" or x.device != packed.device or not x.dtype == one.dtype == kind:
         return None
-    if len(x) % 8:  # the library wants rows of 16 bytes
-        return None
+    tokens = len(x)
+    x = F.pad(x, (0, 0, 0, -tokens % 8)) if tokens % 8 else x.contiguous()  # the library wants rows of 16 bytes
     if lt.library() is not None:
-        return lt.product(x.contiguous(), packed, bias, rows)
-    return torch._cslt_sparse_mm(packed.view(kind), x.contiguous().t(), bias, transpose_result=True)
+        return lt.product(x, packed, bias, rows)[:tokens]
+    return torch._cslt_sparse_mm(packed.view(kind), x.t(), bias, transpose_result=True)[:tokens]
 
 
 CUSPARSELT = register(Format("cusparselt", ("one", "places", "packed"), _fits, _pack, _unpack, _linear, allowed=((0,), (1,))))

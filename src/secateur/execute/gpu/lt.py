@@ -1,5 +1,7 @@
-"""cuSPARSELt, called directly with plans that are kept: torch's own call makes a new plan each time, which takes the host longer
-than the GPU takes for a thousand tokens. The functions and constants are those of NVIDIA's header, from version 0.6 on.
+"""cuSPARSELt, called directly with plans that are kept.
+
+torch's own call makes a new plan each time, which takes the host longer than the GPU takes for a thousand tokens. The functions
+and constants are those of NVIDIA's header, from version 0.6 on.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class Plan:
         _check(lib.cusparseLtDenseDescriptorInit(h, byref(self.out), *result, align, kind, _COLUMN), "the result")
         parts = (byref(self.sparse), byref(self.dense), byref(self.out), byref(self.out))
         _check(
-            lib.cusparseLtMatmulDescriptorInit(h, byref(self.product), _PLAIN, _TRANSPOSED, *parts, _SUMS_FLOAT32), "the product"
+            lib.cusparseLtMatmulDescriptorInit(h, byref(self.product), _PLAIN, _TRANSPOSED, *parts, _SUMS_FLOAT32),
+            "the product",
         )
         if bias is not None:
             address = c_void_p(bias.data_ptr())
@@ -75,7 +78,12 @@ class Plan:
         _check(lib.cusparseLtMatmulPlanInit(h, byref(self.plan), byref(self.product), byref(self.choice)), "the plan")
         self.one, self.zero, self.size = c_float(1.0), c_float(0.0), c_size_t(0)
         self._measure_room()
-        self.before = (h, byref(self.plan), byref(self.one))
+        # Addresses as plain numbers, made once: a call should cost the host little.
+        self.stream = c_void_p()
+        self.before = tuple(ctypes.addressof(each) for each in (self.handle, self.plan, self.one))
+        self.after, self.where = ctypes.addressof(self.zero), ctypes.addressof(self.stream)
+        self.matmul = lib.cusparseLtMatmul
+        self.matmul.argtypes = lib.cusparseLtMatmulSearch.argtypes = [c_void_p] * 10 + [c_int]
 
     def _measure_room(self) -> None:
         _check(library().cusparseLtMatmulGetWorkspace(byref(self.handle), byref(self.plan), byref(self.size)), "the workspace")
@@ -86,21 +94,32 @@ class Plan:
         self._measure_room()
 
     def run(self, x: Tensor, packed: Tensor, y: Tensor) -> None:
-        self._call(library().cusparseLtMatmul, x, packed, y)
+        self._call(self.matmul, x, packed, y)
 
     def _call(self, function: Any, x: Tensor, packed: Tensor, y: Tensor) -> None:
-        stream = c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-        room = torch.empty(self.size.value, dtype=torch.uint8, device=x.device) if self.size.value else None
-        out, spare = c_void_p(y.data_ptr()), c_void_p(room.data_ptr() if room is not None else None)
-        data = (c_void_p(packed.data_ptr()), c_void_p(x.data_ptr()), byref(self.zero), out, out, spare)
-        _check(function(*self.before, *data, byref(stream), c_int(1)), "the product")
+        self.stream.value = torch._C._cuda_getCurrentRawStream(x.device.index)
+        size, out = self.size.value, y.data_ptr()
+        room = x.new_empty(size, dtype=torch.uint8) if size else None
+        spare = None if room is None else room.data_ptr()
+        status = function(*self.before, packed.data_ptr(), x.data_ptr(), self.after, out, out, spare, self.where, 1)
+        _check(status, "the product")
+
+
+def needed(rows: int, columns: int, dtype: torch.dtype) -> int:
+    """Bytes that the library takes for a packed matrix of this size."""
+    lib, matrix, size, more = library(), Opaque(), c_size_t(0), c_size_t(0)
+    h = byref(_handle(torch.cuda.current_device()))
+    sizes = (c_int64(rows), c_int64(columns), c_int64(columns), c_uint32(16))
+    _check(lib.cusparseLtStructuredDescriptorInit(h, byref(matrix), *sizes, _TYPES[dtype], _ROW, 0), "the matrix")
+    _check(lib.cusparseLtSpMMACompressedSize2(h, byref(matrix), byref(size), byref(more)), "the size")
+    return size.value
 
 
 def product(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor:
     """x [tokens, columns], contiguous; `packed` as `torch._cslt_compress` gives it."""
     tokens, columns = x.shape
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
-    key = (rows, columns, tokens, x.dtype, x.device.index, bias.data_ptr() if bias is not None else 0)
+    key = (rows, columns, tokens, x.dtype, x.device.index, 0 if bias is None else bias.data_ptr())
     plan = _PLANS.get(key)
     if plan is None:
         if len(_PLANS) >= 512:

@@ -29,6 +29,12 @@ def missing(kind: str = "cuda") -> str | None:
     return None
 
 
+def why_none(dtype: torch.dtype) -> str:
+    """The end of the sentence that no format fits a layer on a GPU."""
+    reason = missing() or (f"the GPU formats are for bfloat16 and float16, not {dtype}" if dtype not in HALVES else "")
+    return f": {reason}" if reason else ""
+
+
 @cache
 def kernels() -> Any:
     from . import triton_kernels

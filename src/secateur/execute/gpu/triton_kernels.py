@@ -1,13 +1,28 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false, reportArgumentType=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 """Triton kernels that compute with packed matrices. Imported when one is first run, since not every machine has Triton."""
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _early(device: torch.device) -> bool:
+    """Whether a kernel can be started before the one in front of it has ended, and wait for that when it must."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 # ---------------------------------------------------------------- two of four, few tokens
@@ -70,7 +85,7 @@ def _put(c, bias, y, tile, first, tokens, rows, BIAS: tl.constexpr, WARPS: tl.co
 @triton.jit
 def _bricks_kernel(
     values, words, x, bias, y, tokens, rows, bricks,
-    BIAS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, WARPS: tl.constexpr,
+    EARLY: tl.constexpr, BIAS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Two tiles of 16 rows by 8 tokens, by 16 if WIDE. The warps share the columns.
 
@@ -100,12 +115,12 @@ def _bricks_kernel(
         a = tl.inline_asm_elementwise(_EIGHT, _OUTS_32, [place, there], _INTS_32, is_pure=False, pack=1)
         h = tl.inline_asm_elementwise(_EIGHT, _OUTS_32, [next_place, there], _INTS_32, is_pure=False, pack=1)
         tl.debug_barrier()  # or the assembler waits for each weight before it asks for the next, to save registers
+        if EARLY:
+            tl.extra.cuda.gdc_wait()  # for the inputs
         if WIDE:
             near = own_x + brick.to(tl.int64) * 4096
             b = tl.inline_asm_elementwise(_INPUTS, _OUTS_32, [near, there], _INTS_32, is_pure=False, pack=1)
-            g = tl.inline_asm_elementwise(
-                _INPUTS, _OUTS_32, [near + bricks * 4096, there], _INTS_32, is_pure=False, pack=1
-            )
+            g = tl.inline_asm_elementwise(_INPUTS, _OUTS_32, [near + bricks * 4096, there], _INTS_32, is_pure=False, pack=1)
         else:
             near = ((brick < bricks) & (token < tokens)).to(tl.int32)
             b = tl.inline_asm_elementwise(_PAIRS, _OUTS_32, [own_x + brick * 512, near], _INTS_32, is_pure=False, pack=1)
@@ -123,8 +138,10 @@ def _bricks_kernel(
 
 
 @triton.jit
-def _prepare_kernel(x, out, tokens, columns, bricks, SIZE: tl.constexpr):
+def _prepare_kernel(x, out, tokens, columns, bricks, EARLY: tl.constexpr, SIZE: tl.constexpr):
     """Inputs in pairs, in the order in which the tensor cores want them: for many tokens, reading them would take too long."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     lane = at // 4 % 32
     token = at // (bricks * 1024) * 8 + lane // 4
@@ -136,17 +153,18 @@ def _prepare_kernel(x, out, tokens, columns, bricks, SIZE: tl.constexpr):
 def bricks(x: Tensor, values: Tensor, words: Tensor, bias: Tensor | None, rows: int, warps: int = 0) -> Tensor:
     (tokens, columns), (tiles, deep) = x.shape, values.shape[:2]
     wide = tokens > 8
-    warps = warps or (8 if tiles < 512 else 4)
+    early = wide and _early(x.device)
+    warps = warps or (8 if deep >= 32 and tiles < 512 else 4)
     groups = -(-tokens // 16) * 2 if wide else 1
     if wide:
         seen = torch.empty(groups * deep * 1024, dtype=torch.int32, device=x.device)
-        _prepare_kernel[(groups * deep,)](x.view(torch.int32), seen, tokens, columns, deep, 1024)
+        _prepare_kernel[(groups * deep,)](x.view(torch.int32), seen, tokens, columns, deep, early, 1024)
     else:
         seen = F.pad(x, (0, deep * 256 - columns)) if columns != deep * 256 else x
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     _bricks_kernel[(tiles // 2, max(1, groups // 2))](
         values, words, seen, values if bias is None else bias, y, tokens, rows, deep,
-        bias is not None, x.dtype == torch.float16, wide, warps, num_warps=warps,
+        early, bias is not None, x.dtype == torch.float16, wide, warps, num_warps=warps, launch_pdl=early,
     )  # fmt: skip
     return y
 
@@ -159,63 +177,41 @@ _GATHER = tl.constexpr("{ .reg .pred p; setp.lt.u32 p, $2, $3; mov.u32 $0, 0; @p
 
 
 @triton.jit
-def _lists_kernel(values, index, x, bias, y, rows, columns, each, BIAS: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr):
-    """One warp for each row."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    x += tl.program_id(1).to(tl.int64) * columns
-    begin = row.to(tl.int64)[:, None] * each
-    total = tl.zeros([ROWS, 256], tl.float32)
-    for k in range(0, each, 256 * TURNS):
-        held, index_of = (), ()
-        for turn in tl.static_range(TURNS):  # ask for all of it first
-            place = k + turn * 256 + tl.arange(0, 256)[None, :]
-            inside = (place < each) & (row < rows)[:, None]
-            held = held + (tl.load(values + begin + place, mask=inside, other=0.0),)
-            index_of = index_of + (tl.load(index + begin + place, mask=inside, other=-1),)
-        tl.debug_barrier()  # or the assembler waits for each before it asks for the next, to save registers
-        for turn in tl.static_range(TURNS):
-            column = index_of[turn].to(tl.int32) & 0xFFFF
-            at = x.to(tl.int64) + column.to(tl.int64) * 2
-            bits = tl.inline_asm_elementwise(_GATHER, "=&r,l,r,r", [at, column, columns], tl.int32, is_pure=True, pack=1)
-            if y.dtype.element_ty == tl.bfloat16:
-                seen = (bits << 16).to(tl.float32, bitcast=True)
-            else:
-                seen = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            total += held[turn].to(tl.float32) * seen
-    out = tl.sum(total, 1)
-    if BIAS:
-        out += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
-    tl.store(y + tl.program_id(1).to(tl.int64) * rows + row, out.to(y.dtype.element_ty), mask=row < rows)
-
-
-@triton.jit
-def _lists_next(values, index, item, chunks, each, rows, HIGH: tl.constexpr, TURNS: tl.constexpr):
-    row = (item // chunks) * HIGH + tl.arange(0, HIGH)
+def _ask(values, index, item, chunks, each, rows, HIGH: tl.constexpr, TURNS: tl.constexpr):
+    """A part of HIGH rows: weights and their columns, in TURNS pieces of 256."""
+    row = item // chunks * HIGH + tl.arange(0, HIGH)
     begin = row.to(tl.int64)[:, None] * each
     held, found = (), ()
     for turn in tl.static_range(TURNS):
         place = (item % chunks * TURNS + turn) * 256 + tl.arange(0, 256)[None, :]
         inside = (place < each) & (row < rows)[:, None]
-        held = held + (tl.load(values + begin + place, mask=inside, other=0.0),)
-        found = found + (tl.load(index + begin + place, mask=inside, other=-1),)
+        held = held + (tl.load(values + begin + place, mask=inside, other=0.0),)  # noqa: RUF005 - Triton knows no unpacking
+        found = found + (tl.load(index + begin + place, mask=inside, other=-1),)  # noqa: RUF005
     return held, found
 
 
 @triton.jit
-def _lists_walk(values, index, x, bias, y, rows, columns, each, chunks, groups, BIAS: tl.constexpr, HIGH: tl.constexpr, TURNS: tl.constexpr):
+def _lists_kernel(
+    values, index, x, bias, y, rows, columns, each, chunks, groups,
+    BIAS: tl.constexpr, AHEAD: tl.constexpr, HIGH: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    """One warp for each row. AHEAD: and for the next one when it is done; what that needs is on its way by then."""
     x += tl.program_id(1).to(tl.int64) * columns
     y += tl.program_id(1).to(tl.int64) * rows
-    total = tl.zeros([HIGH, 256], tl.float32)
-    first = tl.program_id(0)
-    held, found = _lists_next(values, index, first * chunks, chunks, each, rows, HIGH, TURNS)
-    for group in range(first, groups, tl.num_programs(0)):
+    if AHEAD:
+        held, found = _ask(values, index, tl.program_id(0) * chunks, chunks, each, rows, HIGH, TURNS)
+    for group in range(tl.program_id(0), groups, tl.num_programs(0)):
+        total = tl.zeros([HIGH, 256], tl.float32)
         for chunk in range(chunks):
-            now, column_of = held, found
-            after = tl.where(chunk + 1 < chunks, group * chunks + chunk + 1, (group + tl.num_programs(0)) * chunks)
-            held, found = _lists_next(values, index, after, chunks, each, rows, HIGH, TURNS)
-            tl.debug_barrier()
+            if AHEAD:
+                now, where = held, found
+                after = tl.where(chunk + 1 < chunks, group * chunks + chunk + 1, (group + tl.num_programs(0)) * chunks)
+                held, found = _ask(values, index, after, chunks, each, rows, HIGH, TURNS)
+                tl.debug_barrier()  # or the assembler asks for it late, to save registers
+            else:
+                now, where = _ask(values, index, group * chunks + chunk, chunks, each, rows, HIGH, TURNS)
             for turn in tl.static_range(TURNS):
-                column = column_of[turn].to(tl.int32) & 0xFFFF
+                column = where[turn].to(tl.int32) & 0xFFFF
                 at = x.to(tl.int64) + column.to(tl.int64) * 2
                 bits = tl.inline_asm_elementwise(_GATHER, "=&r,l,r,r", [at, column, columns], tl.int32, is_pure=False, pack=1)
                 if y.dtype.element_ty == tl.bfloat16:
@@ -228,40 +224,18 @@ def _lists_walk(values, index, x, bias, y, rows, columns, each, chunks, groups, 
         if BIAS:
             out += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
         tl.store(y + row, out.to(y.dtype.element_ty), mask=row < rows)
-        total = tl.zeros([HIGH, 256], tl.float32)
 
 
-def walk(x: Tensor, values: Tensor, index: Tensor, bias: Tensor | None, high: int = 4, turns: int = 0, programs: int = 1056) -> Tensor:
+def lists(x: Tensor, values: Tensor, index: Tensor, bias: Tensor | None, ahead: bool | None = None) -> Tensor:
     (tokens, columns), (rows, each) = x.shape, values.shape
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
-    turns = turns or min(2, -(-each // 256))
-    groups = -(-rows // high)
-    _lists_walk[(min(groups, programs), tokens)](
-        values, index, x, values if bias is None else bias, y, rows, columns, each, -(-each // (256 * turns)), groups, bias is not None, high, turns, num_warps=high
-    )
-    return y
-
-
-def lists(
-    x: Tensor, values: Tensor, index: Tensor, bias: Tensor | None, high: int = 4, turns: int = 0, warps: int = 4
-) -> Tensor:
-    (tokens, columns), (rows, each) = x.shape, values.shape
-    y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
-    turns = turns or min(4, -(-each // 256))
-    _lists_kernel[(-(-rows // high), tokens)](
-        values,
-        index,
-        x,
-        values if bias is None else bias,
-        y,
-        rows,
-        columns,
-        each,
-        bias is not None,
-        high,
-        turns,
-        num_warps=high,
-    )
+    turns = 1 if each <= 256 else 2 if each <= 512 else 4
+    high, groups, programs = 4, -(-rows // 4), 8 * _multiprocessors(x.device)
+    ahead = groups > programs if ahead is None else ahead
+    _lists_kernel[(programs if ahead else groups, tokens)](
+        values, index, x, values if bias is None else bias, y, rows, columns, each, -(-each // (256 * turns)), groups,
+        bias is not None, ahead, high, turns, num_warps=high,
+    )  # fmt: skip
     return y
 
 
@@ -269,28 +243,50 @@ def lists(
 
 
 @triton.jit
-def _skips_kernel(weight, x, parts, rows, columns, each, HIGH: tl.constexpr):
+def _some(listed, first, count, TURNS: tl.constexpr, WARPS: tl.constexpr):
+    """The next rows to read: one for each warp, TURNS times."""
+    found = ()
+    for turn in tl.static_range(TURNS):
+        at = first + turn * WARPS + tl.arange(0, WARPS)
+        found = found + (tl.load(listed + at, mask=at < count, other=-1),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _skips_kernel(
+    weight, x, listed, parts, rows, columns,
+    CG: tl.constexpr, EARLY: tl.constexpr, EACH: tl.constexpr, TURNS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
     """The rows of the transposed weight whose input is not zero, added up; the others are not read."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     out = tl.program_id(0) * 256 + tl.arange(0, 256)
-    begin = tl.program_id(1) * each
-    end = tl.minimum(begin + each, columns)
-    row = begin + tl.arange(0, HIGH)
-    total = tl.zeros([HIGH, 256], tl.float32)
-    seen = tl.load(x + row, mask=row < end, other=0.0)
-    for _ in range(begin, end, HIGH):
-        read = (seen != 0)[:, None] & (out < rows)[None, :]
-        w = tl.load(weight + row.to(tl.int64)[:, None] * rows + out[None, :], mask=read, other=0.0)
-        after = row + HIGH
-        seen = tl.load(x + after, mask=after < end, other=0.0)
-        tl.debug_barrier()  # the next inputs are asked for before the weights are waited for
-        factor = tl.load(x + row, mask=row < end, other=0.0).to(tl.float32)
-        total += w.to(tl.float32) * factor[:, None]
-        row = after
+    own = tl.program_id(1) * EACH + tl.arange(0, EACH)
+    kept = tl.load(x + own, mask=own < columns, other=0.0) != 0
+    listed += (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * EACH
+    tl.store(listed + tl.cumsum(kept.to(tl.int32), 0) - 1, own, mask=kept)
+    count = tl.sum(kept.to(tl.int32))
+    tl.debug_barrier()
+    total = tl.zeros([WARPS, 256], tl.float32)
+    after = _some(listed, 0, count, TURNS, WARPS)
+    for first in range(0, count, WARPS * TURNS):
+        now, held = after, ()
+        for turn in tl.static_range(TURNS):
+            row = now[turn]
+            place = weight + row.to(tl.int64)[:, None] * rows + out[None, :]
+            held = held + (tl.load(place, mask=(row >= 0)[:, None] & (out < rows)[None, :], other=0.0, cache_modifier=CG),)  # noqa: RUF005
+        after = _some(listed, first + WARPS * TURNS, count, TURNS, WARPS)
+        tl.debug_barrier()  # or the assembler waits for each row before it asks for the next, to save registers
+        for turn in tl.static_range(TURNS):
+            factor = tl.load(x + now[turn], mask=now[turn] >= 0, other=0.0)
+            total += held[turn].to(tl.float32) * factor.to(tl.float32)[:, None]
     tl.store(parts + tl.program_id(1).to(tl.int64) * rows + out, tl.sum(total, 0), mask=out < rows)
 
 
 @triton.jit
-def _fold_kernel(parts, bias, y, rows, pieces, BIAS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr):
+def _fold_kernel(parts, bias, y, rows, pieces, EARLY: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     out = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     total = tl.zeros([HIGH, WIDE], tl.float32)
     for k in range(0, pieces, HIGH):
@@ -303,15 +299,19 @@ def _fold_kernel(parts, bias, y, rows, pieces, BIAS: tl.constexpr, HIGH: tl.cons
     tl.store(y + out, done.to(y.dtype.element_ty), mask=out < rows)
 
 
-def skips(x: Tensor, weight: Tensor, bias: Tensor | None, programs: int = 528, high: int = 32, warps: int = 4) -> Tensor:
+def skips(
+    x: Tensor, weight: Tensor, bias: Tensor | None, each: int = 256, turns: int = 8, warps: int = 2, cg: str = ""
+) -> Tensor:
     columns, rows = weight.shape
-    across = -(-rows // 256)
-    each = max(1, -(-columns // max(1, programs // across) // high)) * high
-    pieces = -(-columns // each)
+    across, pieces = -(-rows // 256), -(-columns // each)
+    listed = torch.empty(across * pieces * each, dtype=torch.int32, device=x.device)
     parts = torch.empty(pieces, rows, dtype=torch.float32, device=x.device)
     y = torch.empty(1, rows, dtype=x.dtype, device=x.device)
-    _skips_kernel[(across, pieces)](weight, x, parts, rows, columns, each, high, num_warps=warps)
-    _fold_kernel[(-(-rows // 64),)](parts, parts if bias is None else bias, y, rows, pieces, bias is not None, 32, 64)
+    early = _early(x.device)
+    _skips_kernel[(across, pieces)](weight, x, listed, parts, rows, columns, cg, early, each, turns, warps, num_warps=warps)
+    _fold_kernel[(-(-rows // 64),)](
+        parts, parts if bias is None else bias, y, rows, pieces, early, bias is not None, 32, 64, launch_pdl=early
+    )
     return y
 
 
@@ -321,79 +321,54 @@ def skips(x: Tensor, weight: Tensor, bias: Tensor | None, programs: int = 528, h
 @triton.jit
 def _squares_kernel(
     x, values, index, starts, order, bias, y, tokens, rows, columns,
-    BIAS: tl.constexpr, EVEN: tl.constexpr, HIGH: tl.constexpr, DEEP: tl.constexpr, TOKENS: tl.constexpr,
+    BIAS: tl.constexpr, ENGINE: tl.constexpr, HIGH: tl.constexpr, DEEP: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One row of blocks by TOKENS tokens, computed upside down: the tensor cores like the long side last."""
-    block_row = tl.load(order + tl.program_id(0))
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    inner = tl.arange(0, DEEP)
-    out = tl.arange(0, HIGH)
-    begin, end = tl.load(starts + block_row), tl.load(starts + block_row + 1)
-    from_x = x + token.to(tl.int64)[:, None] * columns + inner[None, :]
-    from_w = values + out[:, None] * DEEP + inner[None, :]
-    total = tl.zeros([HIGH, TOKENS], tl.float32)
-    for piece in range(begin, end):
-        column = tl.load(index + piece) * DEEP
-        if EVEN:
-            seen = tl.load(from_x + column)
-        else:
-            seen = tl.load(from_x + column, mask=(token < tokens)[:, None], other=0.0)
-        w = tl.load(from_w + piece.to(tl.int64) * (HIGH * DEEP))
-        total = tl.dot(w, tl.trans(seen), total)
-    row = block_row * HIGH + out
-    if BIAS:
-        total += tl.load(bias + row).to(tl.float32)[:, None]
-    place = y + token.to(tl.int64)[:, None] * rows + row[None, :]
-    done = tl.trans(total.to(y.dtype.element_ty))
-    if EVEN:
-        tl.store(place, done)
-    else:
-        tl.store(place, done, mask=(token < tokens)[:, None])
+    """One row of blocks by TOKENS tokens, computed upside down: the tensor cores like the long side last.
 
-
-@triton.jit
-def _squares_tma_kernel(
-    x, values, index, starts, order, bias, y, tokens, rows,
-    BIAS: tl.constexpr, HIGH: tl.constexpr, DEEP: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """The same with tiles that the copy engine moves: x, values and y are descriptors."""
+    With ENGINE, x, values and y are descriptors, and the copy engine moves the tiles.
+    """
     block_row = tl.load(order + tl.program_id(0))
     first = tl.program_id(1) * TOKENS
     begin, end = tl.load(starts + block_row), tl.load(starts + block_row + 1)
+    token = first + tl.arange(0, TOKENS)
+    inner, out = tl.arange(0, DEEP), tl.arange(0, HIGH)
     total = tl.zeros([HIGH, TOKENS], tl.float32)
     for piece in range(begin, end):
         column = tl.load(index + piece) * DEEP
-        seen = x.load([first, column])
-        w = values.load([piece * HIGH, 0])
+        if ENGINE:
+            seen = x.load([first, column])
+            w = values.load([piece * HIGH, 0])
+        else:
+            place = x + token.to(tl.int64)[:, None] * columns + column + inner[None, :]
+            seen = tl.load(place, mask=(token < tokens)[:, None], other=0.0)
+            w = tl.load(values + piece.to(tl.int64) * (HIGH * DEEP) + out[:, None] * DEEP + inner[None, :])
         total = tl.dot(w, tl.trans(seen), total)
     if BIAS:
-        total += tl.load(bias + block_row * HIGH + tl.arange(0, HIGH)).to(tl.float32)[:, None]
-    y.store([first, block_row * HIGH], tl.trans(total.to(y.dtype)))
+        total += tl.load(bias + block_row * HIGH + out).to(tl.float32)[:, None]
+    if ENGINE:
+        y.store([first, block_row * HIGH], tl.trans(total.to(y.dtype)))
+    else:
+        place = y + token.to(tl.int64)[:, None] * rows + block_row * HIGH + out[None, :]
+        tl.store(place, tl.trans(total.to(y.dtype.element_ty)), mask=(token < tokens)[:, None])
 
 
-def squares(
-    x: Tensor, values: Tensor, index: Tensor, starts: Tensor, order: Tensor, bias: Tensor | None, rows: int,
-    wide: int = 0, warps: int = 0, stages: int = 0, tma: bool = False,
-) -> Tensor:  # fmt: skip
+def squares(x: Tensor, values: Tensor, index: Tensor, starts: Tensor, order: Tensor, bias: Tensor | None, rows: int) -> Tensor:
     (tokens, columns), (_, high, deep) = x.shape, values.shape
-    wide = wide or (256 if tokens >= 2048 else 128 if tokens >= 128 else 64)
-    warps = warps or (8 if high * wide >= 128 * 256 else 4)
-    stages = stages or 4
+    wide = 256 if high == 64 and tokens >= 2048 else 128 if tokens >= 128 else 64
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     grid = (len(order), -(-tokens // wide))
-    extra = values if bias is None else bias
-    if tma:
+    engine = torch.cuda.get_device_capability(x.device) >= (9, 0)
+    tiles: tuple[Any, Any, Any] = (x, values, y)
+    if engine:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        _squares_tma_kernel[grid](
+        tiles = (
             TensorDescriptor.from_tensor(x, [wide, deep]),
             TensorDescriptor.from_tensor(values.view(-1, deep), [high, deep]),
-            index, starts, order, extra, TensorDescriptor.from_tensor(y, [wide, high]), tokens, rows,
-            bias is not None, high, deep, wide, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
-        return y
+            TensorDescriptor.from_tensor(y, [wide, high]),
+        )
     _squares_kernel[grid](
-        x, values, index, starts, order, extra, y, tokens, rows, columns,
-        bias is not None, tokens % wide == 0, high, deep, wide, num_warps=warps, num_stages=stages,
+        tiles[0], tiles[1], index, starts, order, values if bias is None else bias, tiles[2], tokens, rows, columns,
+        bias is not None, engine, high, deep, wide, num_warps=4, num_stages=3,
     )  # fmt: skip
     return y

@@ -1,0 +1,169 @@
+"""A target is what the finished model is judged by: with the biases that a cut adds, and by the time that it takes."""
+
+import random
+import re
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from secateur.graph import trace
+from secateur.surgery import shrink
+from secateur.surgery.budget import met
+from secateur.surgery.sizes import Model, times
+
+
+def parameters(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def sigmoids():
+    """Removed units still say 0.5, so the layers after them need biases, which they do not have."""
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 40), nn.Linear(40, 40, bias=False), nn.Linear(40, 3, bias=False)
+    return nn.Sequential(layers[0], nn.Sigmoid(), layers[1], nn.Sigmoid(), layers[2])
+
+
+# ---------------------------------------------------------------- parameters
+
+
+@pytest.mark.parametrize("target", [0.9, 0.7, 0.5, 0.3, 0.1])
+def test_biases_that_folding_adds_count_as_parameters(target):
+    model = sigmoids()
+    small, plan = shrink(model, torch.randn(2, 4), params=target)
+    assert plan.cuts.added
+    assert parameters(small) / parameters(model) == pytest.approx(target, rel=0.02)
+    assert plan.verify().max_error < 1e-6
+
+
+def test_biases_of_transposed_and_grouped_convolutions_count_too():
+    torch.manual_seed(0)
+    up = nn.ConvTranspose2d(24, 20, 1, bias=False)
+    grouped = nn.Conv2d(20, 40, 1, groups=2, bias=False)
+    model = nn.Sequential(nn.Conv2d(2, 24, 1), nn.Sigmoid(), up, nn.Sigmoid(), grouped, nn.Sigmoid(), nn.Conv2d(40, 2, 1))
+    for target in (0.8, 0.5, 0.2):
+        small, plan = shrink(model, torch.randn(1, 2, 4, 4), params=target)
+        assert {"2.bias", "4.bias"} & plan.cuts.added.keys()
+        assert parameters(small) / parameters(model) == pytest.approx(target, rel=0.02)
+
+
+def test_biases_that_refitting_adds_count_as_parameters():
+    torch.manual_seed(0)
+    widths = (4, 40), (40, 40), (40, 3)
+    first, second, last = (nn.Linear(i, o, bias=False) for i, o in widths)
+    model = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
+    data = [torch.randn(64, 4)]
+    small, plan = shrink(model, data[0], params=0.5, refit=True, data=data)
+    assert plan.cuts.added.keys() == {"2.bias", "4.bias"}
+    assert parameters(small) / parameters(model) == pytest.approx(0.5, rel=0.02)
+
+
+def test_what_can_be_met_counts_the_added_biases():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(2, 8), nn.Sigmoid(), nn.Linear(8, 8, bias=False)), torch.randn(2, 2)
+    for target in (0.5, 0.9):  # 11 a unit, and 8 for the bias, of 88
+        with pytest.raises(ValueError, match=f"params={target} cannot be met within 2%") as told:
+            shrink(model, x, params=target)
+        near = [float(text) for text in re.findall(r"params=([\d.]+\d)", str(told.value))[1:]]
+        for figure in near:
+            small, _ = shrink(model, x, params=figure)
+            assert parameters(small) / parameters(model) == pytest.approx(figure, rel=1e-3)
+        assert [round(figure * 88) for figure in near] == {0.5: [41, 52], 0.9: [74, 85]}[target]
+
+
+def test_a_bias_is_counted_where_its_layer_loses_inputs():
+    traced = trace(sigmoids(), (torch.randn(2, 4),), {})
+    first, second = (next(g for g in traced.groups if g.members[0].tensor == name) for name in ("0.weight", "2.weight"))
+    sizes = Model(traced)
+    plain = sizes.params({first.atom: 30}), sizes.params({second.atom: 30}), sizes.params({first.atom: 30, second.atom: 10})
+    assert sizes.learn({"2.bias": (40,), "4.bias": (3,)}, {first.atom: 30})
+    known = sizes.params({first.atom: 30}), sizes.params({second.atom: 30}), sizes.params({first.atom: 30, second.atom: 10})
+    assert [b - a for a, b in zip(plain, known)] == [40, 3, 13]
+    assert sizes.params({}) == parameters(traced.model)
+    assert sizes.learn({"2.bias": (40,)}, {first.atom: 30})  # the other one did not come
+    assert sizes.params({second.atom: 30}) == plain[1]
+    assert not sizes.learn({"2.bias": (40,)}, {first.atom: 30})
+
+
+# ---------------------------------------------------------------- FLOPs
+
+
+def test_a_fused_lstm_counts_as_its_plain_operators():
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(8, 40), nn.Linear(40, 3)
+
+        def forward(self, x):
+            return self.head(self.lstm(x)[0])
+
+    _, plan = shrink(Reader().eval(), torch.randn(5, 2, 8), flops=0.5)
+    assert plan.totals["flops"][0] == 2 * 5 * 2 * (4 * 40 * (8 + 40) + 40 * 3)
+    assert met(plan.metrics()["flops"], 0.5)
+
+
+# ---------------------------------------------------------------- latency
+
+
+class Sleeper(nn.Module):
+    """Takes as long as it is wide, whatever else the machine does."""
+
+    def __init__(self, width=100, pace=lambda share: share):
+        super().__init__()
+        self.a, self.b, self.pace = nn.Linear(4, width), nn.Linear(width, 3), pace
+
+    def forward(self, x):
+        h = self.a(x).relu()
+        time.sleep(0.01 * self.pace(self.a.weight.detach().untyped_storage().nbytes() / 1600))
+        return self.b(h)
+
+
+@pytest.mark.parametrize("target", [0.7, 0.4])
+def test_latency_is_met_by_the_finished_model(target):
+    model, x = Sleeper(), torch.randn(2, 4)
+    small, plan = shrink(model.train(), x, latency=target)
+    assert met(plan.metrics()["latency"], target, spread=0.0)
+    assert 0 < len(small.a.weight) / 100 < 1.08 * target
+    assert times(model, small, ((x,), {})).ratio == pytest.approx(target, rel=0.08)
+    assert model.training
+    assert small.training
+    assert "ms" in str(plan)
+    assert re.search(rf"latency={target} \(measured 0\.\d+ ± [\d.e-]+\)", str(plan))
+
+
+def test_a_time_that_cannot_be_met_is_said_with_its_spread():
+    with pytest.raises(ValueError, match=r"latency=0.5 cannot be met within \d+% of it; what can be met is latency=[\d.]+ ± "):
+        shrink(Sleeper(pace=lambda share: 0.8 + 0.2 * share), torch.randn(2, 4), latency=0.5)
+
+
+def test_the_last_measurement_is_the_one_that_is_judged():
+    """The times change once the cut is chosen: here when statistics are estimated, else when other work begins."""
+
+    class Later(Sleeper):
+        slow = False
+
+        def forward(self, x):
+            Later.slow |= self.a[1].training
+            return super().forward(x)
+
+    model, x = Later(pace=lambda share: 1.0 if Later.slow else share).eval(), torch.randn(2, 4)
+    model.a = nn.Sequential(model.a, nn.BatchNorm1d(100))
+    model.a.weight = model.a[0].weight
+    with pytest.raises(ValueError, match=r"latency=0.5 cannot be met"):
+        shrink(model, x, latency=0.5, reestimate=True, data=[x])
+    assert Later.slow
+
+
+def test_the_spread_says_how_well_a_time_is_known():
+    def jitter(share):
+        return share * random.Random(time.perf_counter_ns()).uniform(0.2, 1.8)
+
+    x = ((torch.randn(2, 4),), {})
+    calm = times(Sleeper(), Sleeper(50), x, seconds=(0.6, 0.6))
+    wild = times(Sleeper(pace=jitter), Sleeper(50, pace=jitter), x, seconds=(0.6, 0.6))
+    assert calm.ratio == pytest.approx(0.5, rel=0.1)
+    assert wild.spread > 2 * calm.spread
+    assert met(0.53, 0.5, spread=0.04)
+    assert not met(0.53, 0.5, spread=0.01)
+    assert not met(0.56, 0.5, spread=0.2)
