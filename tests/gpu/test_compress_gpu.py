@@ -16,7 +16,7 @@ from secateur.execute.formats import FORMATS
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 HALVES = (torch.bfloat16, torch.float16)
-FORMATS_OF = {"bricks": [()], "lists": [()], "skips": [()], "squares": [(64,), (128,)], "cusparselt": [(0,), (1,)]}
+FORMATS_OF = {"bricks": [()], "lists": [()], "skips": [()], "squares": [(64,), (128,)], "cusparselt": [()]}
 
 
 def pruned(rows: int, columns: int, pattern: str, sparsity: float, dtype: torch.dtype) -> Tensor:
@@ -38,13 +38,13 @@ def case(name: str, seed: int):
     draw = random.Random(seed)
     torch.manual_seed(seed)
     options = draw.choice(FORMATS_OF[name])
-    dtype = HALVES[options[0]] if name == "cusparselt" else draw.choice(HALVES)
+    dtype = torch.bfloat16 if name == "cusparselt" else draw.choice(HALVES)
     sizes = {
         "bricks": ([1, 16, 40, 100, 512, 1000], [4, 132, 256, 520, 2048, 4096], [1, 2, 7, 8, 9, 16, 17, 40]),
         "lists": ([1, 7, 100, 1024], [5, 256, 700, 4096, 9000], [1, 1, 2, 4]),
         "skips": ([1, 100, 256, 1000], [1, 33, 700, 4096], [1, 1, 3]),
         "squares": ([128, 384, 1024], [128, 256, 1024], [1, 64, 100, 300, 2048, 2100]),
-        "cusparselt": ([128, 256, 1024], [128, 256, 1024], [8, 64, 100, 1024]),
+        "cusparselt": ([256, 320, 1024], [256, 512, 1024], [8, 64, 100, 1024]),
     }
     rows, columns, tokens = (draw.choice(each) for each in sizes[name])
     pattern = {"bricks": "2:4", "cusparselt": "2:4", "squares": str(options[0]) if options else ""}.get(name, "1")
@@ -64,9 +64,7 @@ def near(got: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None) -> bool:
     return bool(((got.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * size + 1e-6).all())
 
 
-@pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("name", sorted(FORMATS_OF))
-def test_every_format_computes_what_dense_does(name, seed):
+def check(name: str, seed: int) -> None:
     options, matrix, x, bias = case(name, seed)
     form, (rows, columns) = FORMATS[name], matrix.shape
     packed = form.pack(matrix, options)
@@ -78,7 +76,13 @@ def test_every_format_computes_what_dense_does(name, seed):
     if bool((matrix != 0).any()):
         ran = form.linear(x, packed, bias, rows, options)  # by the kernel, not by unpacking
         assert ran is not None
-        assert torch.equal(ran, y)
+        assert near(ran, x, matrix, bias)
+
+
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("name", ["bricks", "lists", "skips", "squares"])
+def test_every_kernel_computes_what_dense_does(name, seed):
+    check(name, seed)
 
 
 @pytest.mark.parametrize("name", ["bricks", "lists", "skips", "squares"])
@@ -99,13 +103,24 @@ def test_cusparselt_unpacks_anywhere():
 @pytest.mark.parametrize("name", ["bricks", "cusparselt"])
 def test_three_of_four_are_refused(name):
     with pytest.raises(ValueError, match="more than two weights"):
-        FORMATS[name].pack(torch.ones(64, 64, dtype=torch.bfloat16, device="cuda"), (0,) if name == "cusparselt" else ())
+        FORMATS[name].pack(torch.ones(256, 256, dtype=torch.bfloat16, device="cuda"), ())
+
+
+def test_cusparselt_refuses_what_it_cannot_pack():
+    with pytest.raises(ValueError, match="packs bfloat16 on a GPU"):
+        FORMATS["cusparselt"].pack(torch.zeros(256, 256, dtype=torch.float16, device="cuda"), ())
+    with pytest.raises(ValueError, match="multiples of 64"):
+        FORMATS["cusparselt"].pack(torch.zeros(250, 256, dtype=torch.bfloat16, device="cuda"), ())
 
 
 def two_of_four(layer: nn.Linear) -> nn.Linear:
     with torch.no_grad():
         layer.weight.copy_(pruned(*layer.weight.shape, "2:4", 0.5, layer.weight.dtype))
     return layer
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 def decoder() -> nn.Sequential:
@@ -120,12 +135,12 @@ def test_a_pruned_model_gets_faster_and_comes_back_bit_for_bit(tokens, expected)
     dense, x = copy.deepcopy(model), torch.randn(tokens, 4096, device="cuda").bfloat16()
     result = compress_(model, x)
     print(result)
-    assert [row.format for row in result.rows if row.format] == [expected + (" 0" if expected == "cusparselt" else "")] * 2
+    assert [row.format for row in result.rows if row.format] == [expected] * 2
     assert result.speedup > 1.05
     with torch.no_grad():
-        torch.testing.assert_close(model(x).float(), dense(x).float(), rtol=2e-2, atol=2e-2)
+        assert apart(model(x), dense(x)) < 1e-2
         other = torch.randn(33, 4096, device="cuda").bfloat16()  # a shape that was not measured
-        torch.testing.assert_close(model(other).float(), dense(other).float(), rtol=2e-2, atol=2e-2)
+        assert apart(model(other), dense(other)) < 1e-2
     decompress_(model)
     for a, b in zip(model.parameters(), dense.parameters()):
         assert torch.equal(a, b)
@@ -164,7 +179,7 @@ def test_gated_inputs_skip_weights():
     assert result.compressed == ["0"], str(result)
     assert result.rows[0].format == "skips"
     with torch.no_grad():
-        torch.testing.assert_close(model(x).float(), dense(x).float(), rtol=2e-2, atol=2e-2)
+        assert apart(model(x), dense(x)) < 1e-2
 
 
 def test_unstructured_and_block_layers_find_their_formats():
@@ -183,8 +198,15 @@ def test_unstructured_and_block_layers_find_their_formats():
 
 
 def test_layers_that_no_format_helps_stay_dense_and_say_why():
-    model = nn.Sequential(two_of_four(nn.Linear(512, 512)), nn.Linear(512, 512)).to("cuda").eval()  # float32
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)).to("cuda").eval()  # float32
+    with torch.no_grad():
+        model[0].weight.masked_fill_(torch.rand(512, 512, device="cuda") < 0.3, 0)
     result = compress_(model, torch.randn(4, 512, device="cuda"))
     assert not result.compressed
     assert "bfloat16 and float16" in result.rows[0].reason
     assert "no weight is zero" in result.rows[1].reason
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_cusparselt_computes_what_dense_does(seed):  # last, since what crashes in the library takes all that follows along
+    check("cusparselt", seed)

@@ -1,7 +1,7 @@
-"""Two of four for many tokens: NVIDIA's cuSPARSELt, as torch brings it.
+"""Two of four for many tokens, in bfloat16: NVIDIA's cuSPARSELt, as torch brings it.
 
 What the library packs is opaque, except that the values come first, row by row; so the places are kept beside it, and the
-matrix can be had back anywhere.
+matrix can be had back anywhere. float16 is left out: there, looking for the library's fastest kernel has crashed the GPU.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from ..find import Zeros
 from ..formats import Buffers, Format, Options, Use, register
 from . import lt
 from .bricks import is_two_of_four, spread, two_of_four
-from .present import HALVES, missing
+from .present import missing
 
 TOKENS = 64  # below, the library is slower than dense
-MULTIPLE = 64  # of rows and columns
+MULTIPLE, SMALLEST = 64, 256  # of rows and columns: what was tried
+DTYPE = torch.bfloat16
 
 
 def _fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
-    if use.kind != "linear" or use.device != "cuda" or missing() is not None or matrix.dtype not in HALVES:
+    if use.kind != "linear" or use.device != "cuda" or missing() is not None or matrix.dtype != DTYPE:
         return
-    if min(use.rows) < TOKENS or not torch.backends.cusparselt.is_available() or not _whole(matrix):
+    if min(use.rows) < TOKENS or not torch.backends.cusparselt.is_available() or not _has_room(matrix):
         return
     if is_two_of_four(matrix, zeros):
-        yield (HALVES.index(matrix.dtype),)
+        yield ()
 
 
-def _whole(matrix: Tensor) -> bool:
-    """Whether torch gives the library as much room as it takes for a matrix of this size: with small ones, it does not."""
+def _has_room(matrix: Tensor) -> bool:
+    """Whether the library takes matrices of this size, and no more bytes than torch gives it."""
     rows, columns = matrix.shape
-    if rows % MULTIPLE or columns % MULTIPLE:
+    if rows % MULTIPLE or columns % MULTIPLE or min(rows, columns) < SMALLEST:
         return False
-    if lt.library() is None:
-        return min(rows, columns) >= 1024
-    return lt.needed(rows, columns, matrix.dtype) <= matrix.nbytes * 9 // 16
+    return lt.library() is None or lt.needed(rows, columns) <= matrix.nbytes * 9 // 16
 
 
 def _pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
     """A one in the dtype of the layer, the places, and the library's own form, as bits that no `.to(dtype)` touches."""
-    if matrix.device.type != "cuda" or matrix.dtype != HALVES[options[0]]:
-        raise ValueError(f"cuSPARSELt packs {HALVES[options[0]]} on a GPU, not {matrix.dtype} on {matrix.device}")
-    if not _whole(matrix):
-        raise ValueError(f"cuSPARSELt cannot hold {len(matrix)} by {matrix.shape[1]} in nine bits for each weight")
+    if matrix.device.type != "cuda" or matrix.dtype != DTYPE or not _has_room(matrix):
+        sizes = f"of at least {SMALLEST} rows and columns, multiples of {MULTIPLE}"
+        raise ValueError(
+            f"cuSPARSELt packs bfloat16 on a GPU, {sizes}, not {tuple(matrix.shape)} {matrix.dtype} on {matrix.device}"
+        )
     values, places = two_of_four(matrix)
     packed = torch._cslt_compress(matrix)
     stored = packed.flatten()[: values.numel()].view_as(values)
@@ -62,21 +62,23 @@ def _pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
 
 def _unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
     one, codes, packed = buffers
-    values = packed.flatten()[: rows * columns // 2].view(HALVES[options[0]]).view(rows, columns // 4, 2)
+    values = packed.flatten()[: rows * columns // 2].view(DTYPE).view(rows, columns // 4, 2)
     both = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
     return spread(values, torch.stack([both & 3, both >> 2], -1).long()).to(one.dtype)
 
 
 def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
     one, _, packed = buffers
-    kind = HALVES[options[0]]
-    if x.device.type != "cuda" or x.device != packed.device or not x.dtype == one.dtype == kind:
+    if not x.is_cuda or x.get_device() != packed.get_device() or not x.dtype == one.dtype == DTYPE:
         return None
-    tokens = len(x)
-    x = F.pad(x, (0, 0, 0, -tokens % 8)) if tokens % 8 else x.contiguous()  # the library wants rows of 16 bytes
+    tokens = x.shape[0]
+    more = -tokens % (8 if tokens < 512 else 64)  # rows of 16 bytes; and not a new plan for every number of tokens
+    x = F.pad(x, (0, 0, 0, more)) if more else x.contiguous()
     if lt.library() is not None:
-        return lt.product(x, packed, bias, rows)[:tokens]
-    return torch._cslt_sparse_mm(packed.view(kind), x.t(), bias, transpose_result=True)[:tokens]
+        y = lt.product(x, packed, bias, rows)
+    else:
+        y = torch._cslt_sparse_mm(packed.view(DTYPE), x.t(), bias, transpose_result=True)
+    return y[:tokens] if more else y
 
 
-CUSPARSELT = register(Format("cusparselt", ("one", "places", "packed"), _fits, _pack, _unpack, _linear, allowed=((0,), (1,))))
+CUSPARSELT = register(Format("cusparselt", ("one", "places", "packed"), _fits, _pack, _unpack, _linear))

@@ -16,9 +16,10 @@ from torch import Tensor
 
 FIRST_VERSION = 600
 _ROW, _COLUMN, _PLAIN, _TRANSPOSED, _SUMS_FLOAT32 = 2, 1, 0, 1, 2
-_TYPES = {torch.bfloat16: 14, torch.float16: 2}
+_BFLOAT16 = 14
 _BIAS = 8  # the attribute of a product that holds the address of the bias
 _PLANS: dict[tuple[Any, ...], Plan] = {}
+_ROOMS: dict[tuple[int, int], Tensor] = {}
 
 
 @cache
@@ -53,8 +54,8 @@ def _handle(device: int) -> Opaque:
 class Plan:
     """One product of given sizes: y [tokens, rows] = x [tokens, columns] times the packed matrix, transposed, plus the bias."""
 
-    def __init__(self, rows: int, columns: int, tokens: int, dtype: torch.dtype, bias: Tensor | None, device: int):
-        lib, kind = library(), _TYPES[dtype]
+    def __init__(self, rows: int, columns: int, tokens: int, bias: Tensor | None, device: int):
+        lib, kind = library(), _BFLOAT16
         self.handle, self.plan = _handle(device), Opaque()
         self.sparse, self.dense, self.out, self.product, self.choice = (Opaque() for _ in range(5))
         h, sizes = byref(self.handle), (c_int64, c_int64, c_int64)
@@ -97,34 +98,43 @@ class Plan:
         self._call(self.matmul, x, packed, y)
 
     def _call(self, function: Any, x: Tensor, packed: Tensor, y: Tensor) -> None:
-        self.stream.value = torch._C._cuda_getCurrentRawStream(x.device.index)
-        size, out = self.size.value, y.data_ptr()
-        room = x.new_empty(size, dtype=torch.uint8) if size else None
-        spare = None if room is None else room.data_ptr()
-        status = function(*self.before, packed.data_ptr(), x.data_ptr(), self.after, out, out, spare, self.where, 1)
+        self.stream.value = stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+        spare, out = self._room(x, stream), y.data_ptr()
+        room = None if spare is None else spare.data_ptr()
+        status = function(*self.before, packed.data_ptr(), x.data_ptr(), self.after, out, out, room, self.where, 1)
         _check(status, "the product")
 
+    def _room(self, x: Tensor, stream: int) -> Tensor | None:
+        """Memory to work in: one for each stream, whose calls follow each other; a graph gets its own."""
+        size = self.size.value
+        if not size or torch.cuda.is_current_stream_capturing():
+            return x.new_empty(size, dtype=torch.uint8) if size else None
+        held = _ROOMS.get((x.device.index, stream))
+        if held is None or held.numel() < size:
+            held = _ROOMS[x.device.index, stream] = x.new_empty(size, dtype=torch.uint8)
+        return held
 
-def needed(rows: int, columns: int, dtype: torch.dtype) -> int:
+
+def needed(rows: int, columns: int) -> int:
     """Bytes that the library takes for a packed matrix of this size."""
     lib, matrix, size, more = library(), Opaque(), c_size_t(0), c_size_t(0)
     h = byref(_handle(torch.cuda.current_device()))
     sizes = (c_int64(rows), c_int64(columns), c_int64(columns), c_uint32(16))
-    _check(lib.cusparseLtStructuredDescriptorInit(h, byref(matrix), *sizes, _TYPES[dtype], _ROW, 0), "the matrix")
+    _check(lib.cusparseLtStructuredDescriptorInit(h, byref(matrix), *sizes, _BFLOAT16, _ROW, 0), "the matrix")
     _check(lib.cusparseLtSpMMACompressedSize2(h, byref(matrix), byref(size), byref(more)), "the size")
     return size.value
 
 
 def product(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """x [tokens, columns], contiguous; `packed` as `torch._cslt_compress` gives it."""
+    """x [tokens, columns], bfloat16, contiguous; `packed` as `torch._cslt_compress` gives it."""
     tokens, columns = x.shape
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
-    key = (rows, columns, tokens, x.dtype, x.device.index, 0 if bias is None else bias.data_ptr())
+    key = (rows, columns, tokens, x.device.index, 0 if bias is None else bias.data_ptr())
     plan = _PLANS.get(key)
     if plan is None:
         if len(_PLANS) >= 512:
             _PLANS.clear()
-        plan = Plan(rows, columns, tokens, x.dtype, bias, x.device.index or 0)
+        plan = Plan(rows, columns, tokens, bias, x.device.index or 0)
         if not torch.cuda.is_current_stream_capturing():
             plan.search(x, packed, y)
             _PLANS[key] = plan

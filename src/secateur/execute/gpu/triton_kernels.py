@@ -150,11 +150,11 @@ def _prepare_kernel(x, out, tokens, columns, bricks, EARLY: tl.constexpr, SIZE: 
     tl.store(out + at, tl.load(x + (token * columns + column) // 2, mask=inside, other=0))
 
 
-def bricks(x: Tensor, values: Tensor, words: Tensor, bias: Tensor | None, rows: int, warps: int = 0) -> Tensor:
+def bricks(x: Tensor, values: Tensor, words: Tensor, bias: Tensor | None, rows: int) -> Tensor:
     (tokens, columns), (tiles, deep) = x.shape, values.shape[:2]
     wide = tokens > 8
     early = wide and _early(x.device)
-    warps = warps or (8 if deep >= 32 and tiles < 512 else 4)
+    warps = 8 if deep >= 32 and tiles < 512 else 4
     groups = -(-tokens // 16) * 2 if wide else 1
     if wide:
         seen = torch.empty(groups * deep * 1024, dtype=torch.int32, device=x.device)
@@ -226,12 +226,12 @@ def _lists_kernel(
         tl.store(y + row, out.to(y.dtype.element_ty), mask=row < rows)
 
 
-def lists(x: Tensor, values: Tensor, index: Tensor, bias: Tensor | None, ahead: bool | None = None) -> Tensor:
+def lists(x: Tensor, values: Tensor, index: Tensor, bias: Tensor | None) -> Tensor:
     (tokens, columns), (rows, each) = x.shape, values.shape
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     turns = 1 if each <= 256 else 2 if each <= 512 else 4
     high, groups, programs = 4, -(-rows // 4), 8 * _multiprocessors(x.device)
-    ahead = groups > programs if ahead is None else ahead
+    ahead = groups > programs
     _lists_kernel[(programs if ahead else groups, tokens)](
         values, index, x, values if bias is None else bias, y, rows, columns, each, -(-each // (256 * turns)), groups,
         bias is not None, ahead, high, turns, num_warps=high,
@@ -255,7 +255,7 @@ def _some(listed, first, count, TURNS: tl.constexpr, WARPS: tl.constexpr):
 @triton.jit
 def _skips_kernel(
     weight, x, listed, parts, rows, columns,
-    CG: tl.constexpr, EARLY: tl.constexpr, EACH: tl.constexpr, TURNS: tl.constexpr, WARPS: tl.constexpr,
+    EARLY: tl.constexpr, EACH: tl.constexpr, TURNS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """The rows of the transposed weight whose input is not zero, added up; the others are not read."""
     if EARLY:
@@ -274,7 +274,7 @@ def _skips_kernel(
         for turn in tl.static_range(TURNS):
             row = now[turn]
             place = weight + row.to(tl.int64)[:, None] * rows + out[None, :]
-            held = held + (tl.load(place, mask=(row >= 0)[:, None] & (out < rows)[None, :], other=0.0, cache_modifier=CG),)  # noqa: RUF005
+            held = held + (tl.load(place, mask=(row >= 0)[:, None] & (out < rows)[None, :], other=0.0),)  # noqa: RUF005
         after = _some(listed, first + WARPS * TURNS, count, TURNS, WARPS)
         tl.debug_barrier()  # or the assembler waits for each row before it asks for the next, to save registers
         for turn in tl.static_range(TURNS):
@@ -299,18 +299,17 @@ def _fold_kernel(parts, bias, y, rows, pieces, EARLY: tl.constexpr, BIAS: tl.con
     tl.store(y + out, done.to(y.dtype.element_ty), mask=out < rows)
 
 
-def skips(
-    x: Tensor, weight: Tensor, bias: Tensor | None, each: int = 256, turns: int = 8, warps: int = 2, cg: str = ""
-) -> Tensor:
+def skips(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     columns, rows = weight.shape
+    each, turns, warps = 128 if columns <= 1 << 14 else 512, 8, 1
     across, pieces = -(-rows // 256), -(-columns // each)
     listed = torch.empty(across * pieces * each, dtype=torch.int32, device=x.device)
     parts = torch.empty(pieces, rows, dtype=torch.float32, device=x.device)
     y = torch.empty(1, rows, dtype=x.dtype, device=x.device)
     early = _early(x.device)
-    _skips_kernel[(across, pieces)](weight, x, listed, parts, rows, columns, cg, early, each, turns, warps, num_warps=warps)
-    _fold_kernel[(-(-rows // 64),)](
-        parts, parts if bias is None else bias, y, rows, pieces, early, bias is not None, 32, 64, launch_pdl=early
+    _skips_kernel[(across, pieces)](weight, x, listed, parts, rows, columns, early, each, turns, warps, num_warps=warps)
+    _fold_kernel[(-(-rows // 32),)](
+        parts, parts if bias is None else bias, y, rows, pieces, early, bias is not None, 128, 32, launch_pdl=early
     )
     return y
 
