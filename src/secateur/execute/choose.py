@@ -63,7 +63,7 @@ def compress_(
     """
     _check(model, objective, threads, store)
     layers = {name: module for name, module in model.named_modules() if type(module) in KINDS}
-    tied = ties(model)
+    tied, modes = ties(model), {name: layer.training for name, layer in layers.items()}
     with for_inference(model, threads):
         seen = _record(model, example_inputs, layers)
         large = sum(parameter.nbytes for parameter in model.parameters()) > LARGE
@@ -80,6 +80,7 @@ def compress_(
         }
         ignored = _swap(model, {id(layers[name]): new for name, new in built.items()}, example_inputs)
     for name, new in built.items():
+        new.train(modes[name])
         if id(new) in ignored:
             choices[name] = Choice(choices[name].row.left("the model reads its weight without calling it"))
     return Compression([choice.row for choice in choices.values()], objective, threads or torch.get_num_threads())
