@@ -50,12 +50,12 @@ class Reader(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What is known of the inputs of a reader: mean, covariance, what silent units say; the gains of a BatchNorm behind it."""
+    """What is known of the inputs of a reader: mean, covariance, what silent units say, whether a BatchNorm follows it."""
 
     mean: Tensor
     spread: Tensor
     silent: Tensor
-    gains: Tensor | None
+    normed: bool
 
 
 def unit_errors(trace: Trace, groups: Sequence[Group], data: Iterable[Any] | None, repair: Repair) -> dict[Group, Tensor | str]:
@@ -127,7 +127,7 @@ def _reader(trace: Trace, group: Group, member: Member, module: Any) -> Reader |
 def _inputs(trace: Trace, readers: dict[Group, list[Reader]], batches: Sequence[Any], repair: Repair) -> dict[Any, Inputs]:
     """One pass over the data for the moments of all readers, and one over a batch for what silent units say."""
     modules = {r.module: r for found in readers.values() for r in found}
-    sums, outputs, gains = {module: Sums() for module in modules}, dict[Any, Any](), dict[Any, Tensor]()
+    sums, outputs, normed = {module: Sums() for module in modules}, dict[Any, Any](), set[Any]()
     draw = torch.Generator().manual_seed(0)
 
     def see(module: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -135,9 +135,8 @@ def _inputs(trace: Trace, readers: dict[Group, list[Reader]], batches: Sequence[
             sums[module].add(x)
         outputs[module] = output
 
-    def follow(norm: Any, args: tuple[Any, ...]) -> None:
-        gain = (norm.running_var + norm.eps).rsqrt() * (1 if norm.weight is None else norm.weight.detach())
-        gains.update({m: gain.double().cpu() for m, output in outputs.items() if output is args[0]})
+    def follow(_: nn.Module, args: tuple[Any, ...]) -> None:
+        normed.update(m for m, output in outputs.items() if output is args[0])
 
     hooks = [m.register_forward_hook(see) for m in modules]
     hooks += [m.register_forward_pre_hook(follow) for m in trace.model.modules() if _is_norm(m)]
@@ -148,7 +147,7 @@ def _inputs(trace: Trace, readers: dict[Group, list[Reader]], batches: Sequence[
     silent = _silent(trace, readers, batches[0]) if repair != "refit" else {}
     found = {m: s.moments() for m, s in sums.items()}
     return {
-        m: Inputs(a.cpu(), b.cpu(), silent.get(m, torch.zeros(len(a)).double()), gains.get(m)) for m, (a, b) in found.items()
+        m: Inputs(a.cpu(), b.cpu(), silent.get(m, torch.zeros(len(a)).double()), m in normed) for m, (a, b) in found.items()
     }
 
 
@@ -192,12 +191,12 @@ class _removing:
 
 
 def _state(reader: Reader, known: Inputs, repair: Repair) -> State:
-    weight = reader.matrix() if known.gains is None else reader.matrix() * known.gains[:, None]
+    weight = reader.matrix()
     power = float(((weight @ known.spread) * weight).sum())
     weight = weight / power**0.5 if power > 0 else weight  # so that all readers of a group have a say
     if repair == "refit":
         return Surgeon(known.spread, weight, reader.columns)
-    if repair == "reestimate" and known.gains is not None:
+    if repair == "reestimate" and known.normed:
         return Normed(known.spread, weight, reader.columns)
     off = known.mean - known.silent
     return Plain(known.spread + torch.outer(off, off), weight, reader.columns)
@@ -264,7 +263,7 @@ def _less(reader: Reader, known: Inputs, gone: list[int], repair: Repair) -> Cal
         inner = spread[kept][:, kept]
         inner.diagonal().add_(RIDGE * float(spread.diagonal().mean()) + 1e-300)
         change[:, kept] = torch.linalg.solve(inner, spread[kept][:, drop] @ weight[:, drop].T).T
-    elif repair == "reestimate" and known.gains is not None:
+    elif repair == "reestimate" and known.normed:
         left = weight + change
         before, after = (((w @ spread) * w).sum(1) for w in (weight, left))
         change = left * (before / after.clamp(min=1e-300)).sqrt().nan_to_num(0, 0, 0)[:, None] - weight
