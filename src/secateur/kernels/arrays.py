@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
@@ -26,11 +27,24 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """`work` for every item, in order, on as many threads as torch uses: numpy lets go of the interpreter while it works."""
-    threads = min(torch.get_num_threads(), len(items))
-    if threads < 2:
-        return [work(item) for item in items]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, items))
+    results: dict[int, Result] = {}
+    left = deque(enumerate(items))
+
+    def some() -> None:
+        while left:
+            try:
+                i, item = left.popleft()
+            except IndexError:  # another thread was faster
+                return
+            results[i] = work(item)
+
+    others = min(torch.get_num_threads(), len(items)) - 1
+    with ThreadPoolExecutor(max(others, 1)) as pool:  # starts a thread when it is given something to do, not before
+        tasks = [pool.submit(some) for _ in range(others)]
+        some()
+    for task in tasks:
+        task.result()  # an error in there is one here
+    return [results[i] for i in range(len(items))]
 
 
 class _Buffers(threading.local):
