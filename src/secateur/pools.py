@@ -96,6 +96,10 @@ def find_cut(pool: Mapping[str, Scores], drop: int, comm: Comm) -> Cut:
     """The exact cut that prunes `drop` of the pool."""
     (total,) = comm.sum(_count(pool))
     sample = kernels.ordered(comm.cat(_sample(pool, total)))
+    if comm.alone and drop > 0 and sample.numel() == total and not bool(sample[-1].isnan()):  # it is the whole pool
+        threshold = sample[drop - 1]
+        under, upto = (int(torch.searchsorted(sample, threshold, right=right)) for right in (False, True))
+        return Cut(float(threshold), drop - under, upto - under)
     share, width = drop / max(total, 1), 4.0
     low = high = torch.nan  # not known
     while True:

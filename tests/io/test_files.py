@@ -208,6 +208,17 @@ def test_a_model_that_forgot_its_cuts_is_saved_with_its_plan(tmp_path):
     assert same(io.load(tmp_path, build), small)
 
 
+@pytest.mark.parametrize("options", [{"channels": 0.5}, {"depth": 0.5}], ids=str)
+def test_a_plan_of_another_model_is_refused_and_nothing_is_written(tmp_path, options):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)) for _ in range(2)))
+    small, plan = shrink(model, torch.randn(3, 6), **options)
+    for other in (model, nn.Linear(2, 3)):
+        with pytest.raises(ValueError, match="plan= .* this model h.*save the small model .*Nothing was written"):
+            io.save(other, tmp_path / "out", plan=plan)
+    assert not (tmp_path / "out").exists()
+    io.save(small, tmp_path / "out", plan=plan)
+
+
 def test_a_model_that_is_small_already_is_filled(tmp_path):
     small, _ = shrink(build(), X, channels=0.5)
     io.save(small, tmp_path)

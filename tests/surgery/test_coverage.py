@@ -46,7 +46,7 @@ def test_a_wrong_claim_is_called_wrong(kinds, monkeypatch):
 
     select = cut.select_indices
 
-    def shifted(tensor, kept):
+    def shifted(tensor, kept, *rest):
         if tensor.dim() == 2 and 1 in kept:
             kept = {**kept, 1: [(i + 1) % tensor.shape[1] for i in kept[1]]}
         return select(tensor, kept)

@@ -56,6 +56,46 @@ def test_images_and_layers_that_follow_each_other():
     assert torch.allclose(out.mean((0, 2, 3)), torch.zeros(5).double(), atol=1e-2)
 
 
+def learned():
+    """A model whose statistics come from much data; and a few batches that happen to be off."""
+    m = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4), nn.BatchNorm1d(4)).double().eval()
+    reestimate_(m, [draw(4000, 5, seed=1)])
+    return m, [draw(30, 5, seed=s) * 1.3 + 0.2 for s in (2, 3)]
+
+
+def test_a_model_that_lost_nothing_keeps_its_statistics():
+    m, few = learned()
+    same, alone = copy.deepcopy(m), copy.deepcopy(m)
+    assert reestimate_(same, few, m, Cuts()) == 2
+    assert all(torch.allclose(v, m.state_dict()[k], rtol=1e-12) for k, v in same.state_dict().items())
+    reestimate_(alone, few)
+    assert not torch.allclose(alone[1].running_mean, m[1].running_mean, atol=0.1)
+
+
+def test_of_a_cut_model_the_statistics_move_as_they_do_on_the_data():
+    """What much data would say is the truth; a few batches that are off come nearer to it by the change they show."""
+    m, few = learned()
+    made = halved(m, few[0], 8)
+    truth, moved, alone = (copy.deepcopy(made.small) for _ in range(3))
+    reestimate_(truth, [draw(4000, 5, seed=1)])
+    reestimate_(moved, few, m, made.cuts)
+    reestimate_(alone, few)
+    assert torch.allclose(moved[1].running_mean, m[1].running_mean[made.cuts.tensors["1.running_mean"][0]])
+    for name in ("running_mean", "running_var"):
+        wrong = [float((getattr(k[4], name) - getattr(truth[4], name)).norm()) for k in (moved, alone, made.small)]
+        assert wrong[0] < 0.6 * min(wrong[1:]), (name, wrong)
+
+
+def test_a_channel_that_is_silent_on_the_data_keeps_a_finite_variance():
+    m = nn.Sequential(nn.BatchNorm1d(3)).double()
+    x = draw(20, 3)
+    x[:, 1] = 0
+    reestimate_(small := copy.deepcopy(m), [x], m)
+    assert torch.allclose(small[0].running_var, torch.ones(3).double())
+    reestimate_(loud := copy.deepcopy(m), [draw(20, 3)], m)
+    assert bool(loud[0].running_var.isfinite().all())
+
+
 def test_modes_momentum_counters_and_other_layers_stay():
     m = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(6, momentum=0.3), nn.BatchNorm1d(6, track_running_stats=False)).double()
     m[1].eval()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .axes import Atom, atoms, new_size
 from .constructor import Blueprint, Equation, determined
 from .equations import Place, bindings, place, signature
-from .provenance import Attr, Dim, Guard, Op, Source, evaluate, leaves
+from .provenance import Attr, Const, Dim, Guard, Op, Source, evaluate, leaves
 from .trace import Trace
 from .tracer import Site
 
@@ -144,10 +144,32 @@ class Solver:
             inside = {(signature(s), v): (s, v) for name, (s, v) in self.equations if name.startswith(scope)}
             key = (signature(source), frozenset(inside))
             if key not in self.known:
-                self.known[key] = determined(source, list(inside.values()))
+                found = determined(source, list(inside.values()))
+                # no config gives the sizes of this module: what it computed on the way (its head dimension) is a number now
+                self.known[key] = determined(*_taken(source, list(inside.values()))) if found is None and n else found
             if self.known[key] is not None:
                 return self.known[key]
         return None
+
+
+def _taken(target: Source, equations: Sequence[Equation]) -> tuple[Source, list[Equation]]:
+    """The equations with computed numbers that are parts of others as the values they have, no longer as formulas.
+
+    A constructor computes them once; a cut sets each by itself, so that `heads * (width // heads)` has solutions again.
+    """
+    known = {signature(s): v for s, v in equations if isinstance(s, Op)}
+    used: set[Any] = set()
+
+    def taken(source: Source, whole: bool = False) -> Source:
+        key = signature(source)
+        if key in known and not whole:
+            used.add(key)
+            return Const(known[key])
+        return Op(source.function, taken(source.left), taken(source.right)) if isinstance(source, Op) else source
+
+    found = [(signature(s), taken(s, whole=True), v) for s, v in equations]
+    target = taken(target, whole=True)
+    return target, [(s, v) for key, s, v in found if key not in used]
 
 
 def _solve_site(site: Site, counts: Mapping[Atom, int], values: dict[Place, int], attrs: dict[Place, Attr]) -> None:

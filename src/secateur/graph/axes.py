@@ -104,6 +104,8 @@ def norm(e: Expr) -> Expr:
     """Definitions resolved, nesting flattened, factors of size 1 and empty segments dropped."""
     if isinstance(e, Atom):
         return e if e.ref is None else resolve(e)
+    if e is ONE or e is ZERO:
+        return e
     if (
         all(isinstance(p, Atom) and p.ref is None and p.size > 1 for p in e.parts)
         and len(e.parts) > 1
@@ -156,13 +158,17 @@ def factors(e: Expr) -> list[Expr]:
 
 def families(e: Expr) -> list[Fam]:
     """The families among the factors of a dimension."""
-    return [f for f in factors(e) if isinstance(f, Fam)]
+    e = norm(e)
+    return [] if isinstance(e, Atom) else [f for f in factors(e) if isinstance(f, Fam)]
 
 
 def atoms(e: Expr) -> list[Atom]:
     """All atoms of an expression, in order, with repetition."""
+    e = norm(e)
+    if isinstance(e, Atom):  # most are
+        return [e]
     found: list[Atom] = []
-    stack: list[Expr] = [norm(e)]
+    stack: list[Expr] = [e]
     while stack:
         top = stack.pop()
         if isinstance(top, Atom):

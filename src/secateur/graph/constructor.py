@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .axes import Expr, Prod, factors, norm
-from .provenance import OWN, Attr, Const, Guard, Journal, Key, Op, Source, Tagged, Tagging, evaluate, is_config, leaves
+from .provenance import OWN, Attr, Guard, Journal, Key, Op, Source, Tagged, Tagging, evaluate, is_config, leaves
 from .tracer import Site
 
 _FACTORIES = frozenset(["empty", "zeros", "ones", "full", "rand", "randn"])
@@ -114,7 +114,7 @@ def _axis(source: Source, sizes: Sequence[tuple[Source, Expr]]) -> Expr | None:
         left = factors(e)
         matched: dict[Any, list[Expr]] = {}
         for leaf in _product(made):
-            taken = _front(left, leaf.old if isinstance(leaf, Attr) else leaf.value if isinstance(leaf, Const) else 0)
+            taken = _front(left, int(evaluate(leaf, {}, {})))  # a factor may be computed: heads * (width // heads)
             if taken is None:
                 break
             if isinstance(leaf, Attr):

@@ -17,6 +17,8 @@ _OTHERWISE = {
     f"aten::{n}"
     for n in ["_to_copy", "eq", "ne", "lt", "gt", "le", "ge", "isnan", "isinf", "isfinite", "logical_not", "signbit"]
 }  # other kinds
+_MANY = (list, tuple)
+_PLAIN = frozenset({bool, int, float, str, type(None)})  # most arguments; asking whether they are tensors takes time
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -98,9 +100,11 @@ class Outlining(TorchDispatchMode):
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
     found: list[Tensor] = []
     for v in values:
+        if type(v) in _PLAIN:
+            continue
         if isinstance(v, Tensor):
             found.append(v)
-        elif isinstance(v, list | tuple):
+        elif isinstance(v, _MANY):
             found += _tensors(v)
     return found
 

@@ -16,20 +16,32 @@ _LONG = 4096
 def owned_tensors(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
     """id -> (first name, tensor): parameters, buffers, plain tensor attributes, and tensors in lists and dicts of modules."""
     found: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        found.setdefault(id(tensor), (name, tensor))
-    for path, module in model.named_modules():
+    modules = [(f"{path}." if path else "", module) for path, module in model.named_modules()]
+    for slots in ("_parameters", "_buffers"):
+        for path, module in modules:
+            for name, tensor in getattr(module, slots).items():
+                if tensor is not None:
+                    found.setdefault(id(tensor), (path + name, tensor))
+    for path, module in modules:
         for name, value in vars(module).items():
-            if type(value) in _PLAIN or (name[:1] == "_" and isinstance(value, _CONTAINERS)):
+            if type(value) in _PLAIN or (name[0] == "_" and isinstance(value, _CONTAINERS)):
                 continue
-            dotted = f"{path}.{name}" if path else name
             if isinstance(value, Tensor):
-                found.setdefault(id(value), (dotted, value))
-            elif isinstance(value, _CONTAINERS) and not name.startswith("_") and len(value) <= _LONG:
+                found.setdefault(id(value), (path + name, value))
+            elif isinstance(value, _CONTAINERS) and len(value) <= _LONG:
                 for key, item in _items(value):
-                    if isinstance(item, Tensor):
-                        found.setdefault(id(item), (f"{dotted}[{key!r}]", item))
+                    if type(item) not in _PLAIN and isinstance(item, Tensor):
+                        found.setdefault(id(item), (f"{path}{name}[{key!r}]", item))
     return found
+
+
+Slot = tuple[str, str]  # a module, and an attribute of it
+
+
+def states(model: nn.Module) -> dict[Slot, Tensor]:
+    """Tensors that modules hold as plain attributes: neither parameters nor buffers."""
+    named = ((path, name, value) for path, module in model.named_modules() for name, value in vars(module).items())
+    return {(path, name): value for path, name, value in named if type(value) not in _PLAIN and isinstance(value, Tensor)}
 
 
 def _items(container: Any) -> Iterator[tuple[Any, Any]]:
@@ -53,34 +65,34 @@ class Standing:
         made = {key: self.stand_in(name, tensor) for key, (name, tensor) in self.owned.items()}
         for module in self.modules:
             space = vars(module)
-            for container in (space, *(v for v in space.values() if type(v) in (list, dict, set) or isinstance(v, dict))):
-                if len(container) <= _LONG:
-                    self.saved.append((container, container.copy()))
-        for module in self.modules:
-            spaces: list[dict[str, Any]] = [vars(module)[name] for name in ("_parameters", "_buffers")]
-            for space in (*spaces, vars(module)):
-                for name, value in list(space.items()):
-                    if type(value) in _PLAIN or (type(value) in _CONTAINERS and not value):
-                        continue
-                    if isinstance(value, Tensor):
-                        space[name] = made.get(id(value), value)
-                    elif space is vars(module) and type(value) in _CONTAINERS and 0 < len(value) <= _LONG:
-                        self._refill(space, name, value, made)
-            vars(module)["training"] = False
+            self.saved.append((space, space.copy()))
+            for name, value in list(space.items()):
+                if type(value) in _PLAIN:
+                    continue
+                if isinstance(value, Tensor):
+                    space[name] = made.get(id(value), value)
+                elif isinstance(value, list | dict | set | tuple) and len(value) <= _LONG:
+                    self._refill(space, name, value, made)
+            space["training"] = False
         return self
 
     def _refill(self, space: dict[str, Any], name: str, value: Any, made: dict[int, Tensor]) -> None:
-        if name in ("_parameters", "_buffers", "_modules") or not any(id(v) in made for _, v in _items(value)):
+        if not isinstance(value, tuple):
+            self.saved.append((value, value.copy() if value else ()))
+        if not value:
             return
-        if isinstance(value, dict):
-            space[name] = {k: made.get(id(v), v) for k, v in value.items()}
-        else:
-            space[name] = type(value)(made.get(id(v), v) for v in value)
+        if name in ("_parameters", "_buffers") and isinstance(value, dict):
+            value.update({k: made[id(v)] for k, v in value.items() if id(v) in made})
+        elif name != "_modules" and type(value) in _CONTAINERS and any(id(v) in made for _, v in _items(value)):
+            if isinstance(value, dict):
+                space[name] = {k: made.get(id(v), v) for k, v in value.items()}
+            else:
+                space[name] = type(value)(made.get(id(v), v) for v in value)
 
     def __exit__(self, *_: object) -> None:
-        for container, content in self.saved:
+        for container, content in reversed(self.saved):  # one that was met twice was as it was the first time
             if isinstance(container, list):
                 container[:] = content
-            else:
+            elif container or content:
                 container.clear()
                 container.update(content)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -22,9 +22,10 @@ from .equations import Constraint, constraints, flag_sizes_in_formulas
 from .groups import Group, build_groups, skipped
 from .outline import Outlined, ValueRead
 from .provenance import Guard, Journal, SizeUse, Tagging, is_literal
+from .rules import Axes
 from .siblings import adopt_unused
 from .sites import Sites
-from .slots import Standing, owned_tensors
+from .slots import Slot, Standing, owned_tensors, states
 from .tracer import Record, Site, Step, Tracer
 
 Outputs = Callable[[Any], Any]
@@ -49,6 +50,7 @@ class Trace:
     constraints: list[Constraint]
     fake: bool
     blueprint: Blueprint | None = None  # how the constructor made sizes and attributes, where the model has a config
+    _atoms: dict[int, frozenset[Atom]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def skipped(self) -> dict[str, str]:
@@ -61,6 +63,12 @@ class Trace:
     @cached_property
     def by_atom(self) -> dict[Atom, Group]:
         return {g.atom: g for g in self.groups}
+
+    def atoms_of(self, number: int) -> frozenset[Atom]:
+        """The atoms of a tensor of the run."""
+        if number not in self._atoms:
+            self._atoms[number] = frozenset(a for e in self.axes[number] for a in atoms(e))
+        return self._atoms[number]
 
     @property
     def steps(self) -> list[Step]:
@@ -218,7 +226,9 @@ def _run(
             stack.enter_context(tracer)
             stack.enter_context(Sites(tracer))
             result = model(*given, **named)
+            left = states(model)
             stack.pop_all().close()
+        tracer.record.left = _written(tracer, states(model), left)
         tracer.record.answers = answers(result, outputs)
         for tensor in _tensors(outputs(result)):
             info = tracer.info(tensor)
@@ -228,6 +238,19 @@ def _run(
     finally:
         journal.open = False
     return _finish(model, tracer, journal, buffers, fake)
+
+
+def _written(tracer: Tracer, before: Mapping[Slot, Tensor], after: Mapping[Slot, Tensor]) -> dict[Slot, Axes | None]:
+    """Tensors of an earlier run that this one put others for (their axes; None: nothing) without having read them."""
+    used = {tracer.record.names[n] for step in tracer.record.steps for n in step.inputs if n in tracer.record.names}
+    found: dict[Slot, Axes | None] = {}
+    for (path, name), old in before.items():
+        new = after.get((path, name))
+        if f"{path}.{name}".removeprefix(".") not in used and (new is None or id(new) not in tracer.owned):
+            axes = None if new is None else tracer.info(new).axes
+            if axes is None or [e.size for e in axes] == list(old.shape):
+                found[path, name] = axes
+    return found
 
 
 def _finish(model: nn.Module, tracer: Tracer, journal: Journal, buffers: set[str], fake: bool) -> Trace:

@@ -6,6 +6,7 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from .rules import Axes, Call, Role, Rule, lookup
 
 Origin = frozenset[tuple[str, int]]  # (tensor, dim) pairs of the model
 _INFO = "_secateur_info"
+_MANY = (list, tuple)
+_PLAIN = frozenset({bool, int, float, str, type(None)})  # most arguments; asking whether they are tensors takes time
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,16 @@ class Step:
     module: str
     weights: bool
 
-    @property
+    @cached_property
     def name(self) -> str:
         return name_of(self.func)
+
+    @cached_property
+    def inputs(self) -> tuple[int, ...]:
+        """The numbers of the tensors that it is given."""
+        values = (*self.args, *self.kwargs.values())
+        flat = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
+        return tuple(item.number for item in flat if isinstance(item, Ref))
 
 
 def name_of(func: Any) -> str:
@@ -90,6 +100,7 @@ class Record:
     read: dict[Any, Any] = field(default_factory=dict)  # attributes that some call was given, by place: no site says what for
     equal: dict[tuple[int, ...], tuple[Expr, ...]] = field(default_factory=dict)
     answers: list[tuple[int, ...]] = field(default_factory=list)  # shapes of what the model returns
+    left: dict[tuple[str, str], Axes | None] = field(default_factory=dict)  # written to (module, attribute), unread
     unknown: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
 
@@ -224,7 +235,7 @@ class Tracer(TorchDispatchMode):
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         found = lookup(func) if isinstance(func, OpOverload) else None
-        outs = list(out) if isinstance(out, list | tuple) else [out]
+        outs = list(out) if isinstance(out, _MANY) else [out]
         self.deferred = []
         axes = self.apply(found, func, args, kwargs, out, outs)
         if axes is None and (found is None or any(isinstance(o, Tensor) for o in outs)):
@@ -243,15 +254,17 @@ class Tracer(TorchDispatchMode):
 
     def refs(self, value: Any) -> Any:
         """The arguments as they are recorded: numbers for tensors."""
+        if type(value) in _PLAIN:
+            return value
         if isinstance(value, Tensor):
             return Ref(self.now[id(value)].number)
-        return tuple(self.refs(v) for v in value) if isinstance(value, list | tuple) else value
+        return tuple(map(self.refs, value)) if isinstance(value, _MANY) else value
 
     def settle(self, out: Tensor, axes: Axes, origin: tuple[Origin, ...] | None) -> int:
         """Remember the axes of a result. A family needs its key in the same tensor, before it where both are in one dim."""
         axes = [norm(e) for e in axes]
         for d, e in enumerate(axes):
-            for fam in families(e):
+            for fam in () if isinstance(e, Atom) else families(e):
                 if not any(norm(fam.key) is f for other in axes for f in factors(other)) or len(factors(e)) > 1:
                     collapse(fam)
                     axes[d] = norm(axes[d])
@@ -304,9 +317,11 @@ class Tracer(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> list[Tensor]:
+    if type(value) in _PLAIN:
+        return []
     if isinstance(value, Tensor):
         return [value]
-    return [t for v in value for t in _tensors(v)] if isinstance(value, list | tuple) else []
+    return [t for v in value for t in _tensors(v)] if isinstance(value, _MANY) else []
 
 
 def _checked(result: Axes | list[Axes] | None, out: Any, outs: list[Any]) -> list[Axes] | None:

@@ -21,6 +21,7 @@ from .._dist import sharded
 from .._tree import nearest
 from ..execute.choose import decompress_
 from ..execute.layers import Compressed
+from ..graph.slots import owned_tensors
 from ..plan import Plan
 from ..surgery import Shrunk, all_or_nothing
 from ..surgery.cut import Cuts, apply_cuts_, history, is_cut, remember_
@@ -146,7 +147,33 @@ def _cuts(model: nn.Module, plan: Plan | Shrunk | None) -> list[Cuts]:
     known = list(history(model))
     if not isinstance(plan, Shrunk) or any(plan.cuts is cuts or plan.cuts == cuts for cuts in known):
         return known
+    _check_cut(model, plan.cuts)
     return [*known, plan.cuts]
+
+
+def _check_cut(model: nn.Module, cuts: Cuts) -> None:
+    """Raises unless the model has the sizes that these cuts leave: a file of another one could not be loaded."""
+    tensors = dict(owned_tensors(model).values())
+    for path, gone in cuts.drop.items():
+        found, left = _entries(model, path), cuts.lengths[path] - len(gone)
+        if found != left:
+            raise ValueError(f"plan= leaves {left} modules in {path!r} and this model holds {found}; {_NOT_CUT}")
+    for name, kept in cuts.tensors.items():
+        left = tuple(len(kept.get(d, range(size))) for d, size in enumerate(cuts.shapes[name]))
+        if name in tensors and tuple(tensors[name].shape) != left:
+            raise ValueError(f"plan= leaves {name!r} as {left} and this model holds {tuple(tensors[name].shape)}; {_NOT_CUT}")
+    if cuts.tensors and not cuts.tensors.keys() & tensors.keys() and not compressed.layers_of(model):
+        raise ValueError(f"plan= speaks of {next(iter(cuts.tensors))!r}, and this model has no such tensor; {_NOT_CUT}")
+
+
+_NOT_CUT = "save the small model that the plan was made with, or leave plan= out. Nothing was written."
+
+
+def _entries(model: nn.Module, path: str) -> int:
+    try:
+        return len(model.get_submodule(path)._modules)
+    except AttributeError:
+        return 0
 
 
 def _described(model: nn.Module, tensors: compressed.State, pack: bool) -> tuple[dict[str, Stored], dict[str, Entry]]:

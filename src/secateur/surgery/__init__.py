@@ -2,8 +2,8 @@
 
 `shrink` makes a small copy, `shrink_` cuts in place. Rooms: `request` (what is asked), `blocks` and `depth` (whole blocks go
 first), `configs` (models built from a config), `work` (the way through), `importance` (scores of units), `budget` (how many
-stay), `masked`, `ghosts` and `constants` (what removed units still say), `cut` (slicing), `layers` (sizes that layers keep),
-`optimizers`, `sizes` (what remains), `verify`, `refit`, and `shrunk` (the plan).
+stay), `masked`, `ghosts` and `constants` (what removed units still say), `cut` (slicing), `copies`,
+`layers` (sizes that layers keep), `optimizers`, `sizes` (what remains), `verify`, `refit`, and `shrunk` (the plan).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import nn
 from ..criteria import magnitude
 from ..graph.slots import owned_tensors
 from ..stats import Loss
+from .copies import drop_leftovers_
 from .cut import Attribute, Cuts, apply_cuts_, history, put_, remember_, select_indices, without
 from .depth import shrunk_in_depth
 from .importance import UnitCriterion, activation_variance, bn_scale, fpgm, unit_criterion
@@ -126,6 +127,7 @@ def shrink_(
     with all_or_nothing(model):
         past, plan.cuts.recipe = history(model), plan.recipe
         apply_cuts_(model, plan.cuts, dict(owned_tensors(small).values()))
+        drop_leftovers_(model, small)
         remember_(model, (*past, plan.cuts))
     if optimizer is not None:
         follow_(optimizer, model, model, state, plan.cuts, gone)

@@ -24,6 +24,7 @@ from .rescale import Edit, Refused, Scale, mean_of_squares, sizes_in_formulas
 from .wiring import Keep, Silence, tensors_in
 
 _ZERO_IS_NOTHING = HARMLESS | {"linalg_vector_norm"}  # over zeros these give what they give without them
+_ANSWERED = frozenset({"mean", "scale"})  # what changes with the size is made good in weights
 _TRUSTED = (nn.Linear, nn.modules.conv._ConvNd)  # with a bias instead of None they add it
 
 
@@ -61,20 +62,21 @@ def find(trace: Trace, keep: Keep, silence: Silence) -> Folds:
     bad: dict[Atom, str] = {a: why for a in cut if (why := _collective(trace, a))}
     edits: list[Edit] = []
     seen: set[int] = set()
-    for atom in [a for a in cut if a not in bad and "mean" in a.flags]:
+    for atom in [a for a in cut if "mean" in a.flags]:
         try:
             edits += mean_of_squares(silence, atom, seen)
         except Refused as refused:
-            bad[atom] = str(refused)
+            bad.setdefault(atom, str(refused))
     edits += sizes_in_formulas(silence, bad)
-    losses = Ghosts(trace, keep, silence, bad).losses
+    losses = Ghosts(trace, keep, silence, {a: a.flags - _ZERO_IS_NOTHING - _ANSWERED for a in cut}).losses
     for loss in losses:
         if isinstance(loss.value, str):
             bad.setdefault(loss.atom, loss.value)
-    biases = _biases(silence, [x for x in losses if x.atom not in bad], bad)
+    biases = _biases(silence, [x for x in losses if isinstance(x.value, Tensor)], bad)  # also of groups that lose more
+    spoilt = {loss.step for loss in losses}  # an RMSNorm over constants: its mean is another one
     found = Folds(
         biases,
-        [e for e in edits if not e.atoms & bad.keys()],
+        [e for e in edits if e.over not in spoilt],
         {trace.by_atom[a]: why for a, why in bad.items() if a in trace.by_atom},
     )
     found.follow()
@@ -87,7 +89,7 @@ def fold_(
     """Change the consumers of removed units so that the units can go; returns, for each group where that cannot be, why.
 
     `model`: the traced model or a full-size copy, with zero weights for the removed units, biases kept. A linear layer or
-    convolution without a bias gets one if it needs it. A group that is reported is left as it is everywhere.
+    convolution without a bias gets one if it needs it. What a reported group says to consumers that can take it is folded, too.
     """
     found = find(trace, keep, Silence(trace, keep, dict(owned_tensors(model).values()), {}))
     found.apply_(model, trace)
@@ -96,7 +98,7 @@ def fold_(
 
 def _collective(trace: Trace, atom: Atom) -> str | None:
     """Why a group has no exact answer at all: what runs over its axis depends on how many units there are."""
-    for flag in sorted(atom.flags - _ZERO_IS_NOTHING - {"mean", "scale"}):
+    for flag in sorted(atom.flags - _ZERO_IS_NOTHING - _ANSWERED):
         for step in trace.steps:
             if flag in step.name and any(a is atom for n in tensors_in(step) for e in trace.axes[n] for a in atoms(e)):
                 where = f"{step.name.partition('::')[2]} in {step.module or 'the model'}"
@@ -189,6 +191,7 @@ def _biases(flow: Silence, losses: list[Loss], bad: dict[Atom, str]) -> dict[Slo
         slots[slot.name] = slot
         at = lost.setdefault(slot.name, {}).setdefault(loss.step, {})
         at[loss.atom] = at.get(loss.atom, 0.0) + loss.value * kept
+    uneven: set[tuple[str, Atom]] = set()
     for name, steps in lost.items():
         for i in _users(flow, slots[name], set(steps)):  # calls that lose nothing count, too
             steps.setdefault(i, {})
@@ -197,9 +200,10 @@ def _biases(flow: Silence, losses: list[Loss], bad: dict[Atom, str]) -> dict[Slo
             biggest = max(float(v.abs().max()) for v in each)
             if any(not torch.allclose(v, each[0], 1e-9, 1e-9 * biggest) for v in each):
                 bad.setdefault(atom, f"{name.rpartition('.')[0] or name} is applied more than once, with different constants")
+                uneven.add((name, atom))
     total: dict[Slot, Tensor] = {}
     for name, steps in lost.items():
-        values = [v for a, v in next(iter(steps.values())).items() if a not in bad]
+        values = [v for a, v in next(iter(steps.values())).items() if (name, a) not in uneven]
         if values and bool((value := torch.stack(values).sum(0)).any()):
             total[slots[name]] = value
     return total

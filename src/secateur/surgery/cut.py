@@ -84,15 +84,16 @@ def apply_cuts_(model: nn.Module, cuts: Cuts, values: Mapping[str, Tensor] | Non
     check_fits(model, cuts)
     drop_(model, cuts.drop)
     tensors = dict(owned_tensors(model).values())
+    known: dict[Any, Tensor] = {}
     new = (
-        {name: select_indices(tensors[name].detach(), kept) for name, kept in cuts.tensors.items()}
+        {name: select_indices(tensors[name].detach(), kept, known) for name, kept in cuts.tensors.items()}
         if values is None
         else values
     )
     grads = {
-        name: select_indices(tensors[name].grad, kept)  # type: ignore[arg-type]
+        name: select_indices(grad, kept, known)
         for name, kept in cuts.tensors.items()
-        if tensors[name].is_leaf and tensors[name].grad is not None
+        if tensors[name].is_leaf and (grad := tensors[name].grad) is not None
     }
     layers = [(module, right_sizes(module)) for module in model.modules()]
     for name, data in new.items():
@@ -128,10 +129,15 @@ def put_(tensor: Tensor, data: Tensor) -> None:
     tensor.data = data
 
 
-def select_indices(tensor: Tensor, kept: Indices) -> Tensor:
+def select_indices(tensor: Tensor, kept: Indices, known: dict[Any, Tensor] | None = None) -> Tensor:
+    """Some indices of each of these dims, the dim that loses most first. `known`: what became of lists that many dims share."""
+    known = {} if known is None else known
     last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
     for d, indices in sorted(kept.items(), key=lambda item: len(item[1]) / tensor.shape[item[0]]):
-        tensor = tensor.index_select(d, torch.tensor(indices, device=tensor.device))
+        key = (id(indices), tensor.device)
+        if key not in known:
+            known[key] = torch.tensor(indices, device=tensor.device)
+        tensor = tensor.index_select(d, known[key])
     return tensor.contiguous(memory_format=torch.channels_last) if last else tensor
 
 
@@ -154,6 +160,7 @@ def check_fits(model: nn.Module, cuts: Cuts) -> None:
 
 def _check_rest(model: nn.Module, cuts: Cuts) -> None:
     tensors = dict(owned_tensors(model).values())
+    ends: dict[int, tuple[int, int]] = {}  # of lists of indices, which many dims share
     for name, shape in cuts.shapes.items():
         if name not in tensors:
             raise ValueError(f"the model has no tensor {name!r}, which the cuts speak of.{nearest(name, tensors)}")
@@ -163,7 +170,9 @@ def _check_rest(model: nn.Module, cuts: Cuts) -> None:
                 "before the cut."
             )
         for d, kept in cuts.tensors.get(name, {}).items():
-            if kept and 0 <= d < len(shape) and min(kept) >= 0 and max(kept) < shape[d]:
+            if kept and id(kept) not in ends:
+                ends[id(kept)] = min(kept), max(kept)
+            if kept and 0 <= d < len(shape) and ends[id(kept)][0] >= 0 and ends[id(kept)][1] < shape[d]:
                 continue
             raise ValueError(f"the cuts keep indices of {name!r} that a tensor of shape {shape} does not have")
     for a in cuts.attributes:

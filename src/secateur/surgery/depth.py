@@ -6,7 +6,6 @@ models hardly change what passes through them (Men et al. 2024, ShortGPT; Gromov
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -23,6 +22,7 @@ from ..graph.trace import plain_kernels
 from ..stats import split_batch
 from .blocks import Drop, Inputs, Link, block_name, find_blocks, links_of, main_tensor, mended
 from .budget import tells, tolerance
+from .copies import copied
 from .cut import Cuts, check_fits, is_cut, without, write_attribute
 from .masked import run
 from .optimizers import sliced_state
@@ -144,7 +144,7 @@ def cuts_of_blocks(model: nn.Module, drop: Drop) -> Cuts:
 def copied_without(model: nn.Module, drop: Drop) -> nn.Module:
     """A copy of what remains. The blocks that go are never copied."""
     with removed(model, drop, links_of(model, drop)):
-        return copy.deepcopy(model)
+        return copied(model)
 
 
 def verify_blocks(original: nn.Module, small: nn.Module, cuts: Cuts, inputs: Inputs, *, each: bool = True) -> Verified:
@@ -173,7 +173,7 @@ def verify_blocks(original: nn.Module, small: nn.Module, cuts: Cuts, inputs: Inp
 
 
 def _answers(original: nn.Module, middle: nn.Module, drop: Drop, inputs: Inputs, dtype: torch.dtype | None) -> tuple[Any, ...]:
-    twin = copy.deepcopy(original)
+    twin = copied(original)
     for path, places in drop.items():
         for place in places:
             list(twin.get_submodule(path).children())[place].register_forward_hook(_skip, with_kwargs=True)
@@ -194,7 +194,7 @@ def _answer(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Any:
         return value.to(dtype) if dtype and isinstance(value, Tensor) and value.is_floating_point() else value
 
     args, kwargs = tree_map(wide, inputs)
-    made = copy.deepcopy(model)
+    made = copied(model)
     return run(made if dtype is None else made.to(dtype), args, kwargs)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..graph import Atom, Trace, atoms, keep_mask
+from ..graph import Atom, Trace, atoms
 from ..graph.axes import Fam
 from ..graph.rules import lookup, pointwise
 from ..graph.tracer import Ref, Step
@@ -48,10 +48,11 @@ _PICKS = ("index", "select", "slice", "gather", "split", "chunk", "unbind", "nar
 class Ghosts:
     """Follows the removed units of `keep` through the trace; `losses` is what came of it."""
 
-    def __init__(self, trace: Trace, keep: Keep, silence: Silence, ignore: Iterable[Atom] = ()) -> None:
+    def __init__(self, trace: Trace, keep: Keep, silence: Silence, counted: Mapping[Atom, Iterable[str]]) -> None:
+        """`counted`: the kinds of operators that run over an atom and mix its units, so that none of them is constant after."""
         self.trace, self.silence = trace, silence
-        known = frozenset(ignore)  # atoms that have no answer, so that nobody has to follow them
-        self.keep = {a: m for a, m in keep.items() if a not in known and not bool(m.all())}
+        self.keep = {a: m for a, m in keep.items() if not bool(m.all())}
+        self.counted = {a: tuple(counted.get(a, ())) for a in self.keep}
         self.found: dict[int, Ghost] = {}
         self.losses: list[Loss] = []
         self.roots: dict[int, int] = {}  # views of one memory
@@ -90,11 +91,11 @@ class Ghosts:
         e = self.trace.axes[number][dim]
         if isinstance(e, Fam) or any(isinstance(p, Fam) for p in getattr(e, "parts", ())):
             return None
-        return (~keep_mask(e, {atom: self.keep[atom]})).nonzero()[:, 0]
+        return self.silence.gone(e, atom)
 
     def removed(self, value: Tensor, number: int, atom: Atom) -> list[tuple[int, Tensor]]:
-        """The entries of an atom's removed units, for each dim that carries them."""
-        found = []
+        """The entries of an atom's removed units, for each dim that carries them; once, along dims of stride 0."""
+        found, value = [], once(value)
         for d, e in enumerate(self.trace.axes[number]):
             if atom in atoms(e):
                 gone = self.gone(number, d, atom)
@@ -114,10 +115,30 @@ class Ghosts:
         made = None if rule is None else rule(self, i, step)
         if made is None:
             self.sum_away(i, step, inputs)
-            made = self.elementwise(step) if lookup(step.func) is pointwise else self.other(step, kind)
+            mixed = self.mixed(step, inputs)
+            lost = {**self.lost(inputs), **mixed}
+            if all(a in lost for n in step.outs for a in self.cut_atoms(n)):
+                made = [Ghost(bad={a: lost[a] for a in self.cut_atoms(n)}) for n in step.outs]
+            else:
+                made = self.elementwise(step) if lookup(step.func) is pointwise else self.other(step, kind)
+                for number, ghost in zip(step.outs, made) if mixed else ():
+                    ghost.zero -= mixed.keys()
+                    ghost.bad |= {a: mixed[a] for a in self.cut_atoms(number) if a in mixed}
         self.share(step, made[0] if made else None)
         for number, ghost in zip(step.outs, made):
             self.settle(step, number, ghost, inputs)
+
+    def mixed(self, step: Step, inputs: Sequence[int]) -> dict[Atom, str]:
+        """Atoms whose units this step makes depend on each other: a normalisation, a softmax over their axis."""
+        kind, found = step.name.partition("::")[2], dict.fromkeys(a for n in inputs for a in self.cut_atoms(n))
+        alone = set(atoms(self.trace.axes[inputs[0]][1])) if "batch_norm" in kind else ()
+        why = f"varies with the inputs, from {where(step)} on"
+        return {a: why for a in found if a not in alone and any(name in kind for name in self.counted[a])}
+
+    def lost(self, inputs: Sequence[int]) -> dict[Atom, str]:
+        """Atoms that vary in one of these tensors, and are silent in none."""
+        quiet = {a for n in inputs for a in self.ghost(n).zero}
+        return {a: why for n in inputs for a, why in self.ghost(n).bad.items() if a not in quiet}
 
     def settle(self, step: Step, number: int, ghost: Ghost, inputs: Sequence[int]) -> None:
         uneven = ghost.value is not None and any(
@@ -182,8 +203,11 @@ class Ghosts:
             return [Ghost(frozenset(self.cut_atoms(n))) for n in step.outs]
         bad = {a: why for n in bearers for a, why in self.ghost(n).bad.items()}
         known = {n: self.known(n) for n in inputs}
-        shape = [e.size for e in self.trace.axes[number]]
-        full = [any(t is not None and extent(t, d, len(shape)) > 1 for t in known.values()) for d in range(len(shape))]
+        axes = self.trace.axes[number]
+        full = [
+            any(a in self.keep for a in atoms(e)) or any(t is not None and extent(t, d, len(axes)) > 1 for t in known.values())
+            for d, e in enumerate(axes)
+        ]
         stand = {n: once(t) if t is not None else self.samples(n, full) for n, t in known.items()}
         try:
             out = first(call(step, stand))

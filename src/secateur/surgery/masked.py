@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from ..graph import Group, Trace, keep_mask
 from ..graph.slots import owned_tensors
+from .copies import copied, follow_leftovers_
 from .cut import Attribute, Cuts, Keep, apply_cuts_, cuts_of
 from .wiring import Silence, silenced
 
@@ -85,14 +85,10 @@ def bare(model: nn.Module, trace: Trace, keep: Keep, cuts: Cuts | None = None) -
         if name in cuts.tensors and tensor.is_leaf:
             kept = tensor.detach()
             memo[id(tensor)] = type(tensor)(kept, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else kept
-    try:
-        small = copy.deepcopy(model, memo)
-    except Exception as error:
-        raise RuntimeError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and a cut is made on a copy. "
-            "The model is as it was."
-        ) from error
-    return apply_cuts_(small, cuts)
+    small = copied(model, memo)
+    apply_cuts_(small, cuts)
+    follow_leftovers_(small, trace, keep)
+    return small
 
 
 def _folds(model: nn.Module, trace: Trace, keep: Keep) -> Folds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,7 @@ def first(out: Any) -> Tensor:
     return out[0] if isinstance(out, list | tuple) else out
 
 
+@functools.cache
 def aliases(func: Any) -> tuple[bool, bool]:
     """Whether the operator writes to what it is given (views in place do not), and whether its result shares its memory."""
     returns = getattr(getattr(func, "_schema", None), "returns", ())

@@ -82,11 +82,9 @@ def _weighted(g: Ghosts, step: Step, pair: tuple[int, int], inner: tuple[int, in
             if value.stride(other) and not same(value, other):
                 return f"what its removed units give depends on position, from {since or where(step)} on"
             value = value.narrow(other, 0, 1)
-    matrix = g.silence.value(pair[weight])
-    if matrix.dim() != 2:
+    if len(g.trace.axes[pair[weight]]) != 2:
         return f"its removed units give a constant to {where(step)}, which has no bias to take it"
-    columns = matrix.movedim(inner[weight], 1).index_select(1, at.to(matrix.device))
-    return columns.double().cpu() @ value.reshape(-1)
+    return wide(g.silence.part(pair[weight], {inner[weight]: at}).movedim(inner[weight], 1)) @ value.reshape(-1)
 
 
 def _result(
@@ -205,8 +203,8 @@ def _convolution(g: Ghosts, i: int, step: Step) -> list[Ghost] | None:
             continue
         gone = ~keep_mask(g.trace.axes[x][1], {atom: g.keep[atom]})
         lost = g.reason(atom, ghost) or _pixels(g, step, x, w, gone & ~earlier)
-        earlier |= gone
         if isinstance(lost, Tensor):
+            earlier |= gone
             total = lost if total is None else total + lost
         else:
             bad |= {a: "varies" for a in cut if a not in zero_rows and a not in bad}
@@ -229,9 +227,9 @@ def _convolution(g: Ghosts, i: int, step: Step) -> list[Ghost] | None:
 _FEW = 8
 
 
-def _taps(kernel: Tensor, at: Tensor, constants: Tensor) -> Tensor:
-    """What each tap of a kernel makes of the constants of some channels, for each channel that it gives."""
-    return wide(kernel.index_select(1, at.to(kernel.device)).movedim(1, -1)) @ constants
+def _taps(g: Ghosts, w: int, rows: Tensor, at: Tensor, constants: Tensor) -> Tensor:
+    """What each tap of a kernel makes of the constants of some channels, for some of the channels that it gives."""
+    return wide(g.silence.part(w, {0: rows, 1: at}).movedim(1, -1)) @ constants
 
 
 def _clipped(taps: Tensor, padding: Sequence[int], dilation: Sequence[int]) -> bool:
@@ -252,18 +250,20 @@ def _pixels(g: Ghosts, step: Step, x: int, w: int, gone: Tensor) -> Tensor | str
     flat = value[(slice(0, 1), slice(None), *(slice(0, 1) for _ in range(value.dim() - 2)))]
     if not bool(flat.flatten()[gone].any()):
         return torch.zeros(g.trace.axes[step.outs[0]][1].size, dtype=torch.float64)
-    kernel, groups, (stride, padding, dilation, turned, extra) = g.silence.value(w), step.args[8], step.args[3:8]
+    groups, (stride, padding, dilation, turned, extra) = step.args[8], step.args[3:8]
     if groups == 1 and not turned:  # every tap with its constants first: what is left is one small kernel for each channel
-        at = gone.nonzero()[:, 0]
+        at, rows = gone.nonzero()[:, 0], g.silence.loud(w, 0)
         constants = flat.flatten()[at]
-        if any(padding) and _clipped(_taps(kernel[:_FEW], at, constants), padding, dilation):  # it shows in the first channels
+        clips = any(padding)
+        if clips and _clipped(_taps(g, w, rows[:_FEW], at, constants), padding, dilation):  # it shows in the first channels
             return f"a constant meets the zero padding of {step.module or 'the model'}"
-        taps = _taps(kernel, at, constants)
-        if not any(padding):
+        taps = torch.zeros([e.size for d, e in enumerate(g.trace.axes[w]) if d != 1], dtype=torch.float64)
+        taps[rows] = _taps(g, w, rows, at, constants)
+        if not clips:
             return taps.flatten(1).sum(1)
-        kernel, given, groups = taps[:, None], torch.ones_like(taps[None, :, :1].flatten(2)[..., 0]), len(taps)
+        kernel, given, groups = taps[:, None], torch.ones(1, len(taps), dtype=torch.float64), len(taps)
     else:
-        kernel, given = wide(kernel), (flat.flatten() * gone)[None]
+        kernel, given = wide(g.silence.value(w)), (flat.flatten() * gone)[None]
     reach = [r * (k - 1) for k, r in zip(kernel.shape[2:], dilation if len(dilation) > 1 else dilation * (kernel.dim() - 2))]
     sizes = [min(2 * r + 3, e.size) if r else min(2, e.size) for r, e in zip(reach, g.trace.axes[x][2:])]
     given = given.reshape(1, -1, *[1] * len(sizes)).expand(-1, -1, *sizes)

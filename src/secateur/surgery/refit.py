@@ -27,34 +27,70 @@ from .cut import Cuts
 _ROWS = 1 << 22  # numbers in one block of input patches
 _EACH, _LEAST = 128, 64  # rows to look at, for each column of a weight and in each batch
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+Statistics = tuple[Tensor, Tensor]  # mean and variance of each channel
 
 
 # ---------------------------------------------------------------- BatchNorm
 
 
-def reestimate_(model: nn.Module, data: Iterable[Any]) -> int:
+def reestimate_(model: nn.Module, data: Iterable[Any], dense: nn.Module | None = None, cuts: Cuts | None = None) -> int:
     """Give every BatchNorm the mean and variance of its inputs over all of `data`; returns how many were done.
 
-    While it runs, each normalises by its batch, as in training, and everything else is in evaluation mode. Afterwards modes and
-    momenta are what they were. The variance is that of all values together: batches that differ in their means count.
+    With the `dense` model and the `cuts` that made this one of it, its statistics are the dense ones, moved by what moves on
+    `data` between the two: they came from far more data, augmented as in training, and what is peculiar to these few batches
+    is in both measurements and cancels (a control variate). A model that lost nothing stays as it is.
     """
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is not None]
+    batches, norms = checked(data), _norms(model)
+    found = _statistics(model, batches)
+    if dense is not None and found:
+        before, learned = _statistics(dense, batches), _norms(dense)
+        for name in found.keys() & before.keys():
+            kept = {} if cuts is None else cuts.tensors.get(f"{name}.running_mean".removeprefix("."), {})
+            units = torch.tensor(kept.get(0, range(learned[name].num_features)), device=learned[name].running_mean.device)
+            found[name] = _moved(learned[name], before[name], found[name], units)
+    for name, (mean, variance) in found.items():
+        norms[name].running_mean.copy_(mean)
+        norms[name].running_var.copy_(variance)
+    return len(found)
+
+
+def _moved(norm: Any, before: Statistics, now: Statistics, units: Tensor) -> Statistics:
+    """The learned statistics of the units that stay; of the variance, what the layer divides by moves in proportion."""
+    mean, variance = (t.double()[units] for t in (norm.running_mean, norm.running_var))
+    ratio = (now[1] + norm.eps) / (before[1][units] + norm.eps)
+    return mean + now[0] - before[0][units], ((variance + norm.eps) * ratio - norm.eps).clamp(min=0)
+
+
+def _norms(model: nn.Module) -> dict[str, Any]:
+    kind = nn.modules.batchnorm._BatchNorm
+    return {n: m for n, m in model.named_modules() if isinstance(m, kind) and m.running_mean is not None}
+
+
+def _statistics(model: nn.Module, batches: Sequence[Any]) -> dict[str, Statistics]:
+    """Mean and variance of all values that each BatchNorm gets: batches that differ in their means count.
+
+    While it runs, each normalises by its batch, as in training, and everything else is in evaluation mode. Afterwards modes and
+    momenta are what they were.
+    """
+    norms = _norms(model)
     modes = {m: m.training for m in model.modules()}
-    settings = {m: (m.momentum, m.num_batches_tracked) for m in norms}
-    seen: dict[nn.Module, tuple[float, Tensor, Tensor]] = {}
+    settings = {m: (m.momentum, m.num_batches_tracked) for m in norms.values()}
+    seen: dict[str, tuple[float, Tensor, Tensor]] = {}
 
-    def see(module: nn.Module, args: tuple[Any, ...]) -> None:
-        x = args[0].detach().movedim(1, 0).flatten(1).double()
-        seen[module] = pooled(seen.get(module), x)
+    def see(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            seen[name] = pooled(seen.get(name), args[0].detach().movedim(1, 0).flatten(1).double())
 
-    hooks = [m.register_forward_pre_hook(see) for m in norms]
+        return hook
+
+    hooks = [m.register_forward_pre_hook(see(name)) for name, m in norms.items()]
     try:
         model.eval()
-        for m in norms:
+        for m in norms.values():
             m.momentum, m.num_batches_tracked = 0.0, None  # the statistics stay as they are until all data was seen
             m.training = True
         with torch.no_grad():
-            for batch in checked(data) if norms else ():
+            for batch in batches if norms else ():
                 args, kwargs, _ = split_batch(batch)
                 model(*args, **kwargs)
     finally:
@@ -64,11 +100,7 @@ def reestimate_(model: nn.Module, data: Iterable[Any]) -> int:
             m.training = mode
         for m, (momentum, tracked) in settings.items():
             m.momentum, m.num_batches_tracked = momentum, tracked
-    for m in (m for m in norms if m in seen):
-        count, mean, squares = seen[m]
-        m.running_mean.copy_(mean)  # type: ignore[union-attr]
-        m.running_var.copy_(squares / max(count - 1, 1))  # type: ignore[union-attr]
-    return len(seen)
+    return {name: (mean, squares / max(count - 1, 1)) for name, (count, mean, squares) in seen.items()}
 
 
 def pooled(before: tuple[float, Tensor, Tensor] | None, x: Tensor) -> tuple[float, Tensor, Tensor]:

@@ -42,11 +42,12 @@ class Scale(NamedTuple):
 
 @dataclass(eq=False)
 class Edit:
-    """A change to the model for the sake of some atoms."""
+    """A change to the model for the sake of some atoms, right as long as their removed units are silent in step `over`."""
 
     atoms: set[Atom]
     scales: list[Scale] = field(default_factory=list)
     attributes: list[tuple[str, str, float]] = field(default_factory=list)
+    over: int | None = None
 
 
 # ---------------------------------------------------------------- RMSNorm
@@ -92,7 +93,7 @@ def _rms(flow: Silence, i: int, done: set[int]) -> Edit:
     done.add(i)
     cut = {a for e in axes for a in atoms(e) if a in flow.keep}
     scale = _scale_of(flow, scaled[0], math.sqrt(ratio))
-    return Edit(cut, [scale], [(*_eps_attribute(flow, steps[i].module, float(eps)), float(eps) * ratio)])
+    return Edit(cut, [scale], [(*_eps_attribute(flow, steps[i].module, float(eps)), float(eps) * ratio)], i)
 
 
 def _chain(flow: Silence, number: int, most: int) -> list[int]:

@@ -162,8 +162,9 @@ def _sizes(value: Any) -> Any:
 def outline(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[tuple[int, ...]], int]:
     """The shapes that the model answers with, and its FLOPs; nothing heavy is computed unless its way depends on values."""
     for outlined in (Outlined(), None):
-        with contextlib.suppress(ValueRead), plain_kernels(), Counting(outlined) as counter:
-            return answers(run(model, args, kwargs)), counter.total
+        counter = Counting(outlined)
+        with contextlib.suppress(ValueRead), plain_kernels():
+            return answers(run(model, args, kwargs, under=counter)), counter.total
     raise AssertionError("a run without outlines reads values as it likes")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from ..graph import Group, Trace, atoms, keep_mask, trace
 from ..graph.trace import main_outputs
+from .copies import copied
 from .cut import Cuts, check_fits
 from .masked import make, names_of, run, silence_
 from .wiring import units_along
@@ -76,7 +76,7 @@ def _compare(
     wide_args, wide_kwargs = _as(dtype, (args, dict(kwargs)))
 
     def answer(model: nn.Module, masked: Mapping[Any, Tensor] | None = None) -> Any:
-        made = copy.deepcopy(model)
+        made = copied(model)
         made = made if dtype is None else made.to(dtype)
         return run(made if masked is None else silence_(made, traced, masked), wide_args, wide_kwargs)
 

@@ -44,16 +44,17 @@ class Wiring:
                 for name in used:
                     self.readers.setdefault(name, []).append(step)
         self.known: dict[tuple[int, Atom], bool] = {}
+        self.parts: dict[tuple[str, str], set[Atom]] = {}
 
     def carries(self, number: int, atom: Atom) -> bool:
-        return any(a is atom for e in self.trace.axes[number] for a in atoms(e))
+        return atom in self.trace.atoms_of(number)
 
     def plays(self, name: str, atom: Atom, role: str) -> bool:
         """Whether a tensor of the model makes (or reads) these units."""
-        roles = self.trace.record.roles
-        return any(
-            role in roles.get((name, d), ()) and any(a is atom for a in atoms(e)) for d, e in enumerate(self.trace.dims[name])
-        )
+        if (name, role) not in self.parts:
+            roles, axes = self.trace.record.roles, self.trace.dims[name]
+            self.parts[name, role] = {a for d, e in enumerate(axes) if role in roles.get((name, d), ()) for a in atoms(e)}
+        return atom in self.parts[name, role]
 
     def feeds_itself(self, group: Group) -> bool:
         """Whether a tensor makes these units out of these units, more than once: a recurrent layer, a layer applied twice."""
@@ -68,10 +69,8 @@ class Wiring:
         for step in self.trace.steps:
             data = [n for n in tensors_in(step) if n not in self.roots] if any(p in step.name for p in _PRODUCTS) else []
             if len(data) > 1 and step.outs:
-                left, right = ({a for e in self.trace.axes[n] for a in atoms(e)} for n in data[-2:])
-                if "scaled_dot" in step.name:
-                    left, right = ({a for e in self.trace.axes[n] for a in atoms(e)} for n in data[:2])
-                found |= (left & right) - {a for e in self.trace.axes[step.outs[0]] for a in atoms(e)}
+                left, right = map(self.trace.atoms_of, data[:2] if "scaled_dot" in step.name else data[-2:])
+                found |= (left & right) - self.trace.atoms_of(step.outs[0])
         return frozenset(found)
 
     def _recurrent(self, name: str) -> bool:
@@ -124,11 +123,9 @@ class Wiring:
         return bearers or not data  # units that appear here are copies of what has none
 
 
-def tensors_in(step: Step) -> list[int]:
+def tensors_in(step: Step) -> tuple[int, ...]:
     """The numbers of the tensors that a step is given."""
-    values = (*step.args, *step.kwargs.values())
-    flat = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
-    return [item.number for item in flat if isinstance(item, Ref)]
+    return step.inputs
 
 
 def units_along(e: Expr, atom: Atom) -> list[Tensor]:
@@ -192,6 +189,7 @@ class Silence:
                 made_of = frozenset().union(*(self.origin.get(n, frozenset()) for n in tensors_in(step)))
                 self.origin |= {n: made_of for n in step.outs if n not in trace.names}
         self.known: dict[tuple[int, int, Atom], bool] = {}
+        self._gone: dict[tuple[Expr, Atom], Tensor] = {}
 
     @cached_property
     def readers(self) -> dict[int, list[int]]:
@@ -223,7 +221,7 @@ class Silence:
         if name is not None:
             tensor = self.tensors[name].detach()
             for d, atom in self.zeros.get(name, ()):
-                tensor = tensor.index_fill(d, self._gone(self.trace.dims[name][d], atom).to(tensor.device), 0)
+                tensor = tensor.index_fill(d, self.gone(self.trace.dims[name][d], atom).to(tensor.device), 0)
             return tensor
         if number not in self.makers:
             raise LookupError("a tensor that no module owns")
@@ -248,14 +246,45 @@ class Silence:
         name = self.trace.names.get(number)
         if name is not None and (dim, atom) in self.zeros.get(name, ()):
             return True
-        step = self.trace.steps[self.makers[number]] if number in self.makers else None
-        if step is not None and step.name in _TURNS:
-            source = tensors_in(step)[0]
-            rank = len(self.trace.axes[source])
-            where = step.func(torch.empty(*range(1, rank + 1), device="meta"), *step.args[1:]).shape
-            return self.zero(source, where[dim] - 1, atom)
-        gone = self._gone(self.trace.axes[number][dim], atom)
-        return not bool(self.value(number).index_select(dim, gone).any())
+        turned = self._turned(number)
+        if turned is not None:
+            return self.zero(turned[0], turned[1][dim], atom)
+        return not bool(self.part(number, {dim: self.gone(self.trace.axes[number][dim], atom)}).any())
 
-    def _gone(self, e: Expr, atom: Atom) -> Tensor:
-        return (~keep_mask(e, {atom: self.keep[atom]})).nonzero()[:, 0]
+    def _turned(self, number: int) -> tuple[int, list[int]] | None:
+        """The tensor that this one is with its dims in another order, and which of its dims each dim is."""
+        step = self.trace.steps[self.makers[number]] if number in self.makers else None
+        if step is None or step.name not in _TURNS:
+            return None
+        source = step.inputs[0]
+        sizes = range(1, len(self.trace.axes[source]) + 1)
+        return source, [size - 1 for size in step.func(torch.empty(*sizes, device="meta"), *step.args[1:]).shape]
+
+    def part(self, number: int, at: Mapping[int, Tensor]) -> Tensor:
+        """The entries `at[dim]` of the value, without making the rest of it."""
+        name, turned = self.trace.names.get(number), self._turned(number)
+        if turned is not None:
+            step = self.trace.steps[self.makers[number]]
+            return step.func(self.part(turned[0], {turned[1][d]: some for d, some in at.items()}), *step.args[1:])
+        part = self.value(number) if name is None else self.tensors[name].detach()
+        for d, some in at.items():
+            part = part.index_select(d, some.to(part.device))
+        for d, atom in self.zeros.get(name or "", ()):
+            gone = self.gone(self.trace.dims[name or ""][d], atom)
+            places = torch.isin(at[d], gone).nonzero()[:, 0] if d in at else gone
+            part = part.index_fill_(d, places.to(part.device), 0) if len(places) else part
+        return part
+
+    def loud(self, number: int, dim: int) -> Tensor:
+        """The indices of a dim that are not set to zero."""
+        name = self.trace.names.get(number, "")
+        stays = torch.ones(self.trace.axes[number][dim].size, dtype=torch.bool)
+        for _, atom in (place for place in self.zeros.get(name, ()) if place[0] == dim):
+            stays[self.gone(self.trace.dims[name][dim], atom)] = False
+        return stays.nonzero()[:, 0]
+
+    def gone(self, e: Expr, atom: Atom) -> Tensor:
+        """The indices that an atom's removed units have in an axis."""
+        if (e, atom) not in self._gone:
+            self._gone[e, atom] = (~keep_mask(e, {atom: self.keep[atom]})).nonzero()[:, 0]
+        return self._gone[e, atom]
