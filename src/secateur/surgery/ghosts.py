@@ -315,16 +315,13 @@ class Ghosts:
     def through(self, step: Step, kind: str) -> list[Tensor]:
         """The operator on values in full size, what varies as random numbers."""
         stand: dict[int, Tensor] = {}
-        few = any(k in kind for k in ("pool", "upsample", "pad", "batch_norm"))  # a sample of the batch is enough
+        few = any(k in kind for k in ("pool", "upsample", "pad"))  # a sample of the batch is enough
         for n in dict.fromkeys(tensors_in(step)):
             value = self.known(n)
             if value is None:
                 value = self.sample(n, [e.size for e in self.trace.axes[n]])
             value = torch.ops.aten.alias(value)
             stand[n] = value[:1] if few and value.dim() > 2 else value
-        if "batch_norm" in kind:
-            x = tensors_in(step)[0]
-            stand[x] = stand[x][(slice(None), slice(None), *(slice(0, 1) for _ in range(stand[x].dim() - 2)))]
         name = {"view": "reshape", "_unsafe_view": "reshape"}.get(kind)
         out = call(step, stand, None if name is None else getattr(torch.ops.aten, name).default)
         outs = [o for o in (out if isinstance(out, list | tuple) else [out]) if isinstance(o, Tensor)]

@@ -224,6 +224,29 @@ def _convolution(g: Ghosts, i: int, step: Step) -> list[Ghost] | None:
     return [Ghost(frozenset(zero), bad, value)]
 
 
+@_rule("native_batch_norm")
+def _batch_norm(g: Ghosts, i: int, step: Step) -> list[Ghost] | None:
+    """With the statistics it has learned: a scale and a shift for each channel."""
+    x, *own = (v.number if isinstance(v, Ref) else None for v in step.args[:5])
+    training, _, eps = step.args[5:8]
+    if x is None or training or own[2] is None or any(n is not None and not g.silence.made_of_weights(n) for n in own):
+        return None
+    weight, bias, mean, var = (None if n is None else wide(g.silence.value(n)) for n in own)
+    assert mean is not None
+    assert var is not None
+    scale = (1.0 if weight is None else weight) / (var + eps).sqrt()
+    shift = (0.0 if bias is None else bias) - mean * scale
+    ghost, sizes = g.ghost(x), [e.size for e in g.trace.axes[x]]
+    along = (1, -1, *[1] * (len(sizes) - 2))
+    given = torch.zeros([1] * len(sizes), dtype=torch.float64) if ghost.value is None else once(ghost.value)
+    out = given * scale.reshape(along) + shift.reshape(along)
+    cut = g.cut_atoms(step.outs[0])
+    bad = {a: ghost.bad[a] for a in cut if a in ghost.bad}
+    zero = [a for a in cut if a not in bad and not any(bool(t.any()) for _, t in g.removed(out, x, a))]
+    rest = [Ghost(bad=dict.fromkeys(g.cut_atoms(n), "varies")) for n in step.outs[1:]]
+    return [Ghost(frozenset(zero), bad, out.expand(sizes)), *rest]
+
+
 _FEW = 8
 
 
