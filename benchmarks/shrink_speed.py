@@ -217,12 +217,17 @@ def growth(rounds: int = 3) -> None:
     show("Growth: time over layers, then over weights (1 is linear)", ("Llama", "parameters", "time", "over the first"), rows)
 
 
-def latency(device: str, batch: int) -> None:
+def latency(device: str, batch: int, precision: str, depth: float | None) -> None:
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    budget: dict[str, Any] = {"flops": 0.5, "multiple_of": 8} if depth is None else {"depth": depth}
     rows = []
     for name in ("ResNet-50", "ViT-B/16"):
         build, _ = MODELS[name]
         model, x = build().eval().to(device), image(batch).to(device)
-        small, plan = shrink(model, x, sc.magnitude, flops=0.5, multiple_of=8)
+        small, plan = shrink(model, x, sc.magnitude, **budget)
+        if precision == "bfloat16":
+            model, small = (each.bfloat16().to(memory_format=torch.channels_last) for each in (model, small))  # type: ignore[call-overload]
+            x = x.bfloat16().to(memory_format=torch.channels_last)
         wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 
         def forward(m: nn.Module) -> Callable[[], None]:
@@ -246,7 +251,8 @@ def latency(device: str, batch: int) -> None:
             ]
         )
     header = ("model", "batch", "FLOPs left", "dense", "cut", "faster", "at least 1.7x")
-    show(f"Eager inference at flops=0.5, multiple_of=8, on {device}", header, rows)
+    asked = ", ".join(f"{name}={value}" for name, value in budget.items())
+    show(f"Eager inference at {asked}, in {precision}, on {device}", header, rows)
 
 
 def main() -> None:
@@ -254,6 +260,8 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["cost", "memory", "growth", "latency"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--precision", choices=("tf32", "float32", "bfloat16"), default="tf32", help="of convolutions on a GPU")
+    parser.add_argument("--depth", type=float, help="latency: cut whole blocks, to this share of them, instead of channels")
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.manual_seed(0)
@@ -262,7 +270,8 @@ def main() -> None:
         peak(given.peak)
         return
     print(machine())
-    parts = {"cost": cost, "memory": memory, "growth": growth, "latency": lambda: latency(given.device, given.batch)}
+    timed = given.device, given.batch, given.precision, given.depth
+    parts = {"cost": cost, "memory": memory, "growth": growth, "latency": lambda: latency(*timed)}
     for part in given.parts:
         if part not in parts:
             sys.exit(f"{part!r} is none of {', '.join(parts)}")

@@ -11,6 +11,7 @@ from torch import nn
 
 import secateur as sc
 from secateur.activations import Gates, gate_
+from secateur.drop_in.ao_pruning import WeightNormSparsifier
 from secateur.methods.allocate import blocks_of
 from secateur.methods.gates import Gate
 from secateur.patterns import Pattern
@@ -785,6 +786,66 @@ def test_the_error_of_an_output_in_an_object_is_measured():
     gates.remove()
     levels = [gate.sparsity for gate in sc.gate_(model, sparsity=0.5, data=data, spread="greedy").gates.values()]
     assert min(levels) > 0, "greedy looked at the output"
+
+
+def test_a_cache_beside_the_logits_is_no_part_of_the_error():
+    model, ids = Decoder(), torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        dense = model(ids)["logits"]
+        gates = gate_(model, at="layers.*.k_proj", sparsity=0.9, method="topk")
+        distance = (model(ids)["logits"] - dense).norm() / dense.norm()
+    assert gates.measured(ids).error == pytest.approx(float(distance), rel=1e-4)
+
+
+def test_a_weight_that_is_computed_is_gated_and_counted_as_the_plain_one():
+    plain = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
+    model, batches = copy.deepcopy(plain), [torch.randn(5, 8)]
+    torch.nn.utils.parametrizations.spectral_norm(model[0])
+    masked = WeightNormSparsifier(0.0)
+    masked.prepare(model, [{"tensor_fqn": "2.weight"}])
+    before = copy.deepcopy(model.state_dict())
+    gates = gate_(model, data=batches)
+    assert {name: gate.weights for name, gate in gates.gates.items()} == {"0": 48, "2": 24}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    masked.squash_mask()  # gives the layer its class back; the hook stays
+    gates.remove()
+    assert not model[2]._forward_pre_hooks
+
+
+def test_gates_that_another_tool_hung_up_without_keywords_are_measured_too():
+    model, batches = nn.Sequential(nn.Linear(8, 6)), [torch.randn(5, 8)]
+    gates = gate_(model, data=batches)
+    expected = gates.measured(batches)
+    (hook,) = model[0]._forward_pre_hooks.values()
+    gates.remove()
+    model[0].register_forward_pre_hook(hook)
+    assert gates.measured(batches) == expected
+
+
+def test_gates_are_removed_though_layers_have_left_the_model_or_moved_in_it():
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4), nn.Linear(4, 2))
+    gates = gate_(model, method="topk")
+    del model[1]  # what was called 2 is called 1 now
+    gates.remove()
+    assert not any(layer._forward_pre_hooks for layer in model)
+
+
+def test_a_compressed_layer_is_gated_as_the_dense_one_was():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval(), torch.randn(3, 64)
+    sc.prune_(model, sparsity=0.95)
+    gates = gate_(model, at="*", method="topk")
+    expected = str(gates).splitlines()[:-1]
+    sc.compress_(model, x, objective="size")
+    gates.remove()
+    assert not isinstance(model[0], nn.Linear)
+    again = gate_(model, at="*", method="topk")
+    assert str(again).splitlines() == [*expected, "these layers hold 8,192 weights"]
+
+
+def test_a_glob_that_is_near_to_nothing_says_what_there_is():
+    with pytest.raises(ValueError, match=r"layers\.\*\.mlp\.up_proj") as raised:
+        gate_(Decoder(), at="*.w?", method="topk")
+    assert str(raised.value).count("mlp.up_proj") == 1
 
 
 def test_an_output_without_a_float_tensor_has_no_error_to_measure():

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -20,13 +22,14 @@ from torch import Tensor, nn
 from ._axes import features_axis
 from ._tree import nearest
 from .methods.allocate import allocate, blocks_of, squares
-from .methods.gates import METHODS, Gate, Inputs, Seen, first_input
+from .methods.gates import METHODS, Gate, Seen, first_input
 from .plan import text_table
 from .stats import as_it_was, check_evidence, split_batch
 from .targets import Globs, globs_of
 
 SPREADS = ("uniform", "greedy")
 _NO_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.Bilinear, nn.LayerNorm, nn.RMSNorm)  # weights that meet no vector of features
+_SHOWN = 12  # names in an error
 _REPLAYED = 8  # the first batches of the data are run again and again by spread="greedy"
 
 
@@ -50,10 +53,11 @@ def gate_(
     `data` is an iterable of batches, as for `prune_`.
     """
     _check(model, sparsity, method, spread, data)
-    gates = {
-        name: Gate(name, method, float(sparsity), features_axis(module), _features(module), _weights(module))
-        for name, module in _layers(model, globs_of("at", at)).items()
-    }
+    with torch.no_grad(), as_it_was(model):  # a weight that is computed, as under spectral_norm, may change when it is read
+        gates = {
+            name: Gate(name, method, float(sparsity), features_axis(module), _features(module), _weights(module))
+            for name, module in _layers(model, globs_of("at", at)).items()
+        }
     made = gates
     if data is not None and (method != "topk" or spread == "greedy"):
         made = _calibrated(model, gates, data, float(sparsity), spread, named=bool(at))
@@ -106,10 +110,10 @@ class Gates:
         return {name: {k: v for k, v in asdict(gate).items() if k != "name"} for name, gate in self.gates.items()}
 
     def remove(self) -> None:
-        """Take the gates away. The model is then what it was."""
-        for name, gate in self.gates.items():
-            module = self.model.get_submodule(name)
-            for key in [key for key, hook in module._forward_pre_hooks.items() if hook is gate]:
+        """Take the gates away, wherever in the model their layers are by now. It is then what it was."""
+        own = set(map(id, self.gates.values()))
+        for module in self.model.modules():
+            for key in [key for key, hook in module._forward_pre_hooks.items() if id(hook) in own]:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -155,6 +159,8 @@ class Gates:
         rows = [*map(row, gates), ("in all, by weights", "", "", "", f"{asked:.2%}", calibrated)]
         gated, every = sum(gate.weights for gate in gates), sum(p.numel() for p in self.model.parameters() if p.ndim > 1)
         share = f"these layers hold {gated:,} of the {every:,} weights in the model's matrices ({gated / max(every, 1):.1%})"
+        if gated > every:  # compressed layers keep theirs in other forms
+            share = f"these layers hold {gated:,} weights"
         left = [f"left alone: {name}, which {why}" for name, why in self.skipped.items()]
         return "\n".join([*text_table(header, rows), share, *left])
 
@@ -202,15 +208,17 @@ class Probe:
     away: float = 0.0
     size: float = 0.0
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        gated, named = self.gate(module, args, kwargs)
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        inputs = self.gate(module, args, kwargs)
+        gated, named = (inputs, {}) if kwargs is None else inputs
+        kwargs = kwargs or {}
         x, y = first_input(self.gate.name, args, kwargs), first_input(self.gate.name, gated, named)
         self.elements += x.numel()
         self.before += x.numel() - int(x.count_nonzero())
         self.zeros += y.numel() - int(y.count_nonzero())
         away, size = squares(module.forward(*gated, **named), module.forward(*args, **kwargs))
         self.away, self.size = self.away + away, self.size + size
-        return gated, named
+        return inputs
 
     def reached(self) -> Reached:
         share = math.nan if not self.elements else 1 / self.elements
@@ -265,7 +273,7 @@ def _layers(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
         hits = {first[id(m)]: m for name, m in (named if plain else matrices) if name and fnmatchcase(name, glob)}
         if not hits:
             what = "module" if plain else "layer with a weight"
-            raise ValueError(f"at={glob!r} matches no {what} of the model.{nearest(glob, (name for name, _ in matrices))}")
+            raise ValueError(f"at={glob!r} matches no {what} of the model.{_hint(glob, [name for name, _ in matrices])}")
         found |= hits
     if not found:
         raise ValueError(f"{type(model).__name__} has no layer with a weight matrix or kernel, so there is nothing to gate")
@@ -274,14 +282,25 @@ def _layers(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
     return found
 
 
+def _hint(glob: str, names: Sequence[str]) -> str:
+    """The nearest names, or else globs that find what there is: names with a star for the number of a block."""
+    known = list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names))
+    some = ", ".join(map(repr, known[:_SHOWN])) + (", ..." if len(known) > _SHOWN else "")
+    return nearest(glob, names) or (some and f" Layers with a weight are {some}.")
+
+
 def _has_matrix(module: nn.Module) -> bool:
     """Whether a module multiplies its input by a weight of its own (a table that is looked up does not)."""
-    own = [p for p in module.parameters(recurse=False) if p.ndim > 1]
-    return bool(own) and isinstance(getattr(module, "weight", None), Tensor) and not isinstance(module, _NO_PRODUCTS)
+    held = (module.parameters(recurse=False), module.buffers(recurse=False), getattr(module, "parametrizations", ()))
+    if isinstance(module, _NO_PRODUCTS) or not any(True for _ in chain(*held)):  # a wrapper may show the weight of its child
+        return False
+    return isinstance(weight := getattr(module, "weight", None), Tensor) and weight.ndim > 1
 
 
 def _weights(module: nn.Module) -> int:
-    """How many weights the input of a layer meets."""
+    """How many weights the input of a layer meets; a mask beside a weight is none."""
+    if isinstance(weight := getattr(module, "weight", None), Tensor) and weight.ndim > 1:
+        return weight.numel()
     tensors = [*module.parameters(), *module.buffers()]
     return sum(tensor.numel() for tensor in tensors if tensor.ndim > 1) or 1
 
@@ -303,7 +322,7 @@ def _no_gate_yet(name: str, module: nn.Module) -> None:
         raise ValueError(f"{name!r} has a gate already; call remove() on its gates first (sc.Gates.of(model).remove())")
 
 
-def _open(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _open(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
     """A gate that lets everything through."""
 
 

@@ -44,3 +44,16 @@ def test_data_too(theirs, ours):
     sparsifier.step()
     plan = eval(ours, {"sc": sc, "tensor": tensor})
     assert torch.equal(plan.masks["table"], sparsifier.get_mask("table").bool())
+
+
+@pytest.mark.parametrize(("block", "zeros"), [((1, 4), None), ((4, 4), None), ((1, 4), 2), ((2, 8), 5)], ids=str)
+def test_where_blocks_do_not_divide_the_shape_the_same_share_gives_the_same_mask(block, zeros):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(37, 29))
+    sparsifier = WeightNormSparsifier(0.3, block, zeros)
+    sparsifier.prepare(twin := copy.deepcopy(model), None)
+    sparsifier.step()
+    pattern = "x".join(map(str, block)) + (f"-{zeros}" if zeros else "")
+    share = float((twin[0].weight == 0).double().mean())
+    plan = sc.prune_(model, sc.magnitude**2, pattern=pattern, sparsity=share)
+    assert torch.equal(plan.masks["0.weight"], sparsifier.state["0.weight"]["mask"].bool())

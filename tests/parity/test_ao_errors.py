@@ -153,6 +153,27 @@ def test_nan_is_an_error_that_names_the_tensor_and_leaves_the_mask(settings):
     assert model[0].parametrizations.weight[0].mask.all()
 
 
+@pytest.mark.parametrize(
+    ("make", "wrong", "error"),
+    [
+        (ours.WeightNormSparsifier, {"sparsity_level": math.nan}, ValueError),
+        (ours.WeightNormSparsifier, {"sparsity_level": None}, TypeError),
+        (ours.WeightNormSparsifier, {"sparse_block_shape": (1.5, 4)}, TypeError),
+        (ours.WeightNormSparsifier, {"zeros_per_block": 1.5}, TypeError),
+        (ours.NearlyDiagonalSparsifier, {"nearliness": 2}, ValueError),
+        (ours.NearlyDiagonalSparsifier, {"nearliness": 99}, ValueError),
+        (ours.NearlyDiagonalSparsifier, {"nearliness": None}, TypeError),
+    ],
+    ids=str,
+)
+def test_a_wrong_setting_of_the_last_tensor_is_found_before_the_first_mask_is_changed(make, wrong, error):
+    model, sparsifier = net(), make()
+    sparsifier.prepare(model, [{"tensor_fqn": "0.weight"}, {"tensor_fqn": "2.weight", **wrong}])
+    with pytest.raises(error, match=r"2\.weight"):
+        sparsifier.step()
+    assert bool((sparsifier.state["0.weight"]["mask"] == 1).all())
+
+
 @pytest.mark.parametrize("shape", [(4, 4, 1), (8,)], ids=str)
 def test_only_a_matrix_has_a_diagonal(shape):
     for library in (ours, theirs):

@@ -29,6 +29,15 @@ def looks(sparsifier: Any) -> Any:
     return held, masks, {name: dict(config) for name, config in sparsifier.data_groups.items()}
 
 
+def test_a_level_that_is_no_number_is_found_before_the_first_mask_is_changed():
+    sparsifier = made()
+    sparsifier.data_groups["other"]["sparsity_level"] = float("nan")
+    before = looks(sparsifier)[:2]
+    with pytest.raises(ValueError, match="'other'"):
+        sparsifier.step()
+    assert looks(sparsifier)[:2] == before
+
+
 @LIBRARIES
 @pytest.mark.parametrize("data", [nn.Linear(2, 2), [1.0], None, 3], ids=lambda one: type(one).__name__)
 def test_data_of_another_kind(library, data):

@@ -27,14 +27,17 @@ from .arrays import (
     view,
     workspace,
 )  # fmt: skip
-from .blocks import fold, fold_magnitudes, runs, spread_, unite_
+from .blocks import WIDEST_BLOCK, fold, fold_magnitudes, runs, spread_, unite_
 from .groups import keep_groups, keep_rows
 
 __all__ = [
-    "PART", "Magnitudes", "NaNFound", "compilable", "compile_now", "count_equal", "drop_ties", "fold", "fold_magnitudes",
-    "has_nan", "in_threads", "infinity_bits", "keep_above", "keep_groups", "keep_magnitudes", "keep_rows", "kth", "magnitude",
-    "magnitude_bits", "ordered", "runs", "slab_elements", "spread_", "tally", "unite_", "zero_",
+    "LARGEST_STEP", "PART", "WIDEST_BLOCK", "Magnitudes", "NaNFound", "compilable", "compile_now", "count_equal", "drop_ties",
+    "fold", "fold_magnitudes", "has_nan", "in_threads", "infinity_bits", "keep_above", "keep_groups", "keep_magnitudes",
+    "keep_rows", "kth", "magnitude", "magnitude_bits", "ordered", "readable_by_triton", "runs", "slab_elements", "spread_",
+    "tally", "unite_", "zero_",
 ]  # fmt: skip
+
+LARGEST_STEP = 1 << 28  # elements of a mask that the kernels of a step can write
 
 
 def slab_elements(device: torch.device) -> int:

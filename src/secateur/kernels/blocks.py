@@ -24,6 +24,7 @@ from .arrays import (
     worth_compiling,
 )
 
+WIDEST_BLOCK = 1 << 14  # of which a GPU adds up a row in one go
 _FOLD_SLAB = 1 << 17
 
 
@@ -167,7 +168,7 @@ def fold_magnitudes(weight: Tensor, under: Tensor | None, power: float, height: 
     if power in (1, 2) and compilable(weight, under):
         _fold_compiled(weight, under, power == 2, height, width, means.numpy())
         return True
-    if power not in (1, 2) or width > 1 << 14 or not readable_by_triton([weight] if under is None else [weight, under]):
+    if power not in (1, 2) or width > WIDEST_BLOCK or not readable_by_triton([weight] if under is None else [weight, under]):
         return False
     from . import cuda
 

@@ -2,11 +2,16 @@
 """Triton kernels for the mask of one tensor on a GPU: the threshold digit by digit, without ever waiting for the host.
 
 Magnitudes compare as the integers that their bits are. Each pass counts the next digit of those that share the digits found so
-far; every program works these out for itself from the counts of the passes before. The last counts are kept block by block, so
-that ties go in order.
+far. The last counts are kept block by block, so that ties go in order. What the kernels tell each other lies in arrays of
+int32. `job`, zero at the start: how many keys are zero, in SLOTS parts; at DIFFERS whether a mask of what is not zero would
+differ from the old one; at _STATES the digits found and the rank left for each level, at _COUNTS the counts of each level.
+`drop`: how many go. `status`: 1 + the place of the first tensor with NaN, counted from the end; and whether some threshold is
+not known yet.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,31 +20,63 @@ from torch import Tensor
 
 from .arrays import NaNFound, infinity_bits
 
+_BITS = tl.constexpr(8)  # of a digit; the first one has seven
 _BINS = tl.constexpr(256)
-_LAST = tl.constexpr(128)  # the last digit has seven bits, all others eight
+SLOTS = tl.constexpr(32)
+DIFFERS = tl.constexpr(32)
+_STATES = tl.constexpr(34)
+_COUNTS = tl.constexpr(64)
 _TILE = 2048
 
 
 @triton.jit
-def _key(x, under, at, inside, UNDER: tl.constexpr):
-    """The bits of |x|, or of |x * under| in x's own precision."""
-    v = tl.load(x + at, mask=inside, other=0.0)
-    if UNDER:
-        v = v * tl.load(under + at, mask=inside, other=0.0)
-    if v.dtype == tl.float32:
-        key = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    else:
-        key = v.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
-    return key
+def bits_of(v):
+    return v.to(tl.int32, bitcast=True) if v.dtype == tl.float32 else v.to(tl.int16, bitcast=True)
 
 
 @triton.jit
-def _walk(counts, rank, LEVELS: tl.constexpr):
-    """The leading digits of the key with this rank, and its rank among the keys that share them."""
+def key_of(v):
+    """The bits of |v|."""
+    return bits_of(v).to(tl.int32) & (0x7FFFFFFF if v.dtype == tl.float32 else 0x7FFF)
+
+
+@triton.jit
+def read(x, under, at, inside, UNDER: tl.constexpr):
+    """The key of x, or of x * under in x's own precision; and under."""
+    v = tl.load(x + at, mask=inside, other=0.0)
+    u = v
+    if UNDER:
+        u = tl.load(under + at, mask=inside, other=0.0)
+        v = v * u
+    return key_of(v), u
+
+
+@triton.jit
+def place(block, turn, n, TILE: tl.constexpr, TURNS: tl.constexpr, EVEN: tl.constexpr):
+    """The elements of a turn, and which of them are there: all, if EVEN."""
+    at = (block * TURNS + turn) * TILE + tl.arange(0, TILE)
+    inside = at < n
+    if EVEN:
+        inside = tl.full([TILE], True, tl.int1)
+    return at, inside
+
+
+@triton.jit
+def solved(job, drop):
+    """Whether just those go whose key is zero: so it is when a mask is to stay as it is."""
+    return tl.sum(tl.load(job + tl.arange(0, SLOTS))) == tl.load(drop)
+
+
+@triton.jit
+def _walk(job, drop, LEVEL: tl.constexpr):
+    """The first LEVEL digits of the threshold, and its rank among the keys that share them."""
     prefix = 0
-    bins = tl.arange(0, _BINS)
-    for level in tl.static_range(LEVELS):
-        here = tl.load(counts + level * _BINS + bins)
+    rank = tl.load(drop)
+    if LEVEL > 1:
+        prefix = tl.load(job + _STATES + 2 * LEVEL - 2)
+        rank = tl.load(job + _STATES + 2 * LEVEL - 1)
+    if LEVEL > 0:
+        here = tl.load(job + _COUNTS + (LEVEL - 1) * _BINS + tl.arange(0, _BINS))
         below = tl.cumsum(here, 0) < rank
         prefix = prefix * _BINS + tl.sum(below.to(tl.int32))
         rank -= tl.sum(tl.where(below, here, 0))
@@ -47,66 +84,114 @@ def _walk(counts, rank, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _count_kernel(
-    x, under, counts, blocks, drop, n,
-    UNDER: tl.constexpr, LEVEL: tl.constexpr, LEVELS: tl.constexpr, INFINITY: tl.constexpr, TILE: tl.constexpr,
-    TURNS: tl.constexpr,
+def _level_kernel(
+    x, under, job, drop, blocks, status, code, n,
+    UNDER: tl.constexpr, INFINITY: tl.constexpr, LEVEL: tl.constexpr, LEVELS: tl.constexpr, EVEN: tl.constexpr,
+    TILE: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """How many keys have each next digit, of those that share the digits found so far."""
-    block = tl.program_id(0).to(tl.int64)
-    bins = tl.arange(0, _BINS)
-    SHIFT: tl.constexpr = 0 if LEVEL == LEVELS - 1 else 7 + 8 * (LEVELS - 2 - LEVEL)
-    ABOVE: tl.constexpr = 7 + 8 * (LEVELS - 1 - LEVEL)
-    DIGIT: tl.constexpr = 127 if LEVEL == LEVELS - 1 else 255
-    prefix, _ = _walk(counts, drop, LEVEL)
-    found = tl.zeros([_BINS], tl.int32)
-    highest = 0
-    for turn in range(TURNS):
-        at = (block * TURNS + turn) * TILE + tl.arange(0, TILE)
-        inside = at < n
-        key = _key(x, under, at, inside, UNDER)
-        if LEVEL == 0:
-            highest = tl.maximum(highest, tl.max(key, 0))
-        else:
-            inside = inside & ((key >> ABOVE) == prefix)
-        found += tl.histogram((key >> SHIFT) & DIGIT, _BINS, mask=inside)
-    tl.atomic_add(counts + LEVEL * _BINS + bins, found, mask=found > 0, sem="relaxed")
-    if LEVEL == 0 and highest > INFINITY:
-        tl.atomic_max(counts + LEVELS * _BINS, 1)
-    if LEVEL == LEVELS - 1:
-        tl.store(blocks + bins * tl.num_programs(0) + block, found, mask=bins < _LAST)
+    if not solved(job, drop):
+        block, bins = tl.program_id(0), tl.arange(0, _BINS)
+        SHIFT: tl.constexpr = _BITS * (LEVELS - 1 - LEVEL)
+        prefix, rank = _walk(job, drop, LEVEL)
+        if LEVEL > 0 and block == 0:
+            tl.store(job + _STATES + 2 * LEVEL, prefix)
+            tl.store(job + _STATES + 2 * LEVEL + 1, rank)
+        found = tl.zeros([_BINS], tl.int32)
+        highest = 0
+        for turn in range(TURNS):
+            at, inside = place(block, turn, n, TILE, TURNS, EVEN)
+            key = read(x, under, at, inside, UNDER)[0]
+            if LEVEL == 0:
+                highest = tl.maximum(highest, tl.max(key, 0))
+            else:
+                inside = inside & ((key >> (SHIFT + _BITS)) == prefix)
+            if LEVEL < 2:  # noqa: SIM114 - Triton would look for the largest in any case
+                found += tl.histogram((key >> SHIFT) & (_BINS - 1), _BINS, mask=inside)
+            elif tl.max(inside.to(tl.int32)) > 0:  # few share so many digits
+                found += tl.histogram((key >> SHIFT) & (_BINS - 1), _BINS, mask=inside)
+        tl.atomic_add(job + _COUNTS + LEVEL * _BINS + bins, found, mask=found > 0, sem="relaxed")
+        if LEVEL == 0 and highest > INFINITY:
+            tl.atomic_max(status, code)
+        if LEVEL == LEVELS - 1:
+            tl.store(blocks + bins * tl.num_programs(0) + block, found)
 
 
 @triton.jit
-def _mask_kernel(
-    x, under, kept, counts, blocks, drop, n,
-    UNDER: tl.constexpr, LEVELS: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, TURNS: tl.constexpr,
+def _choose_kernel(
+    x, under, out, job, drop, blocks, status, code, n,
+    UNDER: tl.constexpr, IN_PLACE: tl.constexpr, ONE: tl.constexpr, LEVELS: tl.constexpr, BLOCKS: tl.constexpr,
+    EVEN: tl.constexpr, TILE: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """What is above the threshold is kept, and of what equals it all but the first."""
-    kept = kept.to(tl.pointer_type(tl.int8), bitcast=True)
-    block = tl.program_id(0).to(tl.int64)
-    digits, _ = _walk(counts, drop, LEVELS - 1)
-    whole, goes = _walk(counts, drop, LEVELS)
-    digit = whole - digits * _BINS
-    threshold = digits * _LAST + digit
-    number = tl.num_programs(0)
-    every = tl.arange(0, BLOCKS)
-    left = goes - tl.sum(tl.load(blocks + digit * number + every, mask=every < block, other=0))
-    for turn in range(TURNS):
-        at = (block * TURNS + turn) * TILE + tl.arange(0, TILE)
-        inside = at < n
-        key = _key(x, under, at, inside, UNDER)
-        equal = (key == threshold) & inside
-        if left <= 0:
-            keep = key >= threshold
-        elif left >= TILE:
-            keep = key > threshold
-            left -= tl.sum(equal.to(tl.int32))
-        else:
-            order = tl.cumsum(equal.to(tl.int32), 0)
-            keep = (key > threshold) | (equal & (order > left))
-            left -= tl.sum(equal.to(tl.int32))
-        tl.store(kept + at, keep.to(tl.int8), mask=inside)
+    """What is above the threshold is kept, and of what equals it all but the first.
+
+    IN_PLACE: `under` becomes ONE and zero, in its own bits; what would not change is not written.
+    """
+    if (not solved(job, drop)) & (tl.load(status) < code):
+        block, programs, every = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCKS)
+        threshold, left = _walk(job, drop, LEVELS)
+        left -= tl.sum(tl.load(blocks + (threshold & (_BINS - 1)) * programs + every, mask=every < block, other=0))
+        for turn in range(TURNS):
+            at, inside = place(block, turn, n, TILE, TURNS, EVEN)
+            key, u = read(x, under, at, inside, UNDER)
+            equal = ((key == threshold) & inside).to(tl.int32)
+            if left <= 0:
+                keep = key >= threshold
+            elif left >= TILE:
+                keep = key > threshold
+                left -= tl.sum(equal)
+            else:
+                keep = (key > threshold) | ((equal > 0) & (tl.cumsum(equal, 0) > left))
+                left -= tl.sum(equal)
+            if IN_PLACE:
+                new, old = tl.where(keep, ONE, 0).to(out.dtype.element_ty), bits_of(u)
+                if tl.max(((new != old) & inside).to(tl.int32)) > 0:
+                    tl.store(out + at, new, mask=inside)
+            else:
+                tl.store(out + at, keep.to(tl.int8), mask=inside)
+
+
+class Ranking(NamedTuple):
+    """How the kernels share `n` keys among them."""
+
+    n: int
+    turns: int
+    programs: int
+    levels: int
+    infinity: int
+
+    @staticmethod
+    def of(n: int, dtype: torch.dtype) -> Ranking:
+        turns = 1
+        while turns < 128 and n > _TILE * turns * 1024:
+            turns *= 2
+        half = dtype != torch.float32
+        return Ranking(n, turns, triton.cdiv(n, _TILE * turns), 2 if half else 4, infinity_bits(dtype) if half else 0x7F800000)
+
+    @property
+    def job(self) -> int:
+        """Length of the array `job`."""
+        return 64 + self.levels * 256
+
+    @property
+    def blocks(self) -> int:
+        return 256 * self.programs
+
+    @property
+    def even(self) -> bool:
+        return self.n % (_TILE * self.turns) == 0
+
+    def digits(self, x: Tensor, under: Tensor | None, *told: Any) -> None:
+        """`told` is here and below: job, drop, blocks, status, and the tensor's number in status."""
+        for level in range(self.levels):
+            sizes = (under is not None, self.infinity, level, self.levels, self.even, _TILE, self.turns)
+            _level_kernel[(self.programs,)](x, x if under is None else under, *told, self.n, *sizes, num_warps=4)
+
+    def choose(self, x: Tensor, under: Tensor | None, out: Tensor, *told: Any, one: int = 0) -> None:
+        """Into `out`, whose elements are of int8; or, where a `one` is given, as its bits into `under`."""
+        there = (under is not None, one != 0, one, self.levels, triton.next_power_of_2(self.programs))
+        sizes = (self.even, _TILE, self.turns)
+        _choose_kernel[(self.programs,)](x, x if under is None else under, out, *told, self.n, *there, *sizes, num_warps=4)
 
 
 def keep_largest(weight: Tensor, under: Tensor | None, drop: int) -> Tensor:
@@ -114,20 +199,13 @@ def keep_largest(weight: Tensor, under: Tensor | None, drop: int) -> Tensor:
 
     `drop` is at least 1 and less than all.
     """
-    n, half = weight.numel(), weight.element_size() == 2
-    turns = 8 if n >= 1 << 22 else 2 if n >= 1 << 19 else 1
-    programs = triton.cdiv(n, _TILE * turns)
-    levels, infinity = (2, infinity_bits(weight.dtype)) if half else (4, 0x7F800000)
-    counts = torch.zeros(levels * 256 + 1, dtype=torch.int32, device=weight.device)
-    blocks = torch.empty(128 * programs, dtype=torch.int32, device=weight.device)
-    kept = torch.empty(weight.shape, dtype=torch.bool, device=weight.device)
-    factor, has = (weight, False) if under is None else (under, True)
-    for level in range(levels):
-        _count_kernel[(programs,)](
-            weight, factor, counts, blocks, drop, n, has, level, levels, infinity, _TILE, turns, num_warps=4
-        )
-    wide = triton.next_power_of_2(programs)
-    _mask_kernel[(programs,)](weight, factor, kept, counts, blocks, drop, n, has, levels, wide, _TILE, turns, num_warps=4)
-    if counts[-1].item():
+    ranking, device = Ranking.of(weight.numel(), weight.dtype), weight.device
+    job = torch.zeros(ranking.job + 2, dtype=torch.int32, device=device)
+    goes, status = torch.full((1,), drop, dtype=torch.int32, device=device), job[ranking.job :]
+    blocks = torch.empty(ranking.blocks, dtype=torch.int32, device=device)
+    kept = torch.empty(weight.shape, dtype=torch.bool, device=device)
+    ranking.digits(weight, under, job, goes, blocks, status, 1)
+    ranking.choose(weight, under, kept.view(torch.int8), job, goes, blocks, status, 1)
+    if status[0].item():
         raise NaNFound(0)
     return kept

@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from ..stats import split_batch
 STEP = 0.05
 MOST = 0.95  # no layer is asked for more
 REACH = 0.25  # paths go so far beyond what is asked
+_DEPTH = 4  # objects in objects that an output may be hidden in
 Put = Callable[[str, float], None]
 
 
@@ -103,16 +104,26 @@ def squares(output: Any, dense: Any) -> tuple[float, float]:
 
 
 def _floats(output: Any) -> list[Tensor]:
-    """The float tensors of an output, whatever holds them: tuples, lists, mappings, objects with attributes."""
+    """The float tensors of an output, whatever holds them: tuples, lists, mappings, dataclasses, other objects.
+
+    Other objects are looked into only as deep as it takes to find any: beside logits, a cache of keys and values is what the
+    model works with, and would outweigh them.
+    """
+    return next((found for depth in range(_DEPTH) if (found := _floats_at(output, depth))), [])
+
+
+def _floats_at(output: Any, depth: int) -> list[Tensor]:
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
     if isinstance(output, Mapping):
         parts: Iterable[Any] = output.values()
     elif isinstance(output, tuple | list):
         parts = output
+    elif depth or is_dataclass(output):
+        parts, depth = getattr(output, "__dict__", {}).values(), depth - (not is_dataclass(output))
     else:
-        parts = getattr(output, "__dict__", {}).values()
-    return [tensor for part in parts for tensor in _floats(part)]
+        return []
+    return [tensor for part in parts for tensor in _floats_at(part, depth)]
 
 
 class _Replay:

@@ -14,7 +14,6 @@ from ..select import keep_largest
 METHODS = ("threshold", "topk", "static")
 _SHIFT = 14  # a bin holds the float32 magnitudes that agree in all but their last 14 bits: 1/512 wide, exact for bfloat16
 _INFINITE = 0x7F800000 >> _SHIFT
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(eq=False)

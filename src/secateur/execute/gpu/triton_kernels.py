@@ -193,9 +193,11 @@ def _ask(values, index, item, chunks, each, rows, HIGH: tl.constexpr, TURNS: tl.
 @triton.jit
 def _lists_kernel(
     values, index, x, bias, y, rows, columns, each, chunks, groups,
-    BIAS: tl.constexpr, AHEAD: tl.constexpr, HIGH: tl.constexpr, TURNS: tl.constexpr,
+    EARLY: tl.constexpr, BIAS: tl.constexpr, AHEAD: tl.constexpr, HIGH: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """One warp for each row. AHEAD: and for the next one when it is done; what that needs is on its way by then."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     x += tl.program_id(1).to(tl.int64) * columns
     y += tl.program_id(1).to(tl.int64) * rows
     if AHEAD:
@@ -210,6 +212,10 @@ def _lists_kernel(
                 tl.debug_barrier()  # or the assembler asks for it late, to save registers
             else:
                 now, where = _ask(values, index, group * chunks + chunk, chunks, each, rows, HIGH, TURNS)
+                if EARLY:
+                    tl.debug_barrier()
+            if EARLY:
+                tl.extra.cuda.gdc_wait()  # for the inputs
             for turn in tl.static_range(TURNS):
                 column = where[turn].to(tl.int32) & 0xFFFF
                 at = x.to(tl.int64) + column.to(tl.int64) * 2
@@ -231,10 +237,10 @@ def lists(x: Tensor, values: Tensor, index: Tensor, bias: Tensor | None) -> Tens
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     turns = 1 if each <= 256 else 2 if each <= 512 else 4
     high, groups, programs = 4, -(-rows // 4), 8 * _multiprocessors(x.device)
-    ahead = groups > programs
+    ahead, early = groups > programs, _early(x.device)
     _lists_kernel[(programs if ahead else groups, tokens)](
         values, index, x, values if bias is None else bias, y, rows, columns, each, -(-each // (256 * turns)), groups,
-        bias is not None, ahead, high, turns, num_warps=high,
+        early, bias is not None, ahead, high, turns, num_warps=high, launch_pdl=early,
     )  # fmt: skip
     return y
 

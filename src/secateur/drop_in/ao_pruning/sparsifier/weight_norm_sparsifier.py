@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from .... import kernels
 from ....patterns import Pattern
-from ....scores import RANKED, Scores
+from ....scores import RANKED, Scores, nan_in
 from ....select import fold, select
 from .base_sparsifier import BaseSparsifier
 from .utils import FakeSparsity, parts
@@ -61,7 +64,7 @@ class WeightNormSparsifier(BaseSparsifier):
     ) -> None:
         """Ranks the blocks of the masked tensor and writes what is kept into its mask."""
         name, size = kwargs.get("tensor_fqn", tensor_name), math.prod(sparse_block_shape)
-        check_blocks(name, sparse_block_shape, zeros_per_block)
+        check_blocks(name, sparsity_level, sparse_block_shape, zeros_per_block)
         mask = self._holder(module, tensor_name).mask
         there = parts(module, tensor_name)
         alone = len(there) == 1 and type(there[0]) is FakeSparsity and mask.shape == there.original.shape
@@ -77,9 +80,43 @@ class WeightNormSparsifier(BaseSparsifier):
     def step(self, use_path: bool = True) -> None:
         """Updates every mask, unless `enable_mask_update` is False; or none, where a setting is wrong."""
         if self.enable_mask_update and type(self).update_mask is WeightNormSparsifier.update_mask:
+            if self._step_on_gpu(_ON_GPU.get(self)):
+                return
             for group in self.groups:
-                check_blocks(group["tensor_fqn"], group["sparse_block_shape"], group["zeros_per_block"])
+                asked = (group[key] for key in ("sparsity_level", "sparse_block_shape", "zeros_per_block"))
+                check_blocks(group["tensor_fqn"], *asked)
+            if self._step_on_gpu(self._on_gpu()):
+                return
         super().step(use_path)
+
+    def _step_on_gpu(self, held: _OnGPU | None) -> bool:
+        """All masks with few kernels and one wait, if what is held is still good for it."""
+        if held is None or held.norm is not self.norm_fn or len(held.asked) != len(self.groups):
+            return False
+        if not all(_unchanged(one, group) for one, group in zip(held.asked, self.groups, strict=True)):
+            return False
+        bad = held.steps(held.jobs, held.drops)
+        if bad is not None:
+            raise nan_in(self.groups[bad]["tensor_fqn"])
+        return True
+
+    def _on_gpu(self) -> _OnGPU | None:
+        """What steps on a GPU need, where all masks lie on one and there are kernels for them; what fits of it is kept."""
+        asked = [_asked(group) for group in self.groups]
+        there = [one for one in asked if one is not None]
+        if not there or len(there) < len(asked) or len({one.weight.device for one in there}) > 1:
+            return None
+        if self.norm_fn not in (_magnitude, _square):
+            return None
+        from ....kernels.steps import Steps
+
+        new = _OnGPU(there, self.norm_fn, [one.drop for one in there], None)
+        held = _ON_GPU.pop(self, None)
+        same = held is not None and held.norm is new.norm and [a.key for a in held.asked] == [a.key for a in there]
+        steps = held.steps if held is not None and same else None
+        del held  # its memory is used for the new one
+        _ON_GPU[self] = new = new._replace(steps=steps or Steps(new.jobs()))
+        return new
 
     def _scores(self, weight: Tensor, mask: Tensor | None) -> Scores:
         """The scores of `weight`, under the mask if one is given; the product of the two is made only for a function."""
@@ -142,14 +179,113 @@ def _flat_idx_to_2d(idx: Any, shape: Sequence[int]) -> tuple[Any, Any]:
     return idx // shape[1], idx % shape[1]
 
 
-def check_blocks(name: str, block: Sequence[int], zeros: int) -> None:
-    """Raises unless there are such blocks and each has so many elements to lose."""
+def check_blocks(name: str, level: float, block: Sequence[int], zeros: int) -> None:
+    """Raises unless there are such blocks, each with so many elements to lose, and `level` can be a share of them."""
+    try:
+        known = math.isnan(level) or (zeros % 1 == 0 and all(isinstance(one, Integral) for one in block))
+    except TypeError:  # a level that is no number, a block that is no pair
+        known = False
+    if not known:
+        raise TypeError(
+            f"sparsity_level={level!r}, sparse_block_shape={block!r}, zeros_per_block={zeros!r} for {name!r}: "
+            "a number, (rows, columns) and a whole number are expected"
+        )
+    if math.isnan(level):
+        raise ValueError(f"sparsity_level of {name!r} is NaN; it is the share of blocks to prune, from 0 to 1")
     if len(block) != 2 or min(block) < 1:
         raise ValueError(f"sparse_block_shape={block} for {name!r}: a block has (rows, columns), from 1 up")
     if not 0 <= zeros <= math.prod(block):
         raise ValueError(
             f"zeros_per_block={zeros} for {name!r}: a block of {tuple(block)} loses from 0 to {math.prod(block)} elements"
         )
+
+
+class _Asked(NamedTuple):
+    """A mask to be written on a GPU: of `total` blocks `drop` lose `lose` elements, or all where that is 0."""
+
+    there: Any  # the parametrizations of the weight
+    weight: Tensor
+    mask: Tensor
+    level: float
+    shape: Any  # of the blocks, as it was given
+    zeros: int
+    block: tuple[int, int]
+    lose: int
+    drop: int
+    total: int
+    where: tuple[int, int]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What has to stay the same for kernels to be launched again as they were."""
+        weight = self.weight
+        return *self.where, weight.shape, weight.dtype, weight.device, self.block, self.lose, self.drop < self.total
+
+
+class _OnGPU(NamedTuple):
+    """What a sparsifier's steps on a GPU keep."""
+
+    asked: list[_Asked]
+    norm: Callable[[Tensor], Tensor]
+    drops: list[int]
+    steps: Any
+
+    def jobs(self) -> list[Any]:
+        from ....kernels.steps import Job
+
+        power = 1 if self.norm is _magnitude else 2
+        return [
+            Job(_matrix(one.weight.detach()), _matrix(one.mask), one.block, power, one.lose, one.drop < one.total)
+            for one in self.asked
+        ]
+
+
+_ON_GPU: WeakKeyDictionary[Any, _OnGPU] = WeakKeyDictionary()  # by sparsifier, of whose state it is no part
+
+
+def _unchanged(one: _Asked, group: Mapping[str, Any]) -> bool:
+    """Whether a group still asks for the same, of tensors that are where they were; this is looked at in every step."""
+    listed = group["module"]._modules.get("parametrizations")
+    there, weight, mask = one.there, one.weight, one.mask
+    return (
+        listed is not None
+        and listed._modules.get(group["tensor_name"]) is there
+        and len(there._modules) == 1
+        and there.original is weight
+        and there._modules["0"]._buffers.get("mask") is mask
+        and (weight.data_ptr(), mask.data_ptr()) == one.where
+        and weight.shape == mask.shape
+        and weight.dtype == mask.dtype
+        and weight.is_contiguous()
+        and mask.is_contiguous()
+        and group["sparsity_level"] == one.level
+        and group["sparse_block_shape"] == one.shape
+        and group["zeros_per_block"] == one.zeros
+    )
+
+
+def _asked(group: Mapping[str, Any]) -> _Asked | None:
+    """What a group asks for, if there are kernels for it."""
+    module, name, level, shape = (group[key] for key in ("module", "tensor_name", "sparsity_level", "sparse_block_shape"))
+    there = parts(module, name) if is_parametrized(module, name) else ()
+    if len(there) != 1 or type(there[0]) is not FakeSparsity:
+        return None
+    weight, mask = cast(Tensor, there.original), cast(FakeSparsity, there[0]).mask  # type: ignore[union-attr]
+    if weight.device.type != "cuda" or weight.shape != mask.shape or weight.dtype != mask.dtype:
+        return None
+    plain = type(mask) is Tensor and type(weight) in (Tensor, nn.Parameter) and 0 < weight.numel() <= kernels.LARGEST_STEP
+    if not plain or not kernels.readable_by_triton([weight, mask]):
+        return None
+    rows = len(weight) if weight.dim() > 1 else 1
+    cols, (height, width), zeros = weight.numel() // rows, map(int, shape), int(group["zeros_per_block"])
+    total, lose = -(-rows // height) * -(-cols // width), 0 if zeros == height * width else zeros
+    drop = total if level >= 1 else min(round(level * total), total - 1)
+    offsets = weight.storage_offset(), mask.storage_offset()  # four are read as one word
+    fours = (height, width) == (1, 4) and weight.element_size() == 2 and not any(n % 4 for n in (cols, *offsets))
+    if zeros == 0 or drop < 1 or width > kernels.WIDEST_BLOCK or cols > 1 << 22 or not (fours if lose else drop < total):
+        return None
+    where = weight.data_ptr(), mask.data_ptr()
+    return _Asked(there, weight, mask, level, shape, zeros, (height, width), lose, drop, total, where)
 
 
 class Kept(NamedTuple):

@@ -55,7 +55,7 @@ class DataNormSparsifier(BaseDataSparsifier):
         zeros_per_block: int,
         **kwargs: Any,
     ) -> None:
-        self._check(name, data, sparse_block_shape, zeros_per_block)
+        self._check(name, data, sparsity_level, sparse_block_shape, zeros_per_block)
         kept: Kept | bool = True
         if sparsity_level > 0 and zeros_per_block > 0 and data.numel():
             scores = Scores.magnitude(_matrix(data), power=1 if self.norm == "L1" else 2)
@@ -66,12 +66,13 @@ class DataNormSparsifier(BaseDataSparsifier):
         """Update all masks, or, where a config or a shape is wrong, none."""
         if self.enable_mask_update and type(self).update_mask is DataNormSparsifier.update_mask:
             for name, config in self.data_groups.items():
-                self._check(name, self.get_data(name), config["sparse_block_shape"], config["zeros_per_block"])
+                asked = (config[key] for key in ("sparsity_level", "sparse_block_shape", "zeros_per_block"))
+                self._check(name, self.get_data(name), *asked)
         super().step()
 
     @staticmethod
-    def _check(name: str, data: Tensor, sparse_block_shape: tuple[int, int], zeros_per_block: int) -> None:
-        check_blocks(name, sparse_block_shape, zeros_per_block)
+    def _check(name: str, data: Tensor, level: float, sparse_block_shape: tuple[int, int], zeros_per_block: int) -> None:
+        check_blocks(name, level, sparse_block_shape, zeros_per_block)
         if sum(length != 1 for length in data.shape) > 2:
             raise ValueError(
                 f"{name!r} has shape {tuple(data.shape)}: blocks are cut out of data with at most two axes longer than one; "
