@@ -24,13 +24,13 @@ _SIZES = """
 2 decoder_num_hidden_layers num_blocks num_key_value_heads num_kv_heads linear_num_key_heads num_experts_per_tok moe_topk
 2 moe_k top_k n_shared_experts num_shared_experts topk_group n_group
 4 num_attention_heads n_head num_heads n_heads encoder_attention_heads decoder_attention_heads attention_heads
-4 decoder_num_attention_heads index_n_heads linear_num_value_heads mamba_n_heads qk_rope_head_dim rotary_dim time_step_rank
+4 decoder_num_attention_heads index_n_heads linear_num_value_heads mamba_n_heads rotary_dim time_step_rank
 4 num_experts num_local_experts n_routed_experts moe_num_experts num_codebooks num_conv_pos_embedding_groups
 6 num_queries num_labels num_conv_pos_embeddings
-8 head_dim d_kv qk_nope_head_dim v_head_dim qk_head_dim linear_key_head_dim linear_value_head_dim attention_head_dim
-8 global_head_dim index_head_dim query_pre_attn_scalar attention_hidden_size kv_lora_rank q_lora_rank state_size mamba_d_state
-8 ssm_state_size chunk_size mamba_chunk_size sliding_window window local_attention attention_window index_topk patch_size
-8 num_buckets relative_attention_num_buckets num_groups n_groups mamba_n_groups
+8 head_dim d_kv qk_rope_head_dim qk_nope_head_dim v_head_dim qk_head_dim linear_key_head_dim linear_value_head_dim
+8 attention_head_dim global_head_dim index_head_dim query_pre_attn_scalar attention_hidden_size kv_lora_rank q_lora_rank
+8 state_size mamba_d_state ssm_state_size chunk_size mamba_chunk_size sliding_window window local_attention attention_window
+8 index_topk patch_size num_buckets relative_attention_num_buckets num_groups n_groups mamba_n_groups
 16 num_mel_bins input_feat_per_channel codevector_dim proj_codevector_dim num_codevectors_per_group classifier_proj_size
 16 hidden_size_per_layer_input lru_width num_filters
 24 moe_intermediate_size shared_expert_intermediate_size dense_intermediate_size expert_ffn_hidden_size
@@ -76,22 +76,38 @@ MORE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def tiny(kind: Any, **given: Any) -> Any:
-    """A small instance of a transformers config class, and of the configs inside it."""
+def tiny(kind: Any, thirds: bool = False, **given: Any) -> Any:
+    """A small instance of a transformers config class, and of the configs inside it. `thirds`: heads have three parts."""
     plain = kind()
     chosen: dict[str, Any] = {}
     for name in getattr(kind, "sub_configs", {}):
         inner = getattr(plain, name, None)
         if inner is not None and hasattr(type(inner), "model_type"):
-            chosen[name] = tiny(type(inner))
+            chosen[name] = tiny(type(inner), thirds)
     for name, value in list(vars(plain).items()):
         if name.startswith("_") or name in chosen or isinstance(value, bool):
             continue
         small = _smaller(name, value)
         if small is not None:
             chosen[name] = small
+    chosen |= _fitting(plain, {**chosen, **given}, thirds)
     accepted = _accepted(kind)
     return kind(**{k: v for k, v in {**chosen, **given}.items() if accepted is None or k in accepted})
+
+
+def _fitting(plain: Any, chosen: dict[str, Any], thirds: bool) -> dict[str, Any]:
+    """Settings that are about others: a kind for each layer, and which parts of a head rotate with which of three positions."""
+    found: dict[str, Any] = {}
+    kinds = list(dict.fromkeys(getattr(plain, "layer_types", None) or ()))
+    if len(kinds) > 1:
+        found = {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = getattr(plain, name, None)
+        if isinstance(rope, dict) and (rope.get("mrope_section") or thirds) and "num_attention_heads" in chosen:
+            share = rope.get("partial_rotary_factor") or getattr(plain, "partial_rotary_factor", None) or 1.0
+            half = int((chosen.get("head_dim") or chosen["hidden_size"] // chosen["num_attention_heads"]) * share) // 2
+            found[name] = {**rope, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
+    return found
 
 
 def _accepted(kind: Any) -> set[str] | None:
@@ -106,7 +122,7 @@ def _smaller(name: str, value: Any) -> Any:
         return SIZES[name] if name in SIZES and value > SIZES[name] else None
     if isinstance(value, list | tuple) and value and all(type(v) is int for v in value):
         if any(name.endswith(w) for w in WIDTHS) and max(value) > 32:
-            return type(value)(max(8, 8 * round(v * 4 / max(value))) for v in value)
+            return type(value)(max(8, 8 * round(v * 4 / max(value))) if v > 4 else v for v in value)  # images have 3 channels
         if any(name.endswith(w) for w in DEPTHS):
             return type(value)(min(v, 2) for v in value)
         if name == "image_size":
@@ -139,17 +155,15 @@ def build(name: str, kind: str) -> Built:
 
     config_class = configuration_auto.CONFIG_MAPPING[name]
     errors: list[str] = []
-    for given in ({}, {"num_key_value_heads": 4}, {"num_attention_heads": 2}):
-        given = {**given, **MORE.get(name, {})}
+    for given in ({}, {"num_key_value_heads": 4}, {"num_attention_heads": 2}, {"thirds": True}):
         torch.manual_seed(0)
         try:
-            model = getattr(transformers, kind)(tiny(config_class, **given))
+            model = getattr(transformers, kind)(tiny(config_class, **{**given, **MORE.get(name, {})}))
+            if sum(p.numel() for p in model.parameters()) > 6_000_000:
+                raise RuntimeError("stays large")
+            return settled(model), inputs_for(model.eval())
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
-            continue
-        if sum(p.numel() for p in model.parameters()) > 6_000_000:
-            raise RuntimeError("stays large")
-        return settled(model), inputs_for(model.eval())
     raise RuntimeError(errors[0])
 
 
@@ -169,38 +183,8 @@ def settled(model: nn.Module) -> nn.Module:
 
 def inputs_for(model: nn.Module) -> dict[str, Tensor]:
     """The first of the usual inputs that the model runs on."""
-    config: Any = model.config
-    draw = torch.Generator().manual_seed(2)
-    text = getattr(config, "text_config", None) or config
-    vocab = min(90, int(getattr(text, "vocab_size", None) or 90) - 1)
-    ids = torch.randint(3, vocab, (2, 7), generator=draw)
-    vision = getattr(config, "vision_config", None) or config
-    side = getattr(vision, "image_size", None) or 32
-    side = side[0] if isinstance(side, list | tuple) else side
-    channels = getattr(vision, "num_channels", 3) or 3
-
-    def image(n: int, *more: int) -> Tensor:
-        return torch.randn(2, *more, channels, n, n, generator=draw)
-
-    mels = int(getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", None) or 16)
-    frames = 2 * int(getattr(config, "max_source_positions", None) or 32)
-    wave, name = torch.randn(2, 1600, generator=draw), getattr(model, "main_input_name", "input_ids")
-    decoder = {"decoder_input_ids": ids[:, :5]}
-    pictures = [{"pixel_values": image(n)} for n in dict.fromkeys((side, 32, 64, 96))]
-    tries: list[dict[str, Tensor]] = {
-        "input_ids": [{"input_ids": ids}, {"input_ids": ids, **decoder}, {"input_ids": ids.repeat(1, 4)}],
-        "pixel_values": [*pictures, {"pixel_values": image(side, getattr(config, "num_frames", 4))}],
-        "input_values": [{"input_values": wave}, {"input_values": wave[:, None]}, {"input_values": torch.randn(2, 64, mels)}],
-        "input_features": [
-            {"input_features": torch.randn(shape, generator=draw), **more}
-            for shape in ((2, 64, mels), (2, mels, frames), (2, mels, 64))
-            for more in ({}, decoder)
-        ],
-    }.get(str(name), [])
-    tries += [{"input_ids": ids, "pixel_values": p["pixel_values"]} for p in pictures[:1]]
-    tries += [{"input_ids": ids}, {"pixel_values": image(side)}, {"input_values": wave}]
     first = ""
-    for given in tries:
+    for given in _tries(model):
         try:
             with torch.no_grad():
                 answers = [v for v in tree_leaves(dict(model(**given))) if isinstance(v, Tensor) and v.is_floating_point()]
@@ -209,6 +193,74 @@ def inputs_for(model: nn.Module) -> dict[str, Tensor]:
         except Exception as error:
             first = first or f"{type(error).__name__}: {error}"
     raise RuntimeError(f"no inputs: {first}")
+
+
+def _tries(model: nn.Module) -> list[dict[str, Tensor]]:
+    """What the model says is its main input, in the usual forms; all that it cannot do without; then anything usual."""
+    usual, forms = _usual(model.config), _forms(model.config)
+    named = forms.get(str(getattr(model, "main_input_name", "input_ids")), [])
+    parameters = inspect.signature(model.forward).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    asked = [{name: usual[name] for name in needed}] if needed and usual.keys() >= set(needed) else []
+    return [*named, *asked, {k: usual[k] for k in ("input_ids", "pixel_values")}, *({k: usual[k]} for k in forms)]
+
+
+def _usual(config: Any) -> dict[str, Tensor]:
+    """Inputs by their names, of the sizes that the config speaks of."""
+    draw = torch.Generator().manual_seed(2)
+
+    def number(*names: str, default: int) -> int:
+        found = next((value for name in names if (value := getattr(config, name, None))), default)
+        return int(found[0] if isinstance(found, list | tuple) else found)
+
+    text = getattr(config, "text_config", None) or config
+    vision = getattr(config, "vision_config", None) or config
+    vocab = min(90, int(getattr(text, "vocab_size", None) or 90) - 1)
+    side = getattr(vision, "image_size", None) or 32
+    side = side[0] if isinstance(side, list | tuple) else side
+    channels = getattr(vision, "num_channels", 3) or 3
+    mels, frames = number("num_mel_bins", "input_feat_per_channel", default=16), number("num_frames", default=4)
+    ids, wave = torch.randint(3, max(vocab, 5), (2, 7), generator=draw), torch.randn(2, 1600, generator=draw)
+    patch = number("in_channels", "num_channels", default=3) * number("temporal_patch_size", default=1)
+    return {
+        "input_ids": ids,
+        "pixel_values": torch.randn(2, channels, side, side, generator=draw),
+        "input_values": wave,
+        "input_features": torch.randn(2, 64, mels, generator=draw),
+        "input_features_mask": torch.ones(2, 64, dtype=torch.long),
+        "pixel_values_videos": torch.randn(2, frames, channels, side, side, generator=draw),
+        "decoder_input_ids": ids[:, :5],
+        "qformer_input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "bbox": torch.zeros(2, 7, 4, dtype=torch.long),
+        "query_embeds": torch.randn(2, 6, number("hidden_size", default=32), generator=draw),
+        "past_values": torch.randn(
+            2, number("context_length", default=32), number("num_input_channels", default=1), generator=draw
+        ),
+        "hidden_states": torch.randn(32, patch * number("patch_size", default=8) ** 2, generator=draw),
+        "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),  # two pictures of four by four patches
+    }
+
+
+def _forms(config: Any) -> dict[str, list[dict[str, Tensor]]]:
+    """Main input -> the forms in which models take it."""
+    usual, draw = _usual(config), torch.Generator().manual_seed(3)
+    ids, decoder, wave = usual["input_ids"], {"decoder_input_ids": usual["decoder_input_ids"]}, usual["input_values"]
+    image, mels = usual["pixel_values"], usual["input_features"].shape[-1]
+    frames = 2 * int(getattr(config, "max_source_positions", None) or 32)
+    sides = [n for n in (32, 64, 96) if n != image.shape[-1]]
+    pictures = [image, *(torch.randn(*image.shape[:2], n, n, generator=draw) for n in sides), usual["pixel_values_videos"]]
+    return {
+        "input_ids": [{"input_ids": ids}, {"input_ids": ids, **decoder}, {"input_ids": ids.repeat(1, 4)}],
+        "pixel_values": [{"pixel_values": picture} for picture in pictures],
+        "pixel_values_videos": [{"pixel_values_videos": pictures[-1]}],
+        "input_values": [{"input_values": v} for v in (wave, wave[:, None], torch.randn(2, 64, mels, generator=draw))],
+        "input_features": [
+            {"input_features": torch.randn(shape, generator=draw), **more}
+            for shape in ((2, 64, mels), (2, mels, frames), (2, mels, 64))
+            for more in ({}, decoder)
+        ],
+    }
 
 
 # One small model of each family of timm, with the side of the images where it may be chosen.

@@ -123,9 +123,13 @@ class OnKeptUnits(TorchDispatchMode):
         self.at += 1
         name = func.overloadpacket.__name__
         assert step.func is func, f"the replay left the traced run: {step.func} then, {func} now"
-        if name not in COLLECTIVE:
-            return self.silenced(func, func(*args, **kwargs), step.outs)
         axes = [self.trace.axes[r.number] if hasattr(r, "number") else None for r in step.args]
+        # attention normalises over the keys, if it is those that lose some (class tokens)
+        over_keys = "scaled_dot_product" in name and not self.untouched.issuperset(atoms(axes[1][-2]))
+        if name not in COLLECTIVE and not over_keys:
+            return self.silenced(func, func(*args, **kwargs), step.outs)
+        numbers = {k: r.number for k, r in step.kwargs.items() if hasattr(r, "number")}
+        kwargs = {k: self.small(v, self.trace.axes[numbers[k]]) if k in numbers else v for k, v in kwargs.items()}
         inputs = [self.small(a, x) if x is not None else a for a, x in zip(args, axes)]
         if name in ("native_layer_norm", "_fused_rms_norm"):
             inputs[1] = list(inputs[0].shape[-len(inputs[1]) :])
@@ -135,6 +139,8 @@ class OnKeptUnits(TorchDispatchMode):
         out = func(*inputs, **kwargs)
         several = out if isinstance(out, tuple) else (out,)
         made = tuple(self.full(o, self.trace.axes[n]) for o, n in zip(several, step.outs))
+        if over_keys:  # in memory it lies as it did, or the run would go on with other operators
+            made = (made[0].transpose(1, 2).contiguous().transpose(1, 2), *made[1:])
         return made if isinstance(out, tuple) else made[0]
 
 

@@ -117,6 +117,60 @@ class Compared(Net):
         self.blocks = nn.ModuleList(Block(config) for _ in range(2))
 
 
+class Computed(Config):
+    """The head dimension is computed from width and heads, which no config gives once the width is cut by itself."""
+
+    def __init__(self):
+        super().__init__(width=48, heads=8, groups=2)
+        self.head_dim = 1  # Block's, which is replaced
+
+
+class Divided(Net):
+    def __init__(self, config):
+        super().__init__(config)
+        self.blocks = nn.ModuleList(DividedBlock(config) for _ in range(2))
+
+
+class DividedBlock(nn.Module):
+    forward = Block.forward
+
+    def __init__(self, config):
+        super().__init__()
+        self.dim = config.width // config.heads
+        self.times = config.heads // config.groups
+        self.q = nn.Linear(config.width, config.heads * self.dim)
+        self.k = nn.Linear(config.width, config.groups * self.dim)
+        self.v = nn.Linear(config.width, config.groups * self.dim)
+        self.o = nn.Linear(config.heads * self.dim, config.width)
+
+
+class ComparingBlock(DividedBlock):
+    def forward(self, x, repeat=False):
+        return super().forward(x, repeat) if self.times > 1 else x
+
+
+class Comparing(Net):
+    def __init__(self, config):
+        super().__init__(config)
+        self.blocks = nn.ModuleList(ComparingBlock(config) for _ in range(2))
+
+
+@pytest.mark.parametrize("kind", [Divided, Comparing])
+def test_an_unread_ratio_is_found_where_the_head_dimension_is_computed(kind):
+    """Half of the width and three of four query heads for each key head, in the first block alone."""
+    model = kind(Computed())
+
+    def wanted(g):
+        names = {m.tensor for m in g.members}
+        if "i.weight" in names:
+            return 25
+        return 3 if g.size == 4 and "blocks.0.q.weight" in names else g.size
+
+    found, _ = cut(model, wanted)
+    assert found["blocks.0.times"] == 3
+    assert found.get("blocks.1.times", 4) == 4
+
+
 def test_an_attribute_that_some_call_was_given_is_not_unread():
     """A table of `width` positions has to stay as wide as it was, whatever the axes of the weights do."""
 

@@ -213,7 +213,7 @@ def test_a_plan_of_another_model_is_refused_and_nothing_is_written(tmp_path, opt
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)) for _ in range(2)))
     small, plan = shrink(model, torch.randn(3, 6), **options)
     for other in (model, nn.Linear(2, 3)):
-        with pytest.raises(ValueError, match="plan= .* this model h.*save the small model .*Nothing was written"):
+        with pytest.raises(ValueError, match=r"plan= .* this model h.*save the small model .*Nothing was written"):
             io.save(other, tmp_path / "out", plan=plan)
     assert not (tmp_path / "out").exists()
     io.save(small, tmp_path / "out", plan=plan)

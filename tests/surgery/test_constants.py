@@ -280,6 +280,35 @@ def test_positions_that_differ_are_reported():
     check(m, tokens(), report="depends on position", mask=zero_weights_)
 
 
+@pytest.mark.parametrize(
+    "other", [torch.tensor(0.7), torch.ones(1), torch.arange(2)[:, None, None], torch.tensor([[[True]], [[False]]])], ids=str
+)
+def test_a_constant_plus_what_is_given_is_none(other):
+    """Whatever the operand is: a single number, too, and whole ones."""
+    m = Lam(lambda s, x, y: s.b(torch.relu(s.a(x) + y)), a=nn.Linear(12, 16), b=nn.Linear(16, 5))
+    check(m, tokens(), other, report="varies with the inputs, from add in the model")
+
+
+def test_zeros_that_are_filled_are_no_zeros():
+    """Sequences of different lengths are padded: what stands there is the constant in some places and zero in others."""
+
+    def padded(s, x):
+        rows = [h[:n] for h, n in zip(torch.sigmoid(s.a(x)), (5, 3))]
+        return s.b(nn.utils.rnn.pad_sequence(rows, batch_first=True))
+
+    check(Lam(padded, a=nn.Linear(12, 16), b=nn.Linear(16, 5)), tokens(), report="written to in place")
+
+
+def test_a_gate_of_a_single_sample_varies():
+    m = Lam(lambda s, x: s.b(s.a(x) * s.g(x).sigmoid()), a=nn.Linear(12, 16), g=nn.Linear(12, 1), b=nn.Linear(16, 5))
+    check(m, tokens()[:1, :1], report="varies with the inputs, from mul in the model")
+
+
+def test_whole_groups_of_a_group_norm():
+    m = nn.Sequential(conv(3, 16, 3), nn.GroupNorm(4, 16), nn.SiLU(), conv(16, 5))
+    check(m, image(), only=lambda g: not g.flags)
+
+
 def test_a_sum_without_a_bias_is_reported():
     check(Lam(lambda s, x: s.a(x).cos().sum(-1), a=nn.Linear(12, 16)), tokens(), report="sum in the model, which has no bias")
 
@@ -352,7 +381,16 @@ class Rms(nn.Module):
         return x * (1 + self.weight) if self.one else self.weight * x
 
 
-@pytest.mark.parametrize("rms", [nn.RMSNorm(16, eps=1e-2), nn.RMSNorm(16), Rms(16), Rms(16, one=True)])
+class WeightFirst(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.w, self.eps = nn.Parameter(torch.ones(width)), 1e-5
+
+    def forward(self, x):
+        return self.w * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+@pytest.mark.parametrize("rms", [nn.RMSNorm(16, eps=1e-2), nn.RMSNorm(16), Rms(16), Rms(16, one=True), WeightFirst(16)])
 def test_rms_norm_over_fewer_units(rms):
     m = Lam(lambda s, x: s.b(s.n(s.a(x))), a=nn.Linear(12, 16, bias=False), n=rms, b=nn.Linear(16, 5))
     check(m, tokens())

@@ -440,3 +440,63 @@ def test_a_refit_is_refused_where_no_layer_loses_inputs():
     small, plan = shrink(chain(), X, depth=0.8, params=0.5, refit=True, data=[torch.randn(64, 6)])
     assert plan.cuts.drop
     assert small(X).shape == (3, 4)
+
+
+# ---------------------------------------------------------------- blocks that are held by name
+
+
+class Step(Block):
+    def forward(self, x, scale=1.0):
+        return super().forward(x * scale)[0]
+
+
+class Named(nn.Module):
+    """Four blocks as attributes, two of which hardly do anything; beside them what is called more than once, or by others."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.one, self.two, self.three, self.four = (Step(i, gain=g) for i, g in enumerate((1.0, 1e-3, 1e-2, 1.0)))
+
+    def forward(self, x):
+        x = self.two(x=self.one(self.first(x), scale=0.5))
+        return self.last(self.four(self.three(x)))
+
+
+def test_blocks_that_are_attributes_go(tmp_path):
+    torch.manual_seed(0)
+    model = Named().eval()
+    small, plan = shrink(model, X, depth=0.5, channels=0.4)
+    (row,) = [r for r in plan.groups if r.name == "the model"]
+    assert row.members == ("two", "three")
+    assert (row.before, row.after) == (4, 2)
+    assert not list(small.two.parameters())
+    assert len(list(model.two.parameters())) == 6
+    found = plan.verify(each=False)
+    assert found.max_error < 1e-6 or not plan.metrics()["exact"]
+    assert found.moved
+    io.save(small, tmp_path)
+    again = io.load(tmp_path, into=Named).eval()
+    assert torch.equal(again(X), small(X))
+    with pytest.raises(ValueError, match="plan= leaves modules of the model out and this model holds them"):
+        io.save(model, tmp_path, plan=plan)
+
+
+def test_attributes_that_are_no_row_of_blocks_stay():
+    class Branches(Named):
+        def forward(self, x):
+            x = self.first(x)
+            return self.last(self.one(x) + self.two(x) + self.three(x) + self.four(x))
+
+    with pytest.raises(ValueError, match=r"removes none of the 0 blocks.*its neighbours do not read what it gives"):
+        shrink(Branches(), X, depth=0.5)
+
+
+def test_an_optimizer_follows_where_attributes_go():
+    model = Named()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(X).sum().backward()
+    optimizer.step()
+    small, _ = shrink_(model, X, depth=0.5, optimizer=optimizer)
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in small.parameters()}
+    assert len(optimizer.state) == len(list(small.parameters()))

@@ -11,8 +11,9 @@ from secateur.graph import trace
 from secateur.surgery import shrink
 from secateur.surgery.elimination import Normed, Plain, Surgeon, eliminate
 from secateur.surgery.masked import make
+from secateur.surgery.norms import reestimate_
 from secateur.surgery.reconstruct import reconstruction, unit_errors
-from secateur.surgery.refit import reestimate_, refit_
+from secateur.surgery.refit import refit_
 
 
 def draw(*shape, seed=0):
@@ -258,6 +259,13 @@ def test_groups_that_cannot_be_scored_are_named():
 def test_it_needs_data():
     with pytest.raises(ValueError, match="pass data="):
         shrink(Net(), torch.randn(4, 12), reconstruction, flops=0.5)
+
+
+def test_data_that_is_not_finite_is_refused():
+    x = draw(50, 12)
+    x[3, 4] = torch.nan
+    with pytest.raises(ValueError, match=r"its inputs are not finite on data="):
+        shrink(Net().double(), draw(4, 12), reconstruction, flops=0.5, data=[x])
 
 
 def test_modes_and_hooks_are_as_they_were():

@@ -567,6 +567,62 @@ def test_a_compiled_model_is_refused(net, x):
         shrink(torch.compile(net, backend="eager"), x, params=0.5)
 
 
+@pytest.mark.parametrize("script", [torch.jit.script, lambda m: torch.jit.trace(m, torch.randn(2, 4))], ids=["script", "trace"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_model_or_part_is_refused(script):
+    made = script(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)))
+    for model, where in ((made, "the model"), (nn.Sequential(nn.Linear(4, 4), made), "module '1'")):
+        with pytest.raises(ValueError, match=f"{where} is compiled by torch.jit.*script what comes out"):
+            shrink(model, torch.randn(2, 4), params=0.5)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"], ids=["inputs", "inputs on meta"])
+def test_a_model_without_numbers_is_refused(device):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).to("meta")
+    with pytest.raises(ValueError, match=r"'0.weight' is on the meta device and holds no numbers"):
+        shrink(model, torch.randn(2, 4, device=device), params=0.5)
+
+
+@pytest.mark.parametrize("options", [{"channels": 0.5}, {"depth": 0.5}], ids=str)
+def test_an_optimizer_that_is_none_is_refused(net, x, options):
+    before = picture(net)
+    with pytest.raises(TypeError, match=r"optimizer=3 must be the torch.optim.Optimizer of this model"):
+        shrink(net, x, optimizer=3, **options)
+    assert_untouched(net, before)
+
+
+def test_inputs_of_another_dtype_do_not_run(net, x):
+    with pytest.raises(ValueError, match=r"does not run on the example inputs.*dtype"):
+        shrink(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), torch.ones(2, 4).long(), params=0.5)
+
+
+class Lasting(nn.Module):
+    """Answers as long as it has units that speak: values decide on the shape, as predicted durations do."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 16, bias=False), nn.Linear(16, 3)
+
+    def forward(self, x):
+        h = self.a(x).relu()
+        return self.b(h)[:, None].expand(-1, 1 + int((h > 0).sum()), -1)
+
+
+def test_lengths_that_values_decide_on_may_change_with_the_cut():
+    torch.manual_seed(0)
+    model, x = Lasting(), torch.randn(2, 4)
+    small, plan = shrink(model, x, channels=0.5)
+    assert small(x).shape[1] < model(x).shape[1]
+    assert plan.verify().max_error < 1e-6
+
+
+def test_a_criterion_that_gives_no_number_is_refused(net, x):
+    with torch.no_grad():
+        net.stem.weight[3] = torch.nan
+    with pytest.raises(ValueError, match=r"scores of the units of stem.weight.* contain NaN"):
+        shrink(net, x, params=0.5)
+
+
 def test_nothing_to_cut():
     with pytest.raises(ValueError, match="no group of Linear is left to cut"):
         shrink(nn.Linear(4, 3), torch.randn(2, 4), params=0.5)

@@ -1,4 +1,6 @@
-"""What `verify` does with models that double precision is no home for."""
+"""What `verify` compares, and what it does with models that double precision is no home for."""
+
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -84,3 +86,52 @@ def test_constants_pass_a_cache_that_is_empty():
 def test_a_wrapper_that_keeps_buckets_is_refused():
     with pytest.raises(ValueError, match="cut the module under it"):
         sc.shrink(nn.DataParallel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))), torch.randn(2, 4), channels=0.5)
+
+
+@dataclass
+class Answer:
+    logits: torch.Tensor
+    hidden: list
+
+
+class Packs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x))
+        return Answer(self.b(h), [h])
+
+
+def test_answers_in_a_dataclass_are_compared():
+    """The hidden units beside the logits may go; what is compared is the logits."""
+    torch.manual_seed(0)
+    model, x = Packs(), torch.randn(3, 6)
+    small, plan = sc.shrink(model, x, channels=0.5)
+    found = plan.verify()
+    assert found.moved
+    assert found.max_error < 1e-6
+    with torch.no_grad():
+        small.b.weight.add_(1.0)
+    assert plan.verify().max_error > 0.1
+
+
+class Waves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(6, 16, bias=False)
+        self.w, self.v = (nn.Parameter(torch.randn(s, dtype=torch.cfloat)) for s in ((16, 12), (12, 5)))
+
+    def forward(self, x):
+        h = self.a(x)
+        return torch.complex(h, torch.zeros_like(h)) @ self.w @ self.v
+
+
+def test_complex_weights_stay_complex_in_float64():
+    torch.manual_seed(0)
+    _, plan = sc.shrink(Waves(), torch.randn(3, 6), channels=0.5)
+    found = plan.verify()
+    assert (found.dtype, found.note) == ("float64", "")
+    assert found.max_error < 1e-6
+    assert found.moved

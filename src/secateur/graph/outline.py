@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 Outline = Callable[..., Any]
 _OUTLINES: dict[str, Outline] = {}
@@ -82,21 +81,6 @@ class Outlined:
         return self.blank(x, *x.shape) if x.is_floating_point() and x.is_contiguous() and alike else None
 
 
-class Outlining(TorchDispatchMode):
-    """A run for its shapes alone."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and torch would load all of torch._dynamo: seconds
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.compute = Outlined()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        return self.compute(func, args, kwargs or {})
-
-
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
     found: list[Tensor] = []
     for v in values:
@@ -116,20 +100,20 @@ def _fits(holds: bool) -> None:
 
 @outlines("mm bmm")
 def _product(blank: Blank, a: Tensor, b: Tensor) -> Tensor:
-    _fits(a.shape[-1] == b.shape[-2] and a.shape[:-2] == b.shape[:-2])
+    _fits(a.dtype == b.dtype and a.shape[-1] == b.shape[-2] and a.shape[:-2] == b.shape[:-2])
     return blank(a, *a.shape[:-1], b.shape[-1])
 
 
 @outlines("addmm baddbmm")
 def _sum_and_product(blank: Blank, c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     out = _product(blank, a, b)
-    _fits(torch.broadcast_shapes(c.shape, out.shape) == out.shape)
+    _fits(c.dtype == out.dtype and torch.broadcast_shapes(c.shape, out.shape) == out.shape)
     return out
 
 
 @outlines("linear")
 def _linear(blank: Blank, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    _fits(x.shape[-1] == weight.shape[-1] and (bias is None or bias.shape == weight.shape[:1]))
+    _fits(x.dtype == weight.dtype and x.shape[-1] == weight.shape[-1] and (bias is None or bias.shape == weight.shape[:1]))
     return blank(x, *x.shape[:-1], weight.shape[0])
 
 

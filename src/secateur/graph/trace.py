@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
 from typing import Any
 
@@ -109,9 +109,11 @@ def trace(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None = None, 
         else [(False, True, Outlined()), (large, True, None), (not large, True, None), (False, False, None)]
     )
     first: Exception | None = None
+    ran = meta
     for fake, tags, outlined in ladder:
-        if not tags:  # nothing else worked: is it the tracing, or do the inputs not run at all?
+        if first is not None and not ran:  # is it the tracing, or do the inputs not run at all?
             _plain_run(model, given, named)
+            ran = True
         try:
             return _run(model, given, named, outputs, fake, tags, outlined)
         except ValueRead:  # the way through the model depends on values: they have to be there
@@ -124,7 +126,9 @@ def trace(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None = None, 
 
 
 def main_outputs(result: Any) -> Any:
-    """What must keep its shape: the logits of a mapping that has them, else the tensors returned directly, else everything."""
+    """What must keep its shape: the logits of a mapping (or dataclass) that has them, else its tensors, else everything."""
+    if is_dataclass(result) and not isinstance(result, type | Mapping):
+        result = vars(result)
     if isinstance(result, Mapping):
         if isinstance(result.get("logits"), Tensor):
             return result["logits"]
@@ -135,7 +139,7 @@ def main_outputs(result: Any) -> Any:
 
 def answers(result: Any, outputs: Outputs = main_outputs) -> list[tuple[int, ...]]:
     """The shapes of what must keep its shape."""
-    return [tuple(t.shape) for t in _tensors(outputs(result))]
+    return [tuple(t.shape) for t in tensors_inside(outputs(result))]
 
 
 def _arguments(args: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -169,7 +173,7 @@ def _plain_run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         try:
             model(*_cloned(args), **_cloned(kwargs))
         except Exception as error:
-            shapes = [tuple(t.shape) for t in _tensors((args, kwargs))]
+            shapes = [tuple(t.shape) for t in tensors_inside((args, kwargs))]
             raise ValueError(
                 f"{type(model).__name__} does not run on the example inputs (tensors of shape {shapes}): "
                 f"{type(error).__name__}: {error}. The model is as it was."
@@ -217,7 +221,7 @@ def _run(
             stack.enter_context(_quiet())
             stack.enter_context(Standing(model, stand_in))
             given, named = _cloned((args, kwargs)) if mode is None else _converted(mode, (args, kwargs))
-            for tensor in _tensors((given, named)):
+            for tensor in tensors_inside((given, named)):
                 tracer.fix(tensor, "given by the inputs")
             if tags:
                 stack.enter_context(Tagging(model, journal))
@@ -230,7 +234,7 @@ def _run(
             stack.pop_all().close()
         tracer.record.left = _written(tracer, states(model), left)
         tracer.record.answers = answers(result, outputs)
-        for tensor in _tensors(outputs(result)):
+        for tensor in tensors_inside(outputs(result)):
             info = tracer.info(tensor)
             info.read()
             for e in info.axes:
@@ -342,7 +346,7 @@ def _script_functions(tracer: Tracer) -> Iterator[None]:
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "size(" in self.code or ".shape" in self.code:
-            for tensor in _tensors((args, kwargs)):
+            for tensor in tensors_inside((args, kwargs)):
                 for e in tracer.axes_of(tensor):
                     if any(not a.frozen for a in atoms(e)):
                         tracer.uses_size(e, f"TorchScript function {self.name}")
@@ -355,7 +359,7 @@ def _script_functions(tracer: Tracer) -> Iterator[None]:
         kind.__call__ = call
 
 
-def _tensors(value: Any, depth: int = 0) -> list[Tensor]:
+def tensors_inside(value: Any, depth: int = 0) -> list[Tensor]:
     """Tensors in nested containers and objects."""
     if isinstance(value, Tensor):
         return [value]
@@ -367,4 +371,4 @@ def _tensors(value: Any, depth: int = 0) -> list[Tensor]:
         items = value
     else:
         items = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
-    return [t for item in list(items) for t in _tensors(item, depth + 1)]
+    return [t for item in list(items) for t in tensors_inside(item, depth + 1)]

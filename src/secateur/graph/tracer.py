@@ -242,6 +242,8 @@ class Tracer(TorchDispatchMode):
             axes = self.give_up(func, found, outs)
         inputs = self.now.values()
         weights = all(info.origin is not None for info in inputs)
+        if not weights and isinstance(func, OpOverload) and func._schema.is_mutable:
+            self.no_longer_weights(func, args)
         origins = self.origins(found, func, args, kwargs, out, outs) if weights and axes is not None else None
         numbers: list[int] = []
         for i, o in enumerate(outs):
@@ -251,6 +253,13 @@ class Tracer(TorchDispatchMode):
                 )
         plain = {k: self.refs(v) for k, v in kwargs.items()}
         self.record.steps.append(Step(func, self.refs(tuple(args)), plain, tuple(numbers), self.journal.module, weights))
+
+    def no_longer_weights(self, func: Any, args: Sequence[Any]) -> None:
+        """What is written through a view is in the tensor that it is a view of: zeros that are filled are no zeros any more."""
+        for argument, value in zip(func._schema.arguments, args):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and isinstance(value, Tensor) and value._is_view() and id(value._base) not in self.owned:
+                self.info(value._base).origin = None  # type: ignore[arg-type]
 
     def refs(self, value: Any) -> Any:
         """The arguments as they are recorded: numbers for tensors."""

@@ -24,7 +24,7 @@ from ..execute.layers import Compressed
 from ..graph.slots import owned_tensors
 from ..plan import Plan
 from ..surgery import Shrunk, all_or_nothing
-from ..surgery.cut import Cuts, apply_cuts_, history, is_cut, remember_
+from ..surgery.cut import Cuts, Passing, apply_cuts_, history, is_cut, remember_
 from . import compressed, hf, packed
 from .files import CODES, DTYPES, BadFile, Entry, Tensors, names_of, rename, replacing, write_tensors
 from .manifest import Layer, Manifest, Stored, about, check_file, from_text, shapes_of, to_text
@@ -154,10 +154,9 @@ def _cuts(model: nn.Module, plan: Plan | Shrunk | None) -> list[Cuts]:
 def _check_cut(model: nn.Module, cuts: Cuts) -> None:
     """Raises unless the model has the sizes that these cuts leave: a file of another one could not be loaded."""
     tensors = dict(owned_tensors(model).values())
-    for path, gone in cuts.drop.items():
-        found, left = _entries(model, path), cuts.lengths[path] - len(gone)
-        if found != left:
-            raise ValueError(f"plan= leaves {left} modules in {path!r} and this model holds {found}; {_NOT_CUT}")
+    for path in cuts.drop:
+        if not _without(model, path, cuts):
+            raise ValueError(f"plan= leaves modules of {path or 'the model'} out and this model holds them; {_NOT_CUT}")
     for name, kept in cuts.tensors.items():
         left = tuple(len(kept.get(d, range(size))) for d, size in enumerate(cuts.shapes[name]))
         if name in tensors and tuple(tensors[name].shape) != left:
@@ -169,11 +168,16 @@ def _check_cut(model: nn.Module, cuts: Cuts) -> None:
 _NOT_CUT = "save the small model that the plan was made with, or leave plan= out. Nothing was written."
 
 
-def _entries(model: nn.Module, path: str) -> int:
+def _without(model: nn.Module, path: str, cuts: Cuts) -> bool:
+    """Whether a list of modules is as short as the cuts leave it; whether those that are held by name are replaced."""
     try:
-        return len(model.get_submodule(path)._modules)
+        held = model.get_submodule(path)
     except AttributeError:
-        return 0
+        return False
+    modules, gone = list(held._modules.values()), cuts.drop[path]
+    if isinstance(held, nn.ModuleList | nn.Sequential):
+        return len(modules) == cuts.lengths[path] - len(gone)
+    return len(modules) == cuts.lengths[path] and all(isinstance(modules[place], Passing) for place in gone)
 
 
 def _described(model: nn.Module, tensors: compressed.State, pack: bool) -> tuple[dict[str, Stored], dict[str, Entry]]:

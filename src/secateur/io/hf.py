@@ -208,7 +208,8 @@ def _words(wrong: list[Key]) -> str | None:
     what = {"error": "cannot be built", "tensor": "has other tensors", "shape": "has other shapes"}.get(
         kind, "has other values"
     )
-    return f"{what} than any config gives it ({name}); layers that are cut alike (scope='tensor') more often fit one"
+    than = "from any config" if kind == "error" else "than any config gives it"
+    return f"{what} {than} ({name}); whole layers that go (depth=), or MLP channels cut alike (scope='tensor'), mostly fit one"
 
 
 def _built(model: nn.Module, config: Any) -> Profile:

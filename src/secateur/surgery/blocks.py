@@ -1,7 +1,8 @@
 """Blocks: which entries of lists of modules may go whole, and the numbers that go with them.
 
-A block is an entry of a ModuleList or Sequential that runs once, between its neighbours, and answers in the shape of what it
-gets: without it, the next one reads what it read. Its place in the model is all that is asked; nothing is known by name.
+A block is an entry of a ModuleList or Sequential, or one of several attributes of one type, that runs once, between its
+neighbours, and answers in the shape of what it gets: without it, the next one reads what it read. Its place in the model is all
+that is asked; nothing is known by name.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Call(NamedTuple):
-    """A run of an entry of a list: what it got and gave, first of all."""
+    """A run of an entry of a list: what it got and gave, first of all; `bare`: it gave nothing else."""
 
     place: int
     taken: Tensor | None
     given: Tensor | None
+    bare: bool
 
 
 # --- which blocks there are -----------------------------------------------------------------------------------------
@@ -35,12 +37,13 @@ class Call(NamedTuple):
 
 def find_blocks(model: nn.Module, inputs: Inputs) -> tuple[Drop, dict[str, str]]:
     """List -> places of the blocks that may go, and the entries beside them that may not, with the reason."""
-    holders = {path: m for path, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
+    holders = {path: places for path, m in model.named_modules() if (places := _families(m))}
     calls = _watched(model, holders, inputs)
     found: dict[str, Drop] = {}
     refused: dict[str, str] = {}
-    for path, holder in holders.items():
-        reasons = {place: _not_a_block(model, holder, place, calls[path]) for place in range(len(holder))}
+    for path, families in holders.items():
+        holder = model.get_submodule(path)
+        reasons = {place: _not_a_block(holder, place, family, calls[path]) for family in families for place in family}
         if blocks := [place for place, why in reasons.items() if why is None]:
             found.setdefault(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path), {})[path] = blocks
         refused |= {block_name(path, holder, place): why for place, why in reasons.items() if why and why != _NO_LAYERS}
@@ -52,32 +55,50 @@ _SAYS_SO = re.compile("layer|depth|block")
 _NO_LAYERS = "it holds no layers"
 
 
-def _not_a_block(model: nn.Module, holder: nn.Module, place: int, calls: Sequence[Call]) -> str | None:
-    block = list(holder.children())[place] if len(list(holder.children())) == len(holder._modules) else None
+def _families(holder: nn.Module) -> list[list[int]]:
+    """The places in a module of what may be a row of blocks: all entries of a list; attributes of one type."""
+    if isinstance(holder, nn.ModuleList | nn.Sequential):
+        return [list(range(len(holder._modules)))]
+    kinds: dict[type[nn.Module], list[int]] = {}
+    for place, module in enumerate(holder._modules.values()):
+        if module is None or isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        if any(True for _ in module.children()):  # a layer by itself is no block
+            kinds.setdefault(type(module), []).append(place)
+    return [places for places in kinds.values() if len(places) > 1]
+
+
+def _not_a_block(holder: nn.Module, place: int, family: Sequence[int], calls: Sequence[Call]) -> str | None:
+    block, listed = list(holder._modules.values())[place], isinstance(holder, nn.ModuleList | nn.Sequential)
+    calls = [call for call in calls if call.place in set(family)]
     own = [i for i, call in enumerate(calls) if call.place == place]
     if block is None or not any(True for _ in block.children()) or all(p.dim() < 2 for p in block.parameters()):
         return _NO_LAYERS
     if len(own) != 1:
         return f"it runs {len(own)} times"
-    if [call.place for call in calls] != sorted(call.place for call in calls):
+    if listed and [call.place for call in calls] != sorted(call.place for call in calls):
         return "the modules of its list do not run one after the other"
-    (_, taken, given), at = calls[own[0]], own[0]
+    (_, taken, given, bare), at = calls[own[0]], own[0]
     if taken is None or given is None or taken.shape != given.shape or taken.dtype != given.dtype:
         return "what it gives does not have the shape of what it gets"
+    if not listed and not bare:
+        return "it gives more than one tensor"
     links = [a.given is b.taken for a, b in zip(calls[max(at - 1, 0) : at + 1], calls[max(at, 1) : at + 2])]
-    return "its neighbours do not read what it gives" if links and not any(links) else None
+    return "its neighbours do not read what it gives" if (links or not listed) and not any(links) else None
 
 
-def _watched(model: nn.Module, holders: Mapping[str, nn.Module], inputs: Inputs) -> dict[str, list[Call]]:
+def _watched(model: nn.Module, holders: Mapping[str, list[list[int]]], inputs: Inputs) -> dict[str, list[Call]]:
     calls: dict[str, list[Call]] = {path: [] for path in holders}
     with ExitStack() as stack:
-        for path, holder in holders.items():
-            for place, module in enumerate(holder._modules.values()):
-                if module is None:
+        for path, families in holders.items():
+            places = {place for family in families for place in family}
+            for place, module in enumerate(model.get_submodule(path)._modules.values()):
+                if module is None or place not in places:
                     continue
 
                 def see(_: Any, args: Any, kwargs: Any, out: Any, path: str = path, place: int = place) -> None:
-                    calls[path].append(Call(place, main_tensor((*args, *kwargs.values())), main_tensor(out)))
+                    taken = main_tensor((*args, *kwargs.values()))
+                    calls[path].append(Call(place, taken, main_tensor(out), isinstance(out, Tensor)))
 
                 stack.callback(module.register_forward_hook(see, with_kwargs=True).remove)
         run(model, *inputs)
@@ -124,7 +145,11 @@ Link = tuple[str, str, Any, bool]  # a number: owner, attribute, index; and whet
 
 def links_of(model: nn.Module, paths: Iterable[str]) -> dict[str, list[Link]]:
     """For each list of modules: the numbers around it that say how many modules it holds."""
-    return {path: list(_counted(model, path, len(model.get_submodule(path)._modules))) for path in paths}
+    listed = {path: isinstance(model.get_submodule(path), nn.ModuleList | nn.Sequential) for path in paths}
+    return {
+        path: list(_counted(model, path, len(model.get_submodule(path)._modules))) if here else []
+        for path, here in listed.items()
+    }
 
 
 def mended(model: nn.Module, drop: Drop, links: Mapping[str, list[Link]]) -> list[Attribute]:
@@ -134,7 +159,8 @@ def mended(model: nn.Module, drop: Drop, links: Mapping[str, list[Link]]) -> lis
         holder = model.get_submodule(path)
         count = len(holder._modules)
         stay = [i for i in range(count) if i not in set(gone)]
-        found += _renumbered(path, holder, list(holder._modules.values()), stay)
+        if isinstance(holder, nn.ModuleList | nn.Sequential):
+            found += _renumbered(path, holder, list(holder._modules.values()), stay)
         for at, name, index, entries in links[path]:
             value = list(getattr(_owner(model, at), name)) if entries else count
             found.append(Attribute(at, name, index, value, [value[i] for i in stay] if isinstance(value, list) else len(stay)))

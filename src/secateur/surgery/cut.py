@@ -194,9 +194,23 @@ def is_cut(model: nn.Module, cuts: Cuts) -> bool:
 # --- blocks that go -------------------------------------------------------------------------------------------------
 
 
+class Passing(nn.Module):
+    """Stands where a block was that others call by name: it hands on what the block was given."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+
+
 def drop_(model: nn.Module, drop: Mapping[str, Sequence[int]]) -> None:
-    """Take modules out of the lists that hold them, in place; those after them move up where names are places."""
+    """Take modules out of the lists that hold them, in place; those after them move up where names are places.
+
+    What is held by name, and called by it, is replaced.
+    """
     for holder, gone in [(_at(model, path), set(places)) for path, places in drop.items()]:  # found before any name moves
+        if not isinstance(holder, nn.ModuleList | nn.Sequential):
+            named = enumerate(holder._modules.items())
+            vars(holder)["_modules"] = {name: Passing() if place in gone else module for place, (name, module) in named}
+            continue
         kept = [item for place, item in enumerate(holder._modules.items()) if place not in gone]
         numbered = all(name == str(place) for place, name in enumerate(holder._modules))
         vars(holder)["_modules"] = {str(n) if numbered else name: module for n, (name, module) in enumerate(kept)}

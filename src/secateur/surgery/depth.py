@@ -25,12 +25,23 @@ from .budget import tells, tolerance
 from .copies import copied
 from .cut import Cuts, check_fits, is_cut, without, write_attribute
 from .masked import run
+from .norms import checked, reestimate_
 from .optimizers import sliced_state
-from .refit import checked, reestimate_
-from .request import TARGETS, Options, check, check_criterion, excluded, names_to_leave, split_inputs, target_of, under
+from .request import (
+    TARGETS,
+    Options,
+    check,
+    check_criterion,
+    check_model,
+    excluded,
+    names_to_leave,
+    split_inputs,
+    target_of,
+    under,
+)
 from .shrunk import Row, Shrunk
 from .sizes import Counting, times
-from .verify import Verified, difference, tensors_of, verify
+from .verify import Verified, as_dtype, difference, tensors_of, verify, widened
 from .work import AnyCriterion, Done, shrunk
 
 # --- which of them go -----------------------------------------------------------------------------------------------
@@ -122,8 +133,8 @@ def _change(found: Sequence[Sequence[Tensor]], whole: Sequence[Sequence[Tensor]]
             return f"the output has shapes {[tuple(t.shape) for t in now]}"
         if _lost(now, before):
             return "the output is not finite where it was"
-        parts = [(a[b.isfinite()].double(), b[b.isfinite()].double()) for a, b in zip(now, before)]
-        moved, size = sum(float((a - b).square().sum()) for a, b in parts), sum(float(b.square().sum()) for _, b in parts)
+        parts = [((a - b)[b.isfinite()].abs().double(), b[b.isfinite()].abs().double()) for a, b in zip(now, before)]
+        moved, size = (sum(float(part.square().sum()) for part in each) for each in zip(*parts))
         shares.append((moved / max(size, 1e-30)) ** 0.5)
     return sum(shares) / len(shares)
 
@@ -176,7 +187,7 @@ def _answers(original: nn.Module, middle: nn.Module, drop: Drop, inputs: Inputs,
     twin = copied(original)
     for path, places in drop.items():
         for place in places:
-            list(twin.get_submodule(path).children())[place].register_forward_hook(_skip, with_kwargs=True)
+            list(twin.get_submodule(path)._modules.values())[place].register_forward_hook(_skip, with_kwargs=True)  # type: ignore[union-attr]
     dense = _answer(original, inputs, dtype)
     if dtype is not None and any(bool(t.isnan().any()) for t in tensors_of(dense)):
         raise ArithmeticError("its answer is not a number there")
@@ -190,12 +201,9 @@ def _skip(_: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
 
 
 def _answer(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Any:
-    def wide(value: Any) -> Any:
-        return value.to(dtype) if dtype and isinstance(value, Tensor) and value.is_floating_point() else value
-
-    args, kwargs = tree_map(wide, inputs)
+    args, kwargs = as_dtype(dtype, inputs)
     made = copied(model)
-    return run(made if dtype is None else made.to(dtype), args, kwargs)
+    return run(made if dtype is None else widened(made, dtype), args, kwargs)
 
 
 # --- the way through ------------------------------------------------------------------------------------------------
@@ -203,6 +211,7 @@ def _answer(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Any:
 
 def shrunk_in_depth(model: nn.Module, example_inputs: Any, criterion: AnyCriterion, options: Options) -> Done:
     """`shrunk`, with `depth=` before any other target; those count from the model as it was given."""
+    check_model(model)
     check(options)
     depth, more = options.get("depth"), any(options.get(key) is not None for key in TARGETS)
     rest: Options = {**options}
@@ -244,7 +253,11 @@ def shrunk_in_depth(model: nn.Module, example_inputs: Any, criterion: AnyCriteri
 def _row(model: nn.Module, path: str, places: Sequence[int]) -> Row:
     holder = model.get_submodule(path)
     names = tuple(block_name(path, holder, place) for place in places)
-    return Row(path or "the model", len(holder._modules), len(holder._modules) - len(places), None, names)
+    modules = list(holder._modules.values())
+    kinds = {type(modules[place]) for place in places}
+    listed = isinstance(holder, nn.ModuleList | nn.Sequential)
+    before = len(modules) if listed else sum(type(module) in kinds for module in modules)
+    return Row(path or "the model", before, before - len(places), None, names)
 
 
 def _from_the_whole(

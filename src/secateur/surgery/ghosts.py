@@ -216,7 +216,16 @@ class Ghosts:
         mixed = [n for n in bearers if any(a in self.ghost(n).zero for a in self.cut_atoms(n)) or self.ghost(n).bad]
         if mixed:  # zero times what varies is zero, unit by unit
             bad = {a: why for a, why in bad.items() if not self.absorbed(step, a, bearers)}
-        return self.judged(step, out, cut, bad)
+        single = [n for n, t in known.items() if t is None and (stand[n].numel() == 1 or not stand[n].is_floating_point())]
+        return self.judged(step, out, cut, self.moved(step, stand, out, single) | bad if single else bad)
+
+    def moved(self, step: Step, stand: Mapping[int, Tensor], out: Tensor, single: Sequence[int]) -> dict[Atom, str]:
+        """Atoms that differ when what varies is another number; of a single one no two samples can be compared."""
+        others = {n: ~t if t.dtype == torch.bool else t + 1 for n, t in stand.items() if n in single}
+        again, number = first(call(step, {**stand, **others})), step.outs[0]
+        pairs = {a: zip(self.removed(out, number, a), self.removed(again, number, a)) for a in self.cut_atoms(number)}
+        differ = [a for a, each in pairs.items() if any(not torch.equal(one, two) for (_, one), (_, two) in each)]
+        return dict.fromkeys(differ, f"varies with the inputs, from {where(step)} on")
 
     def absorbed(self, step: Step, atom: Atom, bearers: Sequence[int]) -> bool:
         """Whether the units are zero in one factor of a product, so that the other does not matter."""
@@ -320,7 +329,7 @@ class Ghosts:
             value = self.known(n)
             if value is None:
                 value = self.sample(n, [e.size for e in self.trace.axes[n]])
-            value = torch.ops.aten.alias(value)
+            value = value.contiguous() if "group_norm" in kind else torch.ops.aten.alias(value)
             stand[n] = value[:1] if few and value.dim() > 2 else value
         name = {"view": "reshape", "_unsafe_view": "reshape"}.get(kind)
         out = call(step, stand, None if name is None else getattr(torch.ops.aten, name).default)

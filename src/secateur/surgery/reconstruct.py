@@ -24,7 +24,8 @@ from ..stats import check_evidence, split_batch
 from .elimination import RIDGE, Normed, Order, Plain, State, Surgeon, eliminate
 from .importance import Repair, UnitCriterion, Units
 from .masked import silence_
-from .refit import CONVS, Sums, checked, rows_for, samples
+from .norms import checked
+from .refit import CONVS, Sums, rows_for, samples
 from .wiring import units_along
 
 _WIDE = 4096  # columns of a weight, from which on the elimination would take hours
@@ -144,8 +145,11 @@ def _inputs(trace: Trace, readers: dict[Group, list[Reader]], batches: Sequence[
         for batch in batches:
             args, kwargs, _ = split_batch(batch)
             trace.model(*args, **kwargs)
-    silent = _silent(trace, readers, batches[0]) if repair != "refit" else {}
     found = {m: s.moments() for m, s in sums.items()}
+    names = {module: name for name, module in trace.model.named_modules()}
+    for module in (m for m, moments in found.items() if not bool(moments[1].isfinite().all())):
+        raise ValueError(f"{names[module]}: its inputs are not finite on data=; look at the data and at the model")
+    silent = _silent(trace, readers, batches[0]) if repair != "refit" else {}
     return {
         m: Inputs(a.cpu(), b.cpu(), silent.get(m, torch.zeros(len(a)).double()), m in normed) for m, (a, b) in found.items()
     }

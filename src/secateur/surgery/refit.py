@@ -1,9 +1,9 @@
-"""Repairs from calibration data, without training: BatchNorm statistics, and a least-squares fit of what reads a cut axis.
+"""A repair from calibration data, without training: a least-squares fit of what reads a cut axis.
 
 The fit goes through the small model in the order of execution. Each layer that lost inputs learns to give, from the inputs it
-really gets, what the dense layer gives on the same data (channel pruning: He et al., 2017; here with the errors of the layers
-before it in the inputs, so that each fit also corrects those). All batches advance together, one layer at a time, so the whole
-costs one forward pass of both models; it holds the live activations of all batches.
+really gets, what the dense layer gives on the same data, and what the bypass that its output is added to has lost (channel
+pruning: He et al., 2017). All batches advance together, one layer at a time, so the whole costs one forward pass of both
+models; it holds the live activations of all batches.
 """
 
 from __future__ import annotations
@@ -20,107 +20,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..stats import split_batch
 from .cut import Cuts
+from .norms import checked
 
 _ROWS = 1 << 22  # numbers in one block of input patches
 _EACH, _LEAST = 128, 64  # rows to look at, for each column of a weight and in each batch
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-Statistics = tuple[Tensor, Tensor]  # mean and variance of each channel
-
-
-# ---------------------------------------------------------------- BatchNorm
-
-
-def reestimate_(model: nn.Module, data: Iterable[Any], dense: nn.Module | None = None, cuts: Cuts | None = None) -> int:
-    """Give every BatchNorm the mean and variance of its inputs over all of `data`; returns how many were done.
-
-    With the `dense` model and the `cuts` that made this one of it, its statistics are the dense ones, moved by what moves on
-    `data` between the two: they came from far more data, augmented as in training, and what is peculiar to these few batches
-    is in both measurements and cancels (a control variate). A model that lost nothing stays as it is.
-    """
-    batches, norms = checked(data), _norms(model)
-    found = _statistics(model, batches)
-    if dense is not None and found:
-        before, learned = _statistics(dense, batches), _norms(dense)
-        for name in found.keys() & before.keys():
-            kept = {} if cuts is None else cuts.tensors.get(f"{name}.running_mean".removeprefix("."), {})
-            units = torch.tensor(kept.get(0, range(learned[name].num_features)), device=learned[name].running_mean.device)
-            found[name] = _moved(learned[name], before[name], found[name], units)
-    for name, (mean, variance) in found.items():
-        norms[name].running_mean.copy_(mean)
-        norms[name].running_var.copy_(variance)
-    return len(found)
-
-
-def _moved(norm: Any, before: Statistics, now: Statistics, units: Tensor) -> Statistics:
-    """The learned statistics of the units that stay; of the variance, what the layer divides by moves in proportion."""
-    mean, variance = (t.double()[units] for t in (norm.running_mean, norm.running_var))
-    ratio = (now[1] + norm.eps) / (before[1][units] + norm.eps)
-    return mean + now[0] - before[0][units], ((variance + norm.eps) * ratio - norm.eps).clamp(min=0)
-
-
-def _norms(model: nn.Module) -> dict[str, Any]:
-    kind = nn.modules.batchnorm._BatchNorm
-    return {n: m for n, m in model.named_modules() if isinstance(m, kind) and m.running_mean is not None}
-
-
-def _statistics(model: nn.Module, batches: Sequence[Any]) -> dict[str, Statistics]:
-    """Mean and variance of all values that each BatchNorm gets: batches that differ in their means count.
-
-    While it runs, each normalises by its batch, as in training, and everything else is in evaluation mode. Afterwards modes and
-    momenta are what they were.
-    """
-    norms = _norms(model)
-    modes = {m: m.training for m in model.modules()}
-    settings = {m: (m.momentum, m.num_batches_tracked) for m in norms.values()}
-    seen: dict[str, tuple[float, Tensor, Tensor]] = {}
-
-    def see(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            seen[name] = pooled(seen.get(name), args[0].detach().movedim(1, 0).flatten(1).double())
-
-        return hook
-
-    hooks = [m.register_forward_pre_hook(see(name)) for name, m in norms.items()]
-    try:
-        model.eval()
-        for m in norms.values():
-            m.momentum, m.num_batches_tracked = 0.0, None  # the statistics stay as they are until all data was seen
-            m.training = True
-        with torch.no_grad():
-            for batch in batches if norms else ():
-                args, kwargs, _ = split_batch(batch)
-                model(*args, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for m, mode in modes.items():
-            m.training = mode
-        for m, (momentum, tracked) in settings.items():
-            m.momentum, m.num_batches_tracked = momentum, tracked
-    return {name: (mean, squares / max(count - 1, 1)) for name, (count, mean, squares) in seen.items()}
-
-
-def pooled(before: tuple[float, Tensor, Tensor] | None, x: Tensor) -> tuple[float, Tensor, Tensor]:
-    """Count, mean and summed squared deviations of rows, with what was seen before (Chan et al., 1979)."""
-    count, mean = float(x.shape[1]), x.mean(1)
-    squares = (x - mean[:, None]).square_().sum(1)
-    if before is None:
-        return count, mean, squares
-    total, shift = before[0] + count, mean - before[1]
-    return total, before[1] + shift * (count / total), before[2] + squares + shift.square() * (before[0] * count / total)
-
-
-def checked(data: Iterable[Any]) -> list[Any]:
-    """The batches, as a list."""
-    if isinstance(data, Tensor):
-        raise TypeError("data= is an iterable of batches, not one Tensor; pass [batch]")
-    batches = list(data)
-    if not batches:
-        raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
-    return batches
 
 
 # ---------------------------------------------------------------- runs that wait
@@ -140,6 +48,7 @@ class Run:
         self.model, (self.args, self.kwargs, _) = model, split_batch(batch)
         self.go, self.came = threading.Semaphore(0), threading.Semaphore(0)
         self.value: Any = None
+        self.held: dict[str, Any] = {}  # what modules got that bypasses a layer, until the layer is fitted
         self.failure: BaseException | None = None
         self.over = False
         self.thread = threading.Thread(target=self._work, daemon=True)
@@ -181,9 +90,17 @@ class Run:
         self.thread.join()
 
 
-def _shows(name: str, pick: Callable[[tuple[Any, ...], Any], Any]) -> Callable[..., None]:
+def _shows(layer: Layer, pick: Callable[[tuple[Any, ...], Any], Any]) -> Callable[..., None]:
     def hook(_: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
-        _here.run.wait((name, pick(args, output)))
+        run = _here.run
+        run.wait((layer.name, pick(args, output), run.held.pop(layer.bypass, None)))
+
+    return hook
+
+
+def _holds(name: str) -> Callable[..., None]:
+    def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+        _here.run.held[name] = args[0]
 
     return hook
 
@@ -192,13 +109,17 @@ def _shows(name: str, pick: Callable[[tuple[Any, ...], Any], Any]) -> Callable[.
 
 
 class Layer(NamedTuple):
-    """A layer that lost inputs: its module in the small and the dense model, the outputs it keeps; `turned`: (in, out)."""
+    """A layer that lost inputs: its module in the small and the dense model, the outputs it keeps; `turned`: (in, out).
+
+    `bypass`: the module whose input is what the layer's output is added to, if any.
+    """
 
     name: str
     small: Any
     dense: Any
     outputs: Tensor | None
     turned: bool
+    bypass: str | None = None
 
     @property
     def conv(self) -> bool:
@@ -283,7 +204,7 @@ def _order(small: nn.Module, layers: Sequence[Layer], batch: Any, skipped: dict[
     hooks = [layer.small.register_forward_hook(see(layer)) for layer in layers]
     try:
         args, kwargs, _ = split_batch(batch)
-        with torch.no_grad():
+        with Bypasses(small, layers) as bypasses, torch.no_grad():
             small(*args, **kwargs)
     finally:
         for hook in hooks:
@@ -294,7 +215,53 @@ def _order(small: nn.Module, layers: Sequence[Layer], batch: Any, skipped: dict[
             skipped[layer.name] = f"it runs {times[layer.name]} times in one pass of the model, so it has no single target"
         elif not times[layer.name] and not layer.turned:
             skipped[layer.name] = "the model did not run it on the first batch"
-    return [layer for layer in calls if times[layer.name] == 1]
+    return [layer._replace(bypass=bypasses.of(layer.name)) for layer in calls if times[layer.name] == 1]
+
+
+class Bypasses(TorchDispatchMode):
+    """Sees, in one run, which layers' outputs go nowhere but into a sum, and which module got the other summand before."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[Layer]) -> None:
+        super().__init__()
+        self.got: dict[str, Any] = {}  # by module, what it got last
+        self.then: dict[str, dict[str, Any]] = {}  # by layer, the same when it ran
+        self.outputs: dict[str, Any] = {}
+        self.uses: dict[str, list[Any]] = {}
+        self.hooks = [m.register_forward_pre_hook(self._before(name)) for name, m in model.named_modules() if name]
+        self.hooks += [layer.small.register_forward_hook(self._after(layer.name)) for layer in layers]
+
+    def _before(self, name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            if args and isinstance(args[0], Tensor):
+                self.got.pop(name, None)
+                self.got[name] = args[0]
+
+        return hook
+
+    def _after(self, name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self.outputs[name], self.then[name] = output, dict(self.got)
+
+        return hook
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        summed = func in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor) and not kwargs
+        for name, output in self.outputs.items():
+            if any(a is output for a in args):
+                self.uses.setdefault(name, []).append(next((a for a in args if a is not output), None) if summed else None)
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        for hook in self.hooks:
+            hook.remove()
+
+    def of(self, name: str) -> str | None:
+        """The module that got, last of all before the layer ran, what the layer's output is added to."""
+        uses = self.uses.get(name, [])
+        if len(uses) != 1 or not isinstance(uses[0], Tensor) or uses[0].shape != self.outputs[name].shape:
+            return None
+        return next((module for module, x in reversed(self.then[name].items()) if x is uses[0]), None)
 
 
 def _is_linear(module: Any, x: Any, output: Any) -> bool:
@@ -310,8 +277,11 @@ def _waiting(
     small: nn.Module, dense: nn.Module, order: Sequence[Layer], batches: Sequence[Any]
 ) -> Iterator[list[tuple[Run, Run]]]:
     """For every batch a run of each model: the small one stops before each layer, the dense one after it."""
-    hooks = [layer.small.register_forward_pre_hook(_shows(layer.name, lambda args, _: args[0])) for layer in order]
-    hooks += [layer.dense.register_forward_hook(_shows(layer.name, lambda _, output: output)) for layer in order]
+    modules = [dict(model.named_modules()) for model in (small, dense)]
+    passed = [layer.bypass for layer in order if layer.bypass is not None]
+    hooks = [names[name].register_forward_pre_hook(_holds(name)) for names in modules for name in passed]
+    hooks += [layer.small.register_forward_pre_hook(_shows(layer, lambda args, _: args[0])) for layer in order]
+    hooks += [layer.dense.register_forward_hook(_shows(layer, lambda _, output: output)) for layer in order]
     runs = [(Run(small, batch), Run(dense, batch)) for batch in batches] if order else []
     try:
         yield runs
@@ -360,9 +330,13 @@ class Sums:
 def _add(sums: Sums, layer: Layer, mine: Any, theirs: Any, most: int, draw: torch.Generator) -> None:
     if mine is None or theirs is None or not mine[0] == theirs[0] == layer.name:
         raise RuntimeError(f"the runs of the small and the dense model do not come to {layer.name} in the same order")
-    x, y = mine[1], theirs[1]
+    x, y, passed = mine[1], theirs[1], mine[2] is not None and theirs[2] is not None
+    if passed:
+        y = y + theirs[2]
     if layer.outputs is not None:
         y = y.index_select(1 - layer.small.weight.dim() if layer.conv else -1, layer.outputs.to(y.device))
+    if passed:
+        y = y - mine[2]
     for rows, goal in samples(layer.small, x, y, most, draw):
         sums.add(rows, goal)
 

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any, TypedDict
 
 import torch
+from torch import nn
 
 from .._tree import nearest
 from ..criteria import criterion as as_criterion
@@ -82,11 +83,29 @@ def check(options: Options) -> None:
         raise ValueError("reestimate= and refit= work on data, so pass data= (an iterable of batches)")
     if options.get("data") is not None:
         check_evidence(frozenset(), options.get("data"), options.get("loss"))
+    optimizer = options.get("optimizer")
+    if optimizer is not None and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
+        raise TypeError(f"optimizer={optimizer!r} must be the torch.optim.Optimizer of this model, or left out")
     if options.get("refit") and options.get("depth") is not None and all(options.get(key) is None for key in TARGETS):
         raise ValueError(
             "refit=True fits the layers that lost inputs, and depth= alone takes whole blocks: no layer loses any. Ask for "
             f"one of {', '.join(f'{key}=' for key in TARGETS)} too, or for reestimate=True, or leave refit= out"
         )
+
+
+def check_model(model: Any) -> None:
+    """Raises for a model that could be traced, and not be cut."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"shrink() wants a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"module {name!r}" if name else "the model"
+            raise ValueError(f"{where} is compiled by torch.jit, so its code is fixed; cut it first and script what comes out")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name!r} is on the meta device and holds no numbers: no unit can be told from another; load its weights first"
+            )
 
 
 def check_criterion(criterion: Any) -> None:

@@ -84,7 +84,7 @@ def _rms(flow: Silence, i: int, done: set[int]) -> Edit:
     if names[:2] != ["add", "rsqrt"] or "mul" not in names[2:]:
         raise refused
     eps = next((v for v in steps[chain[0]].args if isinstance(v, int | float)), None)
-    scaled = [j for j in chain[2:] if steps[j].name.startswith("aten::mul") and _weight(flow, steps[j])]
+    scaled = [j for j in (*chain[2:], *_factors_of(flow, chain[2:])) if _multiplies(flow, j)]
     if eps is None or not scaled:
         raise Refused(f"the RMSNorm {where} has no weight that could take the factor sqrt(old / new)")
     axes = _reduced(flow, steps[i])
@@ -94,6 +94,17 @@ def _rms(flow: Silence, i: int, done: set[int]) -> Edit:
     cut = {a for e in axes for a in atoms(e) if a in flow.keep}
     scale = _scale_of(flow, scaled[0], math.sqrt(ratio))
     return Edit(cut, [scale], [(*_eps_attribute(flow, steps[i].module, float(eps)), float(eps) * ratio)], i)
+
+
+def _multiplies(flow: Silence, i: int) -> bool:
+    return flow.trace.steps[i].name.startswith("aten::mul") and _weight(flow, flow.trace.steps[i]) is not None
+
+
+def _factors_of(flow: Silence, chain: list[int]) -> list[int]:
+    """Steps that make the other factor of a product in the chain, for it alone: w * x in w * x * rsqrt(...)."""
+    product = next((i for i in chain if flow.trace.steps[i].name.startswith("aten::mul")), None)
+    found = [n for n in tensors_in(flow.trace.steps[product]) if n in flow.makers] if product is not None else []
+    return [flow.makers[n] for n in found if flow.readers.get(n) == [product]]
 
 
 def _chain(flow: Silence, number: int, most: int) -> list[int]:
