@@ -92,6 +92,33 @@ def test_layer_on_which_every_format_loses_stays_dense():
     assert all(torch.equal(value, before[name]) for name, value in only.state_dict().items())
 
 
+@pytest.mark.skipif(not build.has(), reason="no kernels here")
+def test_layer_on_which_every_kernel_loses_stays_dense():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
+    with torch.no_grad():  # so small that a call takes longer than the product
+        for layer, sparsity in zip(model, (0.5, 0.9)):
+            layer.weight.copy_(pruned(*layer.weight.shape, "1x1", sparsity))
+    before = copy.deepcopy(model)
+    result = compress_(model, torch.randn(8, 32))
+    for row, layer in zip(result.rows, model):
+        assert row.reason.startswith("dense is faster here (tiled 1")
+        assert row.sparse_seconds > choose.MARGIN * row.dense_seconds
+        assert type(layer) is nn.Linear
+    assert same_bits(model, before)
+
+
+def test_layers_of_derived_kinds_are_in_the_table():
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(Own(16, 16), torch.nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)))
+    result = compress_(model.eval(), torch.randn(2, 16))
+    assert result["0"].reason == "Own is not a layer that can be compressed"
+    assert result["1"].reason == "its weight is computed (a parametrization); remove that first"
+    with pytest.raises(KeyError, match=r"no layer '00' in this table. Did you mean '0'"):
+        result["00"]
+
+
 def test_each_left_layer_has_its_reason():
     class Net(nn.Module):
         def __init__(self):

@@ -38,7 +38,7 @@ def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options
         return None
     with warnings.catch_warnings():  # torch says once that the layout is in beta
         warnings.simplefilter("ignore", UserWarning)
-        matrix = torch.sparse_csr_tensor(starts, index, values, (rows, x.shape[1]), check_invariants=False)
+        matrix = torch.sparse_csr_tensor(starts, index, values, (rows, x.shape[1]), device=x.device, check_invariants=False)
     y = (matrix @ x.t().contiguous()).t()  # several times faster than the matrix on the right
     return (y if bias is None else y + bias).contiguous()
 

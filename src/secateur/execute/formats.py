@@ -118,8 +118,14 @@ def linear(x: Tensor, buffers: Buffers, bias: Tensor | None, form: str, rows: in
     flat = x if x.dim() == 2 else x.reshape(-1, columns)
     y = FORMATS[form].linear(flat, buffers, bias, rows, options) if flat.numel() else None
     if y is None:
-        y = F.linear(flat, FORMATS[form].unpack(buffers, rows, columns, options).to(x.dtype), bias)
+        y = F.linear(flat, *_as_seen(x, FORMATS[form].unpack(buffers, rows, columns, options), bias))
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], rows)
+
+
+def _as_seen(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias in the dtype of the inputs; whole numbers are left to torch, which refuses them."""
+    dtype = x.dtype if x.is_floating_point() else weight.dtype
+    return weight.to(dtype), bias if bias is None else bias.to(dtype)
 
 
 def _linear_fake(x: Tensor, buffers: Buffers, bias: Any, form: str, rows: int, columns: int, options: Options) -> Tensor:
@@ -152,8 +158,8 @@ def conv(
         raise ValueError(f"the compressed convolution takes [batch, {channels}, height, width], and got {tuple(x.shape)}")
     y = run(x, buffers, bias, rows, options, move) if run is not None and x.numel() else None
     if y is None:
-        weight = FORMATS[form].unpack(buffers, rows, columns, options).to(x.dtype).reshape(rows, channels, *move.kernel)
-        y = F.conv2d(x, weight, bias, move.stride, move.padding, move.dilation)
+        weight = FORMATS[form].unpack(buffers, rows, columns, options).reshape(rows, channels, *move.kernel)
+        y = F.conv2d(x, *_as_seen(x, weight, bias), move.stride, move.padding, move.dilation)
     return y.contiguous()
 
 
@@ -164,6 +170,10 @@ def _conv_fake(
 
 
 def _embedding(x: Tensor, buffers: Buffers, form: str, rows: int, columns: int, options: Options) -> Tensor:
+    inside = ((x >= 0) & (x < rows)).all()  # a wrong number would read the buffers somewhere else, without a word
+    if x.is_cpu and not inside:
+        raise IndexError(f"the compressed embedding has rows 0 to {rows - 1}, and got {int(x.min())} to {int(x.max())}")
+    torch._assert_async(inside)
     look_up = FORMATS[form].embedding
     if look_up is None:
         return F.embedding(x, FORMATS[form].unpack(buffers, rows, columns, options))
@@ -196,16 +206,21 @@ def _dense(ctx: Any, grad: Tensor) -> Tensor:
     return torch.ops.secateur.unpack(list(ctx.saved_tensors), form, rows, columns, options).to(grad.dtype)
 
 
+def _nothing(rest: Sequence[Any]) -> list[Any]:
+    """No gradients for what is no tensor. torch takes an empty list for a list of tensors, of which none is none."""
+    return [[] if each == [] else None for each in rest]
+
+
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     bias = grad.flatten(0, -2).sum(0) if ctx.bias else None
-    return (grad @ _dense(ctx, grad), [None] * len(ctx.saved_tensors), bias, *(None for _ in ctx.rest))
+    return (grad @ _dense(ctx, grad), [None] * len(ctx.saved_tensors), bias, *_nothing(ctx.rest))
 
 
 def _conv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     move = _window(ctx.rest[-1])
     weight = _dense(ctx, grad).reshape(grad.shape[1], ctx.shape[1], *move.kernel)
     x = conv2d_input(ctx.shape, weight, grad, move.stride, move.padding, move.dilation)  # type: ignore[arg-type]
-    return (x, [None] * len(ctx.saved_tensors), grad.sum((0, 2, 3)) if ctx.bias else None, *(None for _ in ctx.rest))
+    return (x, [None] * len(ctx.saved_tensors), grad.sum((0, 2, 3)) if ctx.bias else None, *_nothing(ctx.rest))
 
 
 for _name, _body, _fake in (

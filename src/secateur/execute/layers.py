@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from .find import negative_zeros, unpack_bits
 from .formats import FORMATS, Format, as_matrix, as_weight, conv, linear
@@ -29,6 +31,8 @@ class Compressed(nn.Module):
         weight: Tensor = layer.weight.detach()
         self.kind, self.stood, self.arguments = KINDS[type(layer)], type(layer), arguments_of(layer)
         self.form, self.options, self.shape, self.tied = form.name, options, tuple(weight.shape), tied
+        for name in self.arguments.keys() - {"bias"}:  # models ask their layers for in_features and the like
+            setattr(self, name, self.arguments[name])
         self.groups: int = self.arguments.get("groups", 1)
         self.window = window_of(layer) if self.kind == "conv" else []
         self.dtype: torch.dtype = weight.dtype
@@ -43,6 +47,8 @@ class Compressed(nn.Module):
             setattr(self, hooks, getattr(layer, hooks))
         self.train(layer.training)
 
+    @torch.inference_mode(mode=False)  # buffers that are made for inference alone could never be called with gradients
+    @torch.no_grad()
     def _hold(self, weight: Tensor, store: Any = None) -> None:
         form = FORMATS[self.form]
         packed = form.pack(as_matrix(weight if store is None else weight.to(store), self.groups).contiguous(), self.options)
@@ -59,6 +65,11 @@ class Compressed(nn.Module):
                 "a compressed layer is for inference and was called in train mode: call model.eval(), or "
                 "secateur.decompress_(model) to train it again"
             )
+        if _AUTOCAST() and self.kind != "embedding":
+            input = autocast(input)
+        compiling = torch.compiler.is_compiling()
+        if not compiling and transformed():
+            return self._dense(input)
         own = self._buffers
         held: Any = [own[name] for name in self.names]
         shape, bias, grad = (
@@ -67,7 +78,7 @@ class Compressed(nn.Module):
             torch.is_grad_enabled(),
         )
         # Nobody watches: the function itself, since the way through the dispatcher takes as long as a small layer.
-        plain = not (grad or torch.compiler.is_compiling() or watched()) and type(input) is Tensor
+        plain = not (grad or compiling or watched()) and type(input) is Tensor and not input.is_neg()
         if plain and self.kind == "linear":
             return linear(input, held, bias, *shape)
         ops = torch.ops.secateur
@@ -83,6 +94,18 @@ class Compressed(nn.Module):
         y = y.squeeze(2) if flat else y
         return y.squeeze(0) if input.dim() == dims else y
 
+    def _dense(self, input: Tensor) -> Tensor:
+        """With the weight unpacked, by operators for which torch knows all that vmap and derivatives ask."""
+        weight, bias = self.weight.to(self.dtype if self.kind == "embedding" else input.dtype), self._parameters["bias"]
+        bias = bias if bias is None else bias.to(input.dtype)
+        if self.kind == "embedding":
+            return F.embedding(input, weight)
+        if self.kind == "linear":
+            return F.linear(input, weight, bias)
+        run = F.conv1d if self.stood is nn.Conv1d else F.conv2d
+        moves = (self.arguments[name] for name in ("stride", "padding", "dilation", "groups"))
+        return run(input, weight, bias, *moves)
+
     @property
     def weight(self) -> Tensor:
         """The dense weight, unpacked now: exact where the values are stored in their own dtype."""
@@ -97,7 +120,8 @@ class Compressed(nn.Module):
         """The dense layer again, with this weight if it is given (a tied one)."""
         layer = self.stood(**self.arguments, device="meta")
         if weight is None:
-            weight = nn.Parameter(self.weight.to(self.dtype), requires_grad=self.trainable)
+            with torch.inference_mode(mode=False):
+                weight = nn.Parameter(self.weight.to(self.dtype), requires_grad=self.trainable)
         layer.register_parameter("weight", weight)
         if "bias" in layer._parameters:
             layer.register_parameter("bias", self.bias)
@@ -123,6 +147,8 @@ class Compressed(nn.Module):
             half = old.is_floating_point() and old.dtype != self.dtype
             self._hold(weight.detach().to(old.device, self.dtype), old.dtype if half else None)
             state_dict.update({f"{prefix}{name}": buffer for name, buffer in self._buffers.items() if buffer is not None})
+        elif f"{prefix}{self.names[0]}" in state_dict:
+            self._check(state_dict, prefix)
         for name in (*self.names, "minus"):  # other zeros, other sizes
             new, now = state_dict.get(f"{prefix}{name}"), self._buffers.get(name)
             if new is not None and (now is None or new.shape != now.shape):
@@ -132,17 +158,53 @@ class Compressed(nn.Module):
                 self.register_buffer(name, None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
+    def _check(self, state_dict: Any, prefix: str) -> None:
+        """Refuse buffers of another format or damaged ones: kernels believe the numbers in them."""
+        given = [state_dict.get(f"{prefix}{name}") for name in self.names]
+        if any(each is None for each in given):
+            return  # torch says which are missing
+        own = self.buffers_in_order()
+        if own[0].is_meta:
+            return
+        try:
+            if any(a.dtype != b.dtype and not (a.is_floating_point() and b.is_floating_point()) for a, b in zip(given, own)):
+                raise TypeError
+            moved = [each.to(now.device) for each, now in zip(given, own)]
+            if FORMATS[self.form].unpack(moved, self.rows, self.columns, self.options).shape != (self.rows, self.columns):
+                raise TypeError
+        except (RuntimeError, IndexError, TypeError):
+            options = "x".join(map(str, self.options))
+            raise ValueError(
+                f"{prefix[:-1] or 'this layer'} is {self.form} {options}".rstrip()
+                + f" of {self.rows}x{self.columns} in the model, and its "
+                "buffers in the state dict are not: load the dense weight, or compress both models the same way"
+            ) from None
+
     def extra_repr(self) -> str:
         return f"{self.stood.__name__} {tuple(self.shape)}, {self.form}{list(self.options)}, {self.bytes():,} bytes"
 
 
 _MODES, _TRACER = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+_AUTOCAST = torch._C._is_any_autocast_enabled
 _LEVEL = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 
 
 def watched() -> bool:
-    """Whether something looks at operators as they run: a dispatch mode (a counter, fake tensors), vmap, a tracer."""
-    return bool(_MODES()) or _LEVEL() is not None or _TRACER() is not None
+    """Whether something looks at operators as they run: a dispatch mode (a counter, fake tensors), a tracer."""
+    return bool(_MODES()) or _TRACER() is not None
+
+
+def autocast(x: Tensor) -> Tensor:
+    """In the dtype that torch's own layers compute with here."""
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+def transformed() -> bool:
+    """Whether the call is inside vmap or torch.func's derivatives, or carries tangents along."""
+    return _LEVEL() is not None or forward_ad._current_level >= 0
 
 
 def arguments_of(layer: nn.Module) -> dict[str, Any]:
@@ -150,7 +212,10 @@ def arguments_of(layer: nn.Module) -> dict[str, Any]:
     if isinstance(layer, nn.Linear):
         return {"in_features": layer.in_features, "out_features": layer.out_features, "bias": layer.bias is not None}
     if isinstance(layer, nn.Embedding):
-        return {name: getattr(layer, name) for name in ("num_embeddings", "embedding_dim", "padding_idx", "scale_grad_by_freq")}
+        return {
+            name: getattr(layer, name)
+            for name in ("num_embeddings", "embedding_dim", "padding_idx", "scale_grad_by_freq", "sparse")
+        }
     names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
     return {name: getattr(layer, name) for name in names} | {"bias": layer.bias is not None}
 
@@ -169,10 +234,10 @@ def window_of(layer: Any) -> list[int]:
 
 def why_not(layer: nn.Module) -> str | None:
     """Why this layer cannot be compressed whatever its zeros are; None if it can."""
-    if type(layer) not in KINDS:
-        return f"{type(layer).__name__} is not a layer that can be compressed"
     if "weight" not in layer._parameters:
         return "its weight is computed (a parametrization); remove that first"
+    if type(layer) not in KINDS:
+        return f"{type(layer).__name__} is not a layer that can be compressed"
     weight: Any = layer._parameters["weight"]
     if weight is None or weight.layout != torch.strided or type(weight.data) is not Tensor:
         return "its weight is not a plain dense tensor"

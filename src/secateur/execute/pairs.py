@@ -80,7 +80,7 @@ def _unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tens
 
 
 def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
-    if x.device.type != "cpu" or x.dtype != torch.bfloat16 or build.target() is None:
+    if not (x.is_cpu and buffers[0].is_cpu) or x.dtype != torch.bfloat16 or build.target() is None:
         return None
     height, mode = options
     seen = (_six(x) if mode else _paired(x)).view(torch.float32)  # moved as bits, never computed with

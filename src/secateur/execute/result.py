@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from .._tree import nearest
 from .find import Zeros
 from .timing import spell
 
@@ -52,7 +53,10 @@ class Compression:
     threads: int
 
     def __getitem__(self, layer: str) -> Row:
-        return next(row for row in self.rows if row.layer == layer)
+        for row in self.rows:
+            if row.layer == layer:
+                return row
+        raise KeyError(f"no layer {layer!r} in this table.{nearest(layer, [row.layer for row in self.rows])}")
 
     @property
     def compressed(self) -> list[str]:

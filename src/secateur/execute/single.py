@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +23,6 @@ GROUP = 8
 COLUMNS = 1 << 16  # column numbers have two bytes
 
 
-@cache
-def written() -> Any:
-    from .native import single
-
-    return single
-
-
 def _here(use: Use, *features: str) -> bool:
     return use.kind == "linear" and use.device == "cpu" and max(use.rows) <= FEW and build.has(*features)
 
@@ -40,7 +32,7 @@ def _by_rows(x: Tensor, bias: Tensor | None, rows: int, body: Callable[[int, int
     batch, columns = x.shape
     more = -columns % GROUP
     seen = F.pad(x.float(), (0, more)).contiguous() if more or x.dtype != torch.float32 or not x.is_contiguous() else x
-    y, bias = torch.empty(batch, rows, dtype=torch.float32), as_float(bias, rows)
+    y, bias = x.new_empty((batch, rows), dtype=torch.float32), as_float(bias, rows)
     one, extra, out = seen.data_ptr(), bias.data_ptr(), y.data_ptr()
     for i in range(batch):
         body(one + i * (columns + more) * 4, extra, out + i * rows * 4)
@@ -67,17 +59,17 @@ def _gather_fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, 
 def _gather_pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
     row, column = (matrix != 0).nonzero(as_tuple=True)
     counts = torch.bincount(row, minlength=len(matrix))
-    place = torch.arange(len(row))
+    place = torch.arange(len(row), device=row.device)
     rank = place - (counts.cumsum(0) - counts)[row]
     leader = column[place - rank % GROUP] if len(row) else column
     far = (column - leader) // 256  # a byte does not reach: the rest of the eight starts another group
-    new = torch.ones(len(row), dtype=torch.bool)
+    new = torch.ones(len(row), dtype=torch.bool, device=row.device)
     new[1:] = (rank % GROUP == 0)[1:] | (far[1:] != far[:-1]) | (row[1:] != row[:-1])
     group = new.cumsum(0) - 1
     begins = new.nonzero().flatten()
     lane = place - begins[group]
-    values = torch.zeros(len(begins), GROUP, dtype=matrix.dtype)
-    index = torch.zeros(len(begins), GROUP, dtype=torch.uint8)
+    values = matrix.new_zeros((len(begins), GROUP))
+    index = matrix.new_zeros((len(begins), GROUP), dtype=torch.uint8)
     values[group, lane] = matrix[row, column]
     index[group, lane] = (column - column[begins][group]).to(torch.uint8)
     first = column[begins].to(torch.int16)
@@ -98,7 +90,7 @@ def _gather_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, 
     values, index, first, starts = buffers
     if not kernels_for(x, values):
         return None
-    body, threads = build.kernel(written().gather, DTYPES[values.dtype]), torch.get_num_threads()
+    body, threads = build.kernel("single.gather", DTYPES[values.dtype]), torch.get_num_threads()
     held = [starts.data_ptr(), first.data_ptr(), index.data_ptr(), values.data_ptr()]
     return _by_rows(x, bias, rows, lambda seen, b, y: build.run(body, [seen, rows, *held, b, y], threads))
 
@@ -134,7 +126,7 @@ def _runs_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, op
     values, first, starts = buffers
     if not kernels_for(x, values):
         return None
-    body, threads = build.kernel(written().runs, DTYPES[values.dtype]), torch.get_num_threads()
+    body, threads = build.kernel("single.runs", DTYPES[values.dtype]), torch.get_num_threads()
     held = [starts.data_ptr(), first.data_ptr(), values.data_ptr()]
     return _by_rows(x, bias, rows, lambda seen, b, y: build.run(body, [seen, rows, *held, b, y], threads))
 
@@ -169,7 +161,7 @@ def _panels_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, 
     (height,), (values, index, starts) = options, buffers
     if not kernels_for(x, values):
         return None
-    body, threads = build.kernel(written().panels, height, DTYPES[values.dtype]), torch.get_num_threads()
+    body, threads = build.kernel("single.panels", height, DTYPES[values.dtype]), torch.get_num_threads()
     held = [starts.data_ptr(), index.data_ptr(), values.data_ptr()]
     return _by_rows(x, bias, rows, lambda seen, b, y: build.run(body, [seen, rows // height, *held, b, y], threads))
 
@@ -218,7 +210,7 @@ def _bitmask_unpack(buffers: Buffers, rows: int, columns: int, options: Options)
 @cache
 def _table(kind: str) -> Tensor:
     """How the values of a group are spread over its eight lanes, for each of the 256 masks."""
-    table = torch.zeros(256, 8, dtype=torch.int64)
+    table = torch.zeros(256, 8, dtype=torch.int64, device="cpu")
     for mask in range(256):
         taken = 0
         for lane in range(8):
@@ -236,7 +228,7 @@ def _bitmask_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int,
     if not kernels_for(x, values) or values.dtype == torch.float16 or not build.has("avx2"):
         return None
     kind, threads = DTYPES[values.dtype], torch.get_num_threads()
-    body, table = build.kernel(written().bitmask, kind), _table(kind)
+    body, table = build.kernel("single.bitmask", kind), _table(kind)
     held = [masks.shape[1], starts.data_ptr(), masks.data_ptr(), values.data_ptr(), table.data_ptr()]
     return _by_rows(x, bias, rows, lambda seen, b, y: build.run(body, [seen, rows, *held, b, y], threads))
 
@@ -283,7 +275,7 @@ def _columns_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int,
     threads, inputs = torch.get_num_threads(), x.shape[1]
     width = max(512, -(-rows // threads // 8) * 8)
     memory = scratch(threads * (inputs + 1) * 2)
-    body = build.kernel(written().columns, DTYPES[weight.dtype])
+    body = build.kernel("single.columns", DTYPES[weight.dtype])
     held = [inputs, weight.data_ptr(), rows, width, memory.data_ptr(), (inputs + 1) * 8]
     return _by_rows(x, bias, rows, lambda seen, b, y: build.run(body, [seen, *held, b, y], threads))
 

@@ -1,13 +1,13 @@
 """The tiled format: any pattern, any number of input rows from about eight on, linear layers and convolutions.
 
-Columns come in blocks of 128 with a byte for the place in the block; `height` rows share a list of columns (1 or 4).
+Columns come in blocks of 192 with a byte for the place in the block; `height` rows share a list of columns (1 or 4).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from .find import Zeros, fill
 from .formats import Buffers, Format, Options, Use, Window, register
 from .native import build
 
-WIDTH = 128  # columns of a block: with 64 positions of float32, the first-level cache
+WIDTH = 192  # columns of a block (a byte counts those of a row): with 32 positions, most of the first-level cache
 CHUNK = 256  # rows that are worked on together: their sums stay in the second-level cache
-TOGETHER = 128  # positions for which one block of weights is used while it is in cache
+LAYING = 0.06  # laying inputs out, as a part of the time to multiply them with all rows
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _MINE = threading.local()
 
@@ -29,29 +29,28 @@ def scratch(floats: int) -> Tensor:
     """Memory that a call may write over, kept from call to call: fresh pages would cost more than the product."""
     held: Tensor | None = getattr(_MINE, "memory", None)
     if held is None or held.numel() < floats:
-        held = _MINE.memory = torch.empty(floats, dtype=torch.float32)
+        held = _MINE.memory = torch.empty(floats, dtype=torch.float32, device="cpu")
     return held
 
 
 @lru_cache(maxsize=64)
 def no_bias(rows: int) -> Tensor:
-    return torch.zeros(rows, dtype=torch.float32)
+    return torch.zeros(rows, dtype=torch.float32, device="cpu")
 
 
 def as_float(bias: Tensor | None, rows: int) -> Tensor:
-    return no_bias(rows) if bias is None else bias if bias.dtype == torch.float32 else bias.float()
-
-
-@cache
-def written() -> Any:
-    """The texts of the kernels: imported late, since they need llvmlite."""
-    from .native import tiled
-
-    return tiled
+    """As kernels read it. They take its address, so one on another device must not get this far."""
+    if bias is None:
+        return no_bias(rows)
+    if not bias.is_cpu:
+        raise RuntimeError(f"the bias is on {bias.device} and the inputs are on the CPU: move the model with .to()")
+    return bias.float().contiguous()
 
 
 def kernels_for(x: Tensor, values: Tensor) -> bool:
-    return x.is_cpu and x.dtype in DTYPES and values.dtype in DTYPES and build.target() is not None
+    if not (x.is_cpu and values.is_cpu and x.dtype in DTYPES and values.dtype in DTYPES) or build.target() is None:
+        return False
+    return torch.float16 not in (x.dtype, values.dtype) or build.reads_halves()
 
 
 def _fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
@@ -71,7 +70,7 @@ def _pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
     tall = matrix.reshape(panels, height, columns)
     kept = (tall != 0).any(1)
     panel, column = kept.nonzero(as_tuple=True)
-    lengths = torch.zeros(chunks * per_chunk, blocks, dtype=torch.int64)
+    lengths = matrix.new_zeros((chunks * per_chunk, blocks), dtype=torch.int64)
     padded = F.pad(kept, (0, blocks * WIDTH - columns))
     lengths[:panels] = padded.view(panels, blocks, WIDTH).sum(-1)
     cells = lengths.view(chunks, per_chunk, blocks).transpose(1, 2)  # [chunk, block, panel]
@@ -80,10 +79,10 @@ def _pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
     begins = torch.empty_like(cells).scatter_(2, order, (ends - counts.flatten()).view_as(counts))
     begins = begins.transpose(1, 2).reshape(-1)  # where each list (panel, block) goes; `lengths` says where it comes from
     shift = begins - (lengths.flatten().cumsum(0) - lengths.flatten())
-    place = torch.arange(len(panel)) + shift.repeat_interleave(lengths.flatten())
-    index = torch.empty(len(panel), dtype=torch.uint8)
+    place = torch.arange(len(panel), device=panel.device) + shift.repeat_interleave(lengths.flatten())
+    index = matrix.new_empty(len(panel), dtype=torch.uint8)
     index[place] = (column % WIDTH).to(torch.uint8)
-    values = torch.empty(len(panel), height, dtype=matrix.dtype)
+    values = matrix.new_empty((len(panel), height))
     values[place] = tall[panel, :, column]
     starts = ends.view(chunks * blocks, per_chunk)[:, -1].roll(1)
     starts[0] = 0
@@ -104,30 +103,45 @@ def _unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tens
     return tall.transpose(1, 2).reshape(rows, columns)
 
 
-def _tile_of(positions: int, height: int) -> int:
-    """How many positions at a time: wide tiles use a weight more often, narrow ones waste less at the end."""
-    cost = {8: 1.5, 16: 1.0 if height > 1 else 1.25, 32: 1.1, 64: 1.0}
-    sizes = [8, 16] if height > 1 and not build.has("avx512f") else [8, 16, 32] if height > 1 else [8, 16, 32, 64]
-    return min(sizes, key=lambda size: -(-positions // size) * size * cost[size])
+def _tile_of(positions: int, height: int, *, images: bool = False) -> int:
+    """How many positions at a time: wide tiles use a weight more often and lay images out faster, narrow ones waste less at
+    the end and leave room in cache. The same for any number of threads, so that sums come out the same."""
+    if height > 1:
+        cost = {8: 1.5, 16: 1.0} | ({32: 1.1} if build.has("avx512f") else {})
+    elif images or build.has("avx512f"):
+        cost = {8: 1.5, 16: 1.25, 32: 1.1, 64: 1.0}
+    else:
+        cost = {8: 1.5, 16: 1.2, 32: 1.0}
+    return min(cost, key=lambda size: -(-positions // size) * size * cost[size])
 
 
-def _matrix(buffers: Buffers, rows: int, columns: int, height: int) -> tuple[int, ...]:
-    """The kernels' arguments for the packed matrix. The caller keeps the tensors alive."""
+def _splits(tiles: int, rows: int, threads: int) -> int:
+    """Into how many pieces of work the rows of a tile go: few, since each lays the inputs out anew, but even over threads."""
+    chunks = -(-rows // CHUNK)
+    return min(
+        range(1, min(chunks, threads) + 1),
+        key=lambda splits: -(-tiles * splits // threads) * (-(-chunks // splits) / chunks + LAYING),
+    )
+
+
+def _shape(rows: int, columns: int, height: int) -> tuple[int, ...]:
+    return columns, WIDTH, -(-columns // WIDTH), rows // height, CHUNK // height
+
+
+def _places(buffers: Buffers) -> list[int]:
+    """Where the packed matrix is, in the order that kernels have it. The caller keeps the tensors alive."""
     values, index, counts, order, used, starts = [each.data_ptr() for each in buffers]
-    shape = (columns, WIDTH, -(-columns // WIDTH), rows // height, CHUNK // height)
-    return (*shape, starts, used, counts, order, index, values)
+    return [starts, used, counts, order, index, values]
 
 
 @lru_cache(maxsize=1024)  # by shape; a layer is called with the same few again and again
 def _rows_plan(
-    batch: int, columns: int, height: int, seen: torch.dtype, stored: str, threads: int
-) -> tuple[Any, int, int, int, int, int]:
+    batch: int, columns: int, rows: int, height: int, seen: torch.dtype, stored: str, threads: int
+) -> tuple[Any, int, int, int, tuple[int, ...]]:
     tile = _tile_of(batch, height)
-    tiles = -(-batch // tile)
-    together = min(tiles, max(1, TOGETHER // tile))
-    room, size = CHUNK * tile * together, tiles * tile * columns
-    multiply = build.kernel(written().multiply_rows, height, tile, DTYPES[seen], stored)
-    return multiply, tiles, together, room * 4, size * 4, size + threads * room
+    tiles, room = -(-batch // tile), (columns + CHUNK) * tile
+    multiply = build.kernel("tiled.multiply_rows", height, tile, DTYPES[seen], stored)
+    return multiply, tiles, _splits(tiles, rows, threads), room, _shape(rows, columns, height)
 
 
 def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
@@ -143,11 +157,10 @@ def product(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, height:
     stride, one = x.stride()
     if one != 1:
         x, stride = x.contiguous(), columns
-    multiply, tiles, together, room, size, floats = _rows_plan(batch, columns, height, x.dtype, stored, threads)
-    packed, y, extra = scratch(floats).data_ptr(), torch.empty(batch, rows, dtype=torch.float32), as_float(bias, rows)
-    matrix, row = _matrix(buffers, rows, columns, height), stride * x.element_size()
-    work = (x.data_ptr(), row, packed, tiles, together, packed + size, room, y.data_ptr(), batch, rows)
-    build.run_in_steps(multiply, (*matrix, extra.data_ptr(), *work), threads)
+    multiply, tiles, splits, room, shape = _rows_plan(batch, columns, rows, height, x.dtype, stored, threads)
+    memory, y, extra = scratch(threads * room), x.new_empty((batch, rows), dtype=torch.float32), as_float(bias, rows)
+    work = (x.data_ptr(), stride * x.element_size(), memory.data_ptr(), room * 4, tiles, splits, y.data_ptr(), batch, rows)
+    build.run(multiply, (*shape, *_places(buffers), extra.data_ptr(), *work), threads)
     return y
 
 
@@ -156,13 +169,13 @@ def _planes_plan(shape: tuple[int, ...], rows: int, height: int, stored: str, th
     (images, channels, high, wide), (pad_y, pad_x) = shape, window.padding
     out, size = window.out(high, wide), (high + 2 * pad_y, wide + 2 * pad_x)
     columns, places = channels * window.kernel[0] * window.kernel[1], out[0] * out[1]
-    tile = _tile_of(places, height)
+    tile = _tile_of(places, height, images=True)
     room, image = columns * tile + 8 + CHUNK * tile, images * channels * size[0] * size[1] + 8
-    splits = min(-(-rows // CHUNK), -(-threads // (images * -(-places // tile))))
-    multiply = build.kernel(written().multiply_planes, height, tile, stored)
+    multiply = build.kernel("tiled.multiply_planes", height, tile, stored)
     padding = (images * channels, high, wide, pad_y, pad_x)
+    splits = _splits(images * -(-places // tile), rows, threads)
     work = (images, rows, splits, *out, channels, *size, *window.kernel, *window.stride, *window.dilation)
-    return multiply, out, columns, room, image, work, padding
+    return multiply, out, _shape(rows, columns, height), room, image, work, padding
 
 
 def _conv(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options, window: Window) -> Tensor | None:
@@ -170,13 +183,11 @@ def _conv(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: 
         return None
     height, threads, images = options[0], torch.get_num_threads(), x.shape[0]
     plan = _planes_plan(tuple(x.shape), rows, height, DTYPES[buffers[0].dtype], threads, window)
-    multiply, out, columns, room, image, work, padding = plan
+    multiply, out, matrix, room, image, work, padding = plan
     source, memory = x.float().contiguous(), scratch(image + threads * room).data_ptr()
-    y, bias = torch.empty(images, rows, *out, dtype=torch.float32), as_float(bias, rows)
-    places = (bias.data_ptr(), memory, memory + image * 4, room * 4, y.data_ptr())
-    build.run_in_steps(
-        multiply, (*_matrix(buffers, rows, columns, height), *places, *work, source.data_ptr(), *padding), threads
-    )
+    y, bias = x.new_empty((images, rows, *out), dtype=torch.float32), as_float(bias, rows)
+    places = (*_places(buffers), bias.data_ptr(), memory, memory + image * 4, room * 4, y.data_ptr())
+    build.run_in_steps(multiply, (*matrix, *places, *work, source.data_ptr(), *padding), threads)
     return y if x.dtype == torch.float32 else y.to(x.dtype)
 
 

@@ -128,7 +128,7 @@ def cold_for(model: nn.Module) -> Tensor:
     """What is read before each run, so that weights come from memory: more than the cache of the model's device."""
     device = next(model.parameters()).device
     if device.type != "cuda":
-        return torch.ones(CACHE_BYTES // 4)
+        return torch.ones(CACHE_BYTES // 4, device="cpu")
     return torch.ones(torch.cuda.get_device_properties(device).L2_cache_size * 3 // 4, device=device)
 
 

@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,11 @@ def has(*features: str) -> bool:
     """Kernels can be built here, for a CPU with all of these."""
     found = target()
     return found is not None and found[1].issuperset(features)
+
+
+def reads_halves() -> bool:
+    """Whether the CPU turns float16 into float32. Where it cannot, LLVM would call a function that is not there."""
+    return any(has(feature) for feature in ("f16c", "fp-armv8", "neon"))
 
 
 def machine_code(text: str) -> bytes:
@@ -113,18 +119,23 @@ def _source_stamp() -> str:
 
 
 @cache
-def kernel(write: Callable[..., str], *options: Any) -> Kernel:
-    """The kernel that `write(name, features, *options)` writes, as something to run: from disk if it was built before."""
+def kernel(writer: str, *options: Any) -> Kernel:
+    """The kernel that a function of this folder ("tiled.multiply_rows") writes, as something to run.
+
+    From disk if it was built before: its text is then not needed, nor the file that writes it.
+    """
     found = target()
     assert found is not None, "kernels were asked for where none can be built"
     cpu, features = found
-    name = "_".join(["k", write.__name__, *(str(option).replace("-", "m") for option in options)])
+    file, function = writer.split(".")
+    name = "_".join(["k", function, *map(str, options)])
     stamp = hashlib.sha256(repr((_source_stamp(), cpu, sorted(features), name)).encode()).hexdigest()[:32]
-    file = cache_folder() / f"{stamp}.o"
-    code = _read(file)
+    place = cache_folder() / f"{stamp}.o"
+    code = _read(place)
     if code is None:
+        write = getattr(import_module(f".{file}", __package__), function)
         code = machine_code(write(name, features, *options))
-        _write(file, code)
+        _write(place, code)
     return _loaded(code, name)
 
 

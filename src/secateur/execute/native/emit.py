@@ -247,6 +247,12 @@ class Code:
             value.raw, self._pointer(address), align=size_of(kind.element if isinstance(kind, ir.VectorType) else kind)
         )
 
+    def prefetch(self, address: Value) -> None:
+        """Ask for the memory around this address before it is needed. It need not be there."""
+        kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(), I32, I32, I32])
+        function = self.module.globals.get("llvm.prefetch.p0") or ir.Function(self.module, kind, "llvm.prefetch.p0")
+        self.builder.call(function, [self._pointer(address), *(ir.Constant(I32, n) for n in (0, 3, 1))])  # to read, near, data
+
     def take(self, counter: Value) -> Value:
         """Raise the counter by one and say what it was: a piece of work of one's own."""
         return Value(self, self.builder.atomic_rmw("add", self._pointer(counter), ir.Constant(I64, 1), "monotonic"))

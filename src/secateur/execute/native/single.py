@@ -7,6 +7,7 @@ from .tiled import STORED
 
 ROWS = 64  # rows of a piece of work
 GROUP = 8  # weights that are multiplied at once
+AHEAD = 2048  # bytes by which memory is asked for in advance: the CPU's own guess ends with each page
 
 
 def _each_row(code: Code, rows: Value, bias: Value, y: Value, together: int = 1):
@@ -27,9 +28,10 @@ def gather(name: str, features: frozenset[str], stored: str) -> str:
 
     def group(g: Value) -> Value:
         seen = x + code.widen(code.load(first + g * 2, I16), I64) * 4
+        columns = code.load(index + g * GROUP, I64, align=1)  # as one word, since loads are what this loop waits for
         picked = code.zero(GROUP)
         for lane in range(GROUP):
-            column = code.widen(code.load(index + g * GROUP + lane, I8), I64)
+            column = columns >> (8 * lane) & 0xFF
             picked = code.insert(picked, code.load_at(seen, column, F32), lane)
         return picked
 
@@ -41,6 +43,9 @@ def gather(name: str, features: frozenset[str], stored: str) -> str:
         sums = [Variable(code, code.zero(GROUP)) for _ in range(chains)]
         whole = begin + (end - begin) // chains * chains
         with code.loop(begin, whole, chains) as g:
+            for line in range(0, chains * GROUP * size_of(kind), 64):
+                code.prefetch(values + g * (GROUP * size_of(kind)) + (AHEAD + line))
+            code.prefetch(index + g * GROUP + AHEAD // 2)
             for c, total in enumerate(sums):
                 total.set(code.fma(weights(g + c), group(g + c), total.get()))
         with code.loop(whole, end) as g:
@@ -131,7 +136,12 @@ def bitmask(name: str, features: frozenset[str], stored: str) -> str:
         sums = [Variable(code, code.zero(8)) for _ in range(count)]
         at = [Variable(code, values + code.load(starts + (row + r) * 8, I64) * size) for r in range(count)]
         mine = masks + row * groups
-        with code.loop(0, groups) as g:
+        first, after = (code.load(starts + (row + r) * 8, I64) for r in (0, count))
+        pace, soon = (after - first) * size // groups, Variable(code, values + after * size)
+        with code.loop(0, groups) as g:  # while these rows are read, ask for those after them at the same pace
+            code.prefetch(soon.get())
+            code.prefetch(mine + g * count + AHEAD // 2)
+            soon.set(soon.get() + pace)
             seen = code.load(x + g * 32, code.vector(8))
             word = code.load(mine + g * count, I32 if count == together else I8, align=1)
             word = code.widen(word, I64)

@@ -14,7 +14,7 @@ from .emit import BF16, F16, F32, I8, I16, I32, I64, Code, Value, Variable, size
 
 # "pair": two bfloat16 side by side, which meet two inputs side by side
 STORED: dict[str, ir.Type] = {"float32": F32, "bfloat16": BF16, "float16": F16, "pair": I32}
-PACK_WIDTH = 64  # columns of the input that make one piece of packing work
+PACK_WIDTH = 64  # columns of the input that are laid out together: what is written meanwhile stays in cache
 
 
 def transposed(code: Code, rows: list[Value]) -> list[Value]:
@@ -32,35 +32,32 @@ def transposed(code: Code, rows: list[Value]) -> list[Value]:
 
 
 def _pack_rows(
-    code: Code, tile: int, kind: ir.Type, counter: Value, x: Value, stride: Value, batch: Value, inputs: Value, packed: Value
+    code: Code, tile: int, kind: ir.Type, x: Value, stride: Value, batch: Value, inputs: Value, packed: Value
 ) -> None:
-    """x [batch, inputs] to float32 [tile][input][position]; positions past the batch become zero."""
+    """x [batch, inputs] to float32 [input][position], of up to `tile` rows; positions past the batch become zero."""
     size, side = size_of(kind), min(code.lanes, tile)
-    with code.pieces(counter, (inputs + PACK_WIDTH - 1) // PACK_WIDTH) as piece:
-        first = piece * PACK_WIDTH
+    with code.loop(0, inputs, PACK_WIDTH) as first, code.loop(0, tile, side) as b:
         end = code.least(first + PACK_WIDTH, inputs)
         whole = first + (end - first) // side * side
-        with code.loop(0, (batch + tile - 1) // tile) as t, code.loop(0, tile, side) as b:
-            row = t * tile + b
 
-            def one_by_one(begin: Value, row: Value = row, t: Value = t, b: Value = b) -> None:
-                with code.loop(begin, end) as k, code.loop(0, side) as j:
-                    place = packed + ((t * inputs + k) * tile + b + j) * 4
-                    code.either(
-                        row + j < batch,
-                        lambda: code.store(code.load_float(x + (row + j) * stride + k * size, kind), place),
-                        lambda: code.store(code.zero_number(), place),
-                    )
+        def one_by_one(begin: Value, end: Value = end, b: Value = b) -> None:
+            with code.loop(begin, end) as k, code.loop(0, side) as j:
+                place = packed + (k * tile + b + j) * 4
+                code.either(
+                    b + j < batch,
+                    lambda: code.store(code.load_float(x + (b + j) * stride + k * size, kind), place),
+                    lambda: code.store(code.zero_number(), place),
+                )
 
-            def squares(row: Value = row, t: Value = t, b: Value = b) -> None:
-                with code.loop(first, whole, side) as k:
-                    source = x + row * stride + k * size
-                    square = [code.load_float(source + stride * i, kind, side) for i in range(side)]
-                    for i, column in enumerate(transposed(code, square)):
-                        code.store(column, packed + ((t * inputs + k + i) * tile + b) * 4)
-                one_by_one(whole)
+        def squares(first: Value = first, whole: Value = whole, b: Value = b) -> None:
+            with code.loop(first, whole, side) as k:
+                source = x + b * stride + k * size
+                square = [code.load_float(source + stride * i, kind, side) for i in range(side)]
+                for i, column in enumerate(transposed(code, square)):
+                    code.store(column, packed + ((k + i) * tile + b) * 4)
+            one_by_one(whole)
 
-            code.either(row + side <= batch, squares, lambda: one_by_one(first))
+        code.either(b + side <= batch, squares, lambda first=first: one_by_one(first))
 
 
 def _pad_planes(code: Code, arguments: int, counter: Value, padded: Value) -> None:
@@ -111,63 +108,61 @@ class _Matrix:
             code.argument(first + 5 + i) for i in range(7)
         )
         self.chunks = (self.panels + self.chunk - 1) // self.chunk
-        self.tile_bytes = self.chunk * (height * tile * 4)
 
     def rows(self, chunk: Value) -> Value:
         return self.code.least(self.chunk, self.panels - chunk * self.chunk) * self.height
 
-    def multiply(self, chunk: Value, packed: Value, tiles: Value, sums: Value) -> None:
-        """sums [tile][row of the chunk][position] = bias + matrix times the packed inputs of these tiles."""
+    def multiply(self, chunk: Value, packed: Value, sums: Value) -> None:
+        """sums [row of the chunk][position] = bias + matrix times the packed inputs."""
         code, height, tile, size = self.code, self.height, self.tile, size_of(self.kind)
         lanes = min(code.lanes, tile)
-        with code.loop(0, self.rows(chunk)) as r, code.loop(0, tiles) as t:
+        with code.loop(0, self.rows(chunk)) as r:
             b = code.splat(code.load(self.bias + (chunk * self.chunk * height + r) * 4, F32), lanes)
             for j in range(0, tile, lanes):
-                code.store(b, sums + t * self.tile_bytes + r * (tile * 4) + 4 * j)
+                code.store(b, sums + r * (tile * 4) + 4 * j)
         with code.loop(0, self.blocks) as k:
             block = chunk * self.blocks + k
             start, first_slot = code.load(self.starts + block * 8, I64), block * self.chunk
             slots = code.widen(code.load(self.used + block * 2, I16), I64)
-            with code.loop(0, tiles) as t:
-                at, weights = Variable(code, self.index + start), Variable(code, self.values + start * (height * size))
-                x = packed + (t * self.inputs + k * self.width) * (tile * 4)
-                with code.loop(0, slots) as slot:
-                    count = code.widen(code.load(self.counts + first_slot + slot, I8), I64)
-                    row = code.widen(code.load(self.order + first_slot + slot, I8), I64)
-                    into = sums + t * self.tile_bytes + row * (height * tile * 4)
-                    _accumulate(code, height, tile, self.kind, at.get(), weights.get(), count, x, into)
-                    at.set(at.get() + count)
-                    weights.set(weights.get() + count * (height * size))
+            at, weights = Variable(code, self.index + start), Variable(code, self.values + start * (height * size))
+            x = packed + k * self.width * (tile * 4)
+            with code.loop(0, slots) as slot:
+                count = code.widen(code.load(self.counts + first_slot + slot, I8), I64)
+                row = code.widen(code.load(self.order + first_slot + slot, I8), I64)
+                into = sums + row * (height * tile * 4)
+                _accumulate(code, height, tile, self.kind, at.get(), weights.get(), count, x, into)
+                at.set(at.get() + count)
+                weights.set(weights.get() + count * (height * size))
+
+    def part(self, number: Value, parts: Value) -> tuple[Value, Value]:
+        """The first chunk of one of so many parts, and the end."""
+        each = (self.chunks + parts - 1) // parts
+        return number * each, self.code.least(number * each + each, self.chunks)
 
 
 MATRIX = 12  # arguments of a _Matrix
-AHEAD = 4  # arguments before all others: counters of threads, of pieces to lay out and to multiply; how to wait between the two
+RUN, STEPS = 2, 4  # arguments before all others: counters of pieces and threads; with two steps, how to wait in between
 
 
 def multiply_rows(name: str, features: frozenset[str], height: int, tile: int, seen: str, stored: str) -> str:
-    """x times the matrix, plus bias: y [batch, rows]. All threads lay the inputs out, wait for each other, and multiply.
+    """x times the matrix, plus bias: y [batch, rows].
 
-    One kernel, since a call of one takes as long as laying out a small input. The product is shared by chunks of rows and
-    groups of tiles.
+    A piece is one tile of positions, which a thread lays out in memory of its own that stays in cache, then multiplies with
+    all rows, or where tiles are few with one of `splits` parts of them. Nobody waits for anybody.
     """
     code = Code(name, features)
-    matrix = _Matrix(code, AHEAD, height, tile, STORED[stored])
-    x, stride, packed, tiles, together, scratch, scratch_size, y, batch, rows = (
-        code.argument(AHEAD + MATRIX + i) for i in range(10)
-    )
-    _pack_rows(code, tile, STORED[seen], code.argument_address(1), x, stride, batch, matrix.inputs, packed)
-    code.wait_for_others(code.argument(3))
-    sums = scratch + code.take(code.argument_address(0)) * scratch_size
-    groups = (tiles + together - 1) // together
-    with code.pieces(code.argument_address(2), matrix.chunks * groups) as piece:
-        chunk, first_tile = piece // groups, piece % groups * together
-        some = code.least(together, tiles - first_tile)
-        matrix.multiply(chunk, packed + first_tile * matrix.inputs * (tile * 4), some, sums)
-        with code.loop(0, some) as t:
-            first = (first_tile + t) * tile
+    matrix = _Matrix(code, RUN, height, tile, STORED[stored])
+    x, stride, scratch, scratch_size, tiles, splits, y, batch, rows = (code.argument(RUN + MATRIX + i) for i in range(9))
+    packed = scratch + code.take(code.argument_address(1)) * scratch_size
+    sums = packed + matrix.inputs * (tile * 4)
+    with code.pieces(code.argument_address(0), tiles * splits) as piece:
+        part, first = piece % splits, piece // splits * tile
+        count = code.least(tile, batch - first)
+        _pack_rows(code, tile, STORED[seen], x + first * stride, stride, count, matrix.inputs, packed)
+        with code.loop(*matrix.part(part, splits)) as chunk:
+            matrix.multiply(chunk, packed, sums)
             out = y + (first * rows + chunk * matrix.chunk * height) * 4
-            count = code.least(tile, batch - first)
-            _store_rows(code, tile, sums + t * matrix.tile_bytes, out, matrix.rows(chunk), rows * 4, count)
+            _store_rows(code, tile, sums, out, matrix.rows(chunk), rows * 4, count)
     return code.finish()
 
 
@@ -178,7 +173,7 @@ def multiply_planes(name: str, features: frozenset[str], height: int, tile: int,
     stays in cache, then multiplies all rows, or with few tiles one of `splits` parts of them.
     """
     code = Code(name, features)
-    matrix, more = _Matrix(code, AHEAD, height, tile, STORED[stored]), AHEAD + MATRIX
+    matrix, more = _Matrix(code, STEPS, height, tile, STORED[stored]), STEPS + MATRIX
     x, scratch, scratch_size, y, images, rows, splits, out_y, out_x = (code.argument(more + i) for i in range(9))
     _pad_planes(code, more + 18, code.argument_address(1), x)
     code.wait_for_others(code.argument(3))
@@ -190,9 +185,8 @@ def multiply_planes(name: str, features: frozenset[str], height: int, tile: int,
         part, image, first = piece % splits, piece // splits // tiles, piece // splits % tiles * tile
         count = code.least(tile, places - first)
         _lay_out(code, more + 9, x, image, first, count, out_x, tile, packed)
-        each = (matrix.chunks + splits - 1) // splits
-        with code.loop(part * each, code.least(part * each + each, matrix.chunks)) as chunk:
-            matrix.multiply(chunk, packed, code.number(1), sums)
+        with code.loop(*matrix.part(part, splits)) as chunk:
+            matrix.multiply(chunk, packed, sums)
             out = y + ((image * rows + chunk * matrix.chunk * height) * places + first) * 4
             with code.loop(0, matrix.rows(chunk)) as r:
                 _copy(code, sums + r * (tile * 4), count, out + r * places * 4)
@@ -237,38 +231,57 @@ def _copy_over(code: Code, source: Value, step: Value, count: Value, to: Value) 
 def _accumulate(
     code: Code, height: int, tile: int, kind: ir.Type, index: Value, values: Value, count: Value, x: Value, sums: Value
 ) -> None:
-    """sums [height][tile] += values [count][height] times the x rows that `index` names. The inner loop of everything."""
+    """sums [height][tile] += values [count][height] times the x rows that `index` names. The inner loop of everything.
+
+    Loads are what it waits for, so four columns are read as one word, and of a single row of float32 four weights at once.
+    """
     lanes = min(code.lanes, tile)
     vectors = tile // lanes
     chains = max(1, min(4, 8 // (height * vectors)))  # independent sums, since one addition waits for the one before
     places = [sums + 4 * (r * tile + v * lanes) for r in range(height) for v in range(vectors)]
     totals = [[Variable(code, code.load(place, code.vector(lanes))) for place in places]]
     totals += [[Variable(code, code.zero(lanes)) for _ in places] for _ in range(chains - 1)]
+    pairs, size, scale = kind == I32, size_of(kind), (tile * 4).bit_length() - 1
 
-    pairs = kind == I32
+    def weight_at(place: Value) -> Value:
+        return code.splat(code.load(place, I32), lanes) if pairs else code.load_splat(place, kind, lanes)
 
-    def step(i: Value, into: list[Variable]) -> None:
-        row = x + code.widen(code.load(index + i, I8), I64) * (tile * 4)
+    def step(row: Value, weights: list[Value], into: list[Variable]) -> None:
         seen = [code.load(row + 4 * v * lanes, code.vector(lanes, I32 if pairs else F32)) for v in range(vectors)]
-        for r in range(height):
-            place = values + (i * height + r) * size_of(kind)
-            weight = code.splat(code.load(place, I32), lanes) if pairs else code.load_splat(place, kind, lanes)
+        for r, weight in enumerate(weights):
             for v in range(vectors):
                 total = into[r * vectors + v]
                 total.set((_pair_product if pairs else code.fma)(weight, seen[v], total.get()))
 
-    whole = count // chains * chains
-    with code.loop(0, whole, chains) as i:
-        for c in range(chains):
-            step(i + c, totals[c])
-    if chains > 1:
-        with code.loop(whole, count) as i:
-            step(i, totals[0])
+    whole = count // 4 * 4
+    with code.loop(0, whole, 4) as i:
+        columns = code.widen(code.load(index + i, I32, align=1), I64)
+        quad = _four_weights(code, values + i * 4, lanes) if height == 1 and kind == F32 and lanes >= 8 else None
+        for c in range(4):
+            left = scale - 8 * c  # from its byte of the word to the address of its inputs
+            row = x + ((columns << left if left >= 0 else columns >> -left) & (0xFF << scale))
+            each = [values + ((i + c) * height + r) * size for r in range(height)]
+            weights = (
+                [weight_at(place) for place in each]
+                if quad is None
+                else [code.shuffle(quad, quad, [j // 4 * 4 + c for j in range(lanes)])]
+            )
+            step(row, weights, totals[c % chains])
+    with code.loop(whole, count) as i:
+        row = x + code.widen(code.load(index + i, I8), I64) * (tile * 4)
+        step(row, [weight_at(values + (i * height + r) * size) for r in range(height)], totals[0])
     for number, place in enumerate(places):
         total = totals[0][number].get()
         for c in range(1, chains):
             total = total + totals[c][number].get()
         code.store(total, place)
+
+
+def _four_weights(code: Code, place: Value, lanes: int) -> Value:
+    """Four floats again and again in all lanes, fenced: LLVM would turn what is picked from them into four loads again."""
+    four = code.load(place, code.vector(4))
+    wide = code.shuffle(four, four, [j % 4 for j in range(lanes)])
+    return code.call(f"llvm.arithmetic.fence.v{lanes}f32", code.vector(lanes), wide)
 
 
 def _pair_product(a: Value, b: Value, total: Value) -> Value:

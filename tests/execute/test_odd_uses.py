@@ -1,0 +1,183 @@
+"""Compressed layers in unusual places: other dtypes, modes, transforms and inputs, and state dicts that do not fit."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from secateur.execute import Compressed, compress_, decompress_
+from secateur.execute.formats import FORMATS
+
+from .patterns import pruned
+
+OPTIONS = {"tiled": (1,), "csr": (), "gather": (), "bitmask": ()}
+
+
+def linear(form: str = "tiled") -> tuple[nn.Linear, Compressed]:
+    layer = nn.Linear(40, 24).eval()
+    with torch.no_grad():
+        layer.weight.copy_(pruned(24, 40, "1x1", 0.7))
+    return layer, Compressed(layer, FORMATS[form], OPTIONS[form]).eval()
+
+
+def conv() -> tuple[nn.Conv2d, Compressed]:
+    layer = nn.Conv2d(4, 8, 3, padding="same", groups=2).eval()
+    return layer, Compressed(layer, FORMATS["tiled"], (1,)).eval()
+
+
+def embedding(**more: object) -> tuple[nn.Embedding, Compressed]:
+    layer = nn.Embedding(50, 12, **more).eval()  # type: ignore[arg-type]
+    with torch.no_grad():
+        layer.weight.copy_(pruned(50, 12, "1x1", 0.7))
+    return layer, Compressed(layer, FORMATS["bitmask"], ()).eval()
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("form", sorted(OPTIONS))
+def test_gradients_and_their_gradients_come_through(form):
+    dense, packed = linear(form)
+    x, found = torch.randn(3, 40, requires_grad=True), []
+    for layer in (dense, packed):
+        first = torch.autograd.grad(layer(x).pow(3).sum(), [x, layer.bias], create_graph=True)
+        found.append([*first, torch.autograd.grad(first[0].sum(), x)[0]])
+    for one, other in zip(*found):
+        close(one, other, 1e-3)
+
+
+def test_numbers_that_are_no_row_are_refused():
+    _, packed = embedding()
+    for wrong in (-1, 50):
+        with pytest.raises(IndexError, match=r"rows 0 to 49, and got -?\d+ to"):
+            packed(torch.tensor([3, wrong]))
+
+
+def test_embedding_comes_back_with_all_its_settings():
+    dense, packed = embedding(padding_idx=3, sparse=True, scale_grad_by_freq=True)
+    assert repr(packed.restored()) == repr(dense)
+
+
+def test_the_dense_layer_can_be_asked_for_its_sizes():
+    assert (linear()[1].in_features, linear()[1].out_features) == (40, 24)
+    assert (conv()[1].kernel_size, conv()[1].padding) == ((3, 3), "same")
+    assert embedding(padding_idx=3)[1].padding_idx == 3
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_autocast_gives_the_dtype_that_dense_layers_give(grad):
+    image, x = torch.randn(2, 4, 9, 9), torch.randn(5, 40)
+    with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):
+        for (dense, packed), seen in ((linear(), x), (conv(), image), (linear("csr"), x)):
+            assert packed(seen).dtype == dense(seen).dtype == torch.bfloat16
+            close(packed(seen).float(), dense(seen).float(), 5e-2)
+        assert packed(x.double()).dtype == torch.float64
+        assert embedding()[1](torch.arange(3)).dtype == torch.float32
+
+
+def test_layers_made_in_inference_mode_work_outside_of_it():
+    model = nn.Sequential(linear()[0])
+    with torch.inference_mode():
+        compress_(model, torch.randn(8, 40), objective="size")
+    x = torch.randn(8, 40, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None
+    with torch.inference_mode():
+        decompress_(model)
+    model(x).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+def test_vmap_and_derivatives_of_functions():
+    (dense, packed), x = linear(), torch.randn(5, 3, 40)
+    close(torch.vmap(packed)(x), dense(x))
+    close(torch.func.jacrev(packed)(x[0, 0]), dense.weight)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            close(torch.vmap(packed, in_dims=1)(x), dense(x.transpose(0, 1)))
+    (dense, packed), images = conv(), torch.randn(5, 2, 4, 6, 6)
+    close(torch.vmap(packed)(images), torch.stack([dense(each) for each in images]))
+    (dense, packed), ids = embedding(), torch.randint(50, (5, 3))
+    close(torch.vmap(packed)(ids), dense(ids))
+
+
+def test_tangents_come_through():
+    (dense, packed), x = linear(), torch.randn(3, 40)
+    with warnings.catch_warnings(), torch.no_grad(), forward_ad.dual_level():
+        warnings.simplefilter("ignore")  # torch builds its own rules with torch.jit, which it calls old
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        close(forward_ad.unpack_dual(packed(dual)).tangent, forward_ad.unpack_dual(dense(dual)).tangent)
+
+
+def test_views_that_only_say_minus_are_read_as_such():
+    (dense, packed), x = linear(), torch.randn(3, 40, dtype=torch.cfloat).conj().imag
+    assert x.is_neg()
+    with torch.no_grad():
+        close(packed(x), dense(x))
+
+
+def test_bias_may_lie_anywhere():
+    dense = nn.Linear(40, 24).eval()
+    dense.bias = nn.Parameter(torch.randn(48)[::2])
+    for form, x in (("tiled", torch.randn(9, 40)), ("gather", torch.randn(1, 40))):
+        with torch.no_grad():
+            close(Compressed(dense, FORMATS[form], OPTIONS[form]).eval()(x), dense(x))
+
+
+def test_whole_numbers_are_refused_as_by_the_dense_layer():
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        linear()[1](torch.ones(3, 40, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("form", sorted(OPTIONS))
+def test_defaults_for_new_tensors_change_nothing(form):
+    (dense, packed), x = linear(form), torch.randn(9, 40)
+    with torch.no_grad():
+        expected = dense(x)
+        with torch.device("meta"):
+            close(packed(x), expected)
+            again = Compressed(dense, FORMATS[form], OPTIONS[form]).eval()
+        close(again(x), expected)
+        torch.set_default_dtype(torch.float64)
+        try:
+            close(packed(x), expected)
+            close(Compressed(dense, FORMATS[form], OPTIONS[form]).eval()(x), expected)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_layer_that_is_elsewhere_raises_and_does_not_read_there():
+    _, packed = linear()
+    with torch.no_grad():
+        with pytest.raises(RuntimeError):
+            copy.deepcopy(packed).to("meta")(torch.randn(9, 40))
+        packed.bias = nn.Parameter(torch.empty(24, device="meta"))
+        with pytest.raises(RuntimeError, match="the bias is on meta"):
+            packed(torch.randn(9, 40))
+
+
+def test_buffers_that_do_not_fit_are_refused_and_nothing_is_loaded():
+    layer = nn.Linear(64, 64)
+    tall, flat = (Compressed(layer, FORMATS["tiled"], (height,)).eval() for height in (4, 1))
+    state, x = {name: value.clone() for name, value in flat.state_dict().items()}, torch.randn(9, 64)
+    short = {**state, "values": state["values"][:10]}
+    other = {**state, "index": state["index"].int()}
+    with torch.no_grad():
+        expected = flat(x)
+        for wrong in (tall.state_dict(), short, other):
+            with pytest.raises(ValueError, match=r"this layer is tiled 1 of 64x64 in the model, and its buffers"):
+                flat.load_state_dict(wrong)
+            assert torch.equal(flat(x), expected)
+        flat.load_state_dict(state)
+        assert torch.equal(flat(x), expected)
+
+
+def test_dense_layer_of_a_dtype_that_no_kernel_has():
+    dense, packed = linear()
+    with torch.no_grad():
+        x = torch.randn(3, 40).double()
+        close(copy.deepcopy(packed).double()(x), copy.deepcopy(dense).double()(x))
