@@ -5,7 +5,8 @@
 DATA is a folder with cifar10.npz (x_train, y_train, x_test, y_test: uint8 images, channels last). MODELS is a folder with
 nets.py (CifarResNet, cifar_images, top1) and resnets/resnet20.safetensors, resnets/resnet56.safetensors. Calibration takes the
 first training images, cropped and flipped at random as in training. With torch-pruning installed, its best of six criteria
-(global and local) is printed next to ours, each cell the best for that cell.
+(global and local) is printed next to ours, each cell the best for that cell; its statistics are those of the calibration
+images, ours the dense model's, moved by what the cut changes on these images.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from secateur.surgery import shrink
+from secateur.surgery.norms import reestimate_
 from secateur.surgery.reconstruct import reconstruction
-from secateur.surgery.refit import reestimate_
 
 BLOCKS = {20: 3, 56: 9}
 TARGETS = {"1.5x": 1 / 1.5, "2x": 1 / 2}
@@ -85,11 +86,12 @@ def peers(model: nn.Module, batches: list[Tensor], labels: Tensor, test: Callabl
         "Taylor": tp.importance.TaylorImportance,
     }
     whole, rows = flops(model, batches[0][:1]), []
-    for label, remains in TARGETS.items():
-        small: dict[str, nn.Module] = {}
-        for name, everywhere in product(importances, (False, True)):
-            how = f"{name}{', global' if everywhere else ''}"
-            small[how] = peer(tp, model, importances[name](), everywhere, remains * whole, batches, labels)
+    made: dict[str, list[nn.Module]] = {}
+    for name, everywhere in product(importances, (False, True)):
+        how = f"{name}{', global' if everywhere else ''}"
+        made[how] = peer(tp, model, importances[name](), everywhere, [r * whole for r in TARGETS.values()], batches, labels)
+    for number, label in enumerate(TARGETS):
+        small = {how: models[number] for how, models in made.items()}
         least = min(flops(m, batches[0][:1]) for m in small.values()) / whole
         cells, names = [], []
         for column in ("as cut", "re-estimated"):
@@ -106,8 +108,9 @@ def peers(model: nn.Module, batches: list[Tensor], labels: Tensor, test: Callabl
 
 
 def peer(
-    tp: Any, model: nn.Module, importance: Any, everywhere: bool, most: float, batches: list[Tensor], labels: Tensor
-) -> nn.Module:
+    tp: Any, model: nn.Module, importance: Any, everywhere: bool, limits: list[float], batches: list[Tensor], labels: Tensor
+) -> list[nn.Module]:
+    """Cut step by step; a copy as soon as the FLOPs are within each limit, the largest first."""
     small: Any = copy.deepcopy(model)
     for p in small.parameters():
         p.requires_grad_(True)
@@ -116,14 +119,17 @@ def peer(
         small, batches[0][:1], importance=importance, global_pruning=everywhere, iterative_steps=STEPS,
         pruning_ratio=0.95, max_pruning_ratio=0.95, ignored_layers=outer,
     )  # fmt: skip
-    while flops(small, batches[0][:1]) > most and pruner.current_step < STEPS:
-        if isinstance(importance, tp.importance.TaylorImportance):
-            small.zero_grad()
-            at = pruner.current_step % len(batches)
-            F.cross_entropy(small(batches[at]), labels[at * BATCH :][:BATCH]).backward()
-        pruner.step()
-    small.zero_grad()
-    return small.eval()
+    found: list[nn.Module] = []
+    for most in limits:
+        while flops(small, batches[0][:1]) > most and pruner.current_step < STEPS:
+            if isinstance(importance, tp.importance.TaylorImportance):
+                small.zero_grad()
+                at = pruner.current_step % len(batches)
+                F.cross_entropy(small(batches[at]), labels[at * BATCH :][:BATCH]).backward()
+            pruner.step()
+        small.zero_grad()
+        found.append(copy.deepcopy(small).eval())
+    return found
 
 
 def main() -> None:
