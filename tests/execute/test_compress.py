@@ -1,6 +1,7 @@
 """compress_, decompress_ and bench on whole models: what is chosen, what is left, and that the way back is exact."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from secateur import gate_, prune_
 from secateur.execute import Compressed, bench, choose, compress_, decompress_
+from secateur.execute.formats import FORMATS
 from secateur.execute.native import build
 from secateur.execute.timing import spell
 
@@ -141,6 +143,28 @@ def test_each_left_layer_has_its_reason():
     assert "norm" not in result.compressed
 
 
+def test_twin_that_the_format_cannot_hold_stays_dense(monkeypatch):
+    monkeypatch.setattr(choose, "FORMATS", {"bricks": replace(FORMATS["bricks"], fits=lambda *_: [()])})
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).eval()
+    some = torch.rand(256, 64, 4).argsort(-1) < 2
+    some &= torch.rand(256, 64, 1) < 0.5  # two of four, but of too few groups to be called so
+    with torch.no_grad():
+        model[0].weight.mul_(some.flatten(1))
+        some[0, 0, :3] = True
+        model[1].weight.mul_(some.flatten(1))
+    result = compress_(model, torch.randn(8, 256), objective="size")
+    assert result.compressed == ["0"], str(result)
+    assert "cannot hold its numbers" in result["1"].reason
+
+
+def test_convolution_of_very_many_groups_is_left_alone():
+    model = nn.Sequential(nn.Conv1d(5000, 5000, 3, groups=5000)).eval()
+    with torch.no_grad():
+        model[0].weight[:4000] = 0
+    result = compress_(model, torch.randn(1, 5000, 8))
+    assert result["0"].reason == "its 5000 groups side by side make a matrix of 75,000,000 numbers"
+
+
 def test_size_asks_for_the_fewest_bytes():
     model = nn.Sequential(nn.Embedding(500, 64), nn.Linear(64, 64))
     with torch.no_grad():
@@ -176,10 +200,39 @@ def test_tied_weights_are_tied_again():
     assert isinstance(model.head, Compressed)
     assert isinstance(model.one, Compressed)
     assert model.one is model.two
+    model.embed = Compressed(
+        model.embed, FORMATS["bitmask"], (), choose.ties(model)[id(model.embed.weight)]
+    )  # as a later call may
     decompress_(model)
     assert model.head.weight is model.embed.weight
     assert model.one is model.two
     assert same_bits(model, dense)
+
+
+def test_shared_weight_is_counted_once_and_layers_compressed_before_are_in_the_table():
+    model = nn.Sequential(nn.Embedding(600, 512), nn.Linear(512, 600, bias=False)).eval()
+    model[1].weight = model[0].weight
+    with torch.no_grad():
+        model[1].weight.copy_(pruned(600, 512, "1x1", 0.97))
+    first, second = (compress_(model, torch.randint(600, (128,))) for _ in range(2))
+    packed, whole = model[1].bytes(), model[0].weight.nbytes  # the embedding stays dense, and holds what it held
+    assert (first.before, first.after) == (whole, whole + packed)
+    assert (second.before, second.after) == (whole + packed, whole + packed)
+    assert first.compressed == second.compressed == ["1"]
+    assert second["1"].reason == "compressed before"
+    assert second["1"].after == first["1"].after == packed
+
+
+def test_twin_has_its_own_bytes_and_is_checked_itself():
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 512)).eval()
+    with torch.no_grad():
+        for layer, sparsity, size in zip(model, (0.95, 0.954, 0.95), (1, 1, 1e6)):  # a million is too large for float16
+            layer.weight.copy_(pruned(512, 512, "1x1", sparsity) * size)
+    result = compress_(model, torch.randn(64, 512), store=torch.float16)
+    assert result.compressed == ["0", "1"]
+    assert [result[name].after for name in ("0", "1")] == [model[0].bytes(), model[1].bytes()]
+    assert "cannot hold its numbers" in result["2"].reason
+    assert torch.isfinite(model(torch.randn(64, 512))).all()
 
 
 def test_failure_leaves_the_model_as_it_was(monkeypatch):

@@ -181,3 +181,45 @@ def test_dense_layer_of_a_dtype_that_no_kernel_has():
     with torch.no_grad():
         x = torch.randn(3, 40).double()
         close(copy.deepcopy(packed).double()(x), copy.deepcopy(dense).double()(x))
+
+
+def test_what_else_a_layer_carries_comes_back_with_it():
+    layer, called = nn.Linear(40, 24).eval(), []
+    layer.label = "mine"  # type: ignore[assignment]
+    layer.register_full_backward_hook(lambda *_: called.append("backward"))
+    layer.register_state_dict_post_hook(lambda *_: called.append("state"))
+    model = nn.Sequential(Compressed(layer, FORMATS["tiled"], (1,)))
+    model(torch.randn(3, 40, requires_grad=True)).sum().backward()
+    assert called == ["backward"]
+    back = decompress_(copy.deepcopy(model))[0]  # type: ignore[index]
+    back(torch.randn(3, 40, requires_grad=True)).sum().backward()
+    back.state_dict()
+    assert called == ["backward", "backward", "state"]
+    assert back.label == "mine"
+
+
+def test_layers_with_more_than_a_weight_stay_as_they_are():
+    model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)).eval()
+    model[0].register_buffer("scale", torch.ones(1))
+    model[1].forward = lambda x: x @ model[1].weight.t() + model[1].bias  # type: ignore[method-assign]
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.copy_(pruned(40, 40, "1x1", 0.9))  # type: ignore[operator, arg-type]
+    before = list(model.state_dict())
+    result = compress_(model, torch.randn(8, 40), objective="size")
+    assert [row.reason for row in result.rows] == [
+        "it holds more than weight and bias: scale",
+        "its forward was replaced by another function",
+    ]
+    assert list(model.state_dict()) == before
+
+
+def test_weight_that_the_format_cannot_hold_is_refused_by_name():
+    layer = nn.Linear(8, 4).to(torch.bfloat16)
+    with torch.no_grad():
+        layer.weight[:, ::2] = 0
+    model = nn.Sequential(Compressed(layer, FORMATS["pairs"], (1, 1)))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"0\.weight cannot be held as pairs: .*decompress_"):
+        model.load_state_dict({"0.weight": torch.ones(4, 8), "0.bias": torch.ones(4)})
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -77,7 +77,13 @@ def test_layers_of_different_sizes_are_said_not_to_fit_and_load_with_ours(tmp_pa
 
 
 def test_a_packed_model_is_said_to_need_ours(tmp_path):
+    assert io.save(llama(), tmp_path)["from_pretrained"] is True
+    (tmp_path / "tokenizer.json").write_text("{}")
     assert "is packed" in io.save(llama(), tmp_path, packed=True)["from_pretrained"]
+    assert not (tmp_path / "config.json").exists()  # with it, transformers would make the packed weights up
+    (tmp_path / "config.json").write_text("{}")
+    io.save(llama(), tmp_path, packed=True)
+    assert {"config.json", "tokenizer.json"} < {p.name for p in tmp_path.iterdir()}  # not ours
 
 
 def test_numbers_that_the_config_cannot_say_are_noticed(tmp_path):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -74,34 +74,40 @@ def compress_(
             name: _choose(name, layer, seen[name], tied.get(id(layer.weight), ()), twins, objective, cold, store)
             for name, layer in layers.items()
         }
-        built = {
-            name: Compressed(layers[name], choice.form, choice.options, tied.get(id(layers[name].weight), ()), store)
-            for name, choice in choices.items()
-            if choice.form is not None
-        }
+        built: dict[str, Compressed] = {}
+        for name, choice in choices.items():
+            if choice.form is None:
+                continue
+            new = _built(layers[name], choice, seen[name], tied.get(id(layers[name].weight), ()), store)
+            if new is not None:
+                built[name], choices[name] = new, replace(choice, row=replace(choice.row, after=new.bytes()))
+            else:
+                choices[name] = Choice(choice.row.left("the format cannot hold its numbers"))
         ignored = _swap(model, {id(layers[name]): new for name, new in built.items()}, example_inputs)
     for name, new in built.items():
         new.train(modes[name])
         if id(new) in ignored:
             choices[name] = Choice(choices[name].row.left("the model reads its weight without calling it"))
-    return Compression([choice.row for choice in choices.values()], objective, threads or torch.get_num_threads())
+    held = [_held(name, layer) for name, layer in model.named_modules() if isinstance(layer, Compressed) and name not in built]
+    kept = sum(row.after for row in held)
+    before = _bytes(layers.values()) + kept
+    after = _bytes(layers.values(), model) + sum(new.bytes() for new in built.values() if id(new) not in ignored) + kept
+    rows = [*held, *(choice.row for choice in choices.values())]
+    return Compression(rows, objective, threads or torch.get_num_threads(), before, after)
 
 
 def decompress_(model: nn.Module) -> nn.Module:
     """Put the dense layers back, with the weights that they had, bit for bit; tied weights are tied again. Gives the model."""
     dense = dict(model.named_parameters(remove_duplicate=False))
-    shared: dict[tuple[str, ...], nn.Parameter] = {}
+    shared: dict[tuple[str, ...], list[nn.Parameter]] = {}
     restored: dict[int, nn.Module] = {}
     for module in model.modules():
         if isinstance(module, Compressed):
-            weight = shared.get(module.tied) if module.tied else None
-            if weight is None and module.tied:
-                weight = next(
-                    (dense[name] for name in module.tied if name in dense and _same(dense[name], module.weight)), None
-                )
-            restored[id(module)] = layer = module.restored(weight)
+            others = [dense[name] for name in module.tied if name in dense] + shared.setdefault(module.tied, [])
+            same = next((each for each in others if same_bits(each, module.weight.to(module.dtype))), None)
+            restored[id(module)] = layer = module.restored(same)
             if module.tied:
-                shared[module.tied] = layer.weight  # type: ignore[assignment]
+                shared[module.tied].append(layer.weight)  # type: ignore[arg-type]
     if id(model) in restored:
         raise ValueError("this is a compressed layer by itself; decompress_ takes the model that holds it")
     for parent, attribute, child in places(model):
@@ -127,7 +133,7 @@ def _check(model: Any, objective: str, threads: Any, store: Any) -> None:
         )
 
 
-def _same(parameter: Tensor, weight: Tensor) -> bool:
+def same_bits(parameter: Tensor, weight: Tensor) -> bool:
     """Equal bit for bit, so that -0.0 is not 0.0 and NaN is itself."""
     if parameter.shape != weight.shape or parameter.dtype != weight.dtype:
         return False
@@ -136,8 +142,11 @@ def _same(parameter: Tensor, weight: Tensor) -> bool:
 
 
 def ties(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """For each weight that several modules own, all of its names."""
-    return {id(slot.tensor): (slot.name, *slot.also) for slot in slots(model) if len(slot.owners) > 1}
+    """For each weight that several modules own, or owned before some of them were compressed, all of its names."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    before = {layer.tied for layer in model.modules() if isinstance(layer, Compressed)}
+    found = {id(weights[name]): names for names in before for name in names if name in weights}
+    return {id(slot.tensor): (slot.name, *slot.also) for slot in slots(model) if len(slot.owners) > 1} | found
 
 
 def _record(model: nn.Module, example_inputs: Any, layers: dict[str, nn.Module]) -> dict[str, Seen]:
@@ -229,6 +238,30 @@ def _measure(
     if objective == "size" and sizes[best] > MARGIN * row.before:
         return Choice(row.left("dense is smaller here"))
     return Choice(row, form, options)
+
+
+def _built(layer: Any, choice: Choice, seen: Seen, tied: tuple[str, ...], store: torch.dtype | None) -> Compressed | None:
+    """The new layer. A format that was chosen on a twin may not hold this one's numbers: None then."""
+    assert choice.form is not None
+    try:
+        new = Compressed(layer, choice.form, choice.options, tied, store)
+    except ValueError:
+        return None
+    return new if _agrees(layer, new, seen, store) else None
+
+
+def _bytes(layers: Iterable[nn.Module], still_in: nn.Module | None = None) -> int:
+    """Bytes of the dense weights of these layers, each once; only of those that the model holds, if one is given."""
+    weights = {id(w): w.nbytes for layer in layers if (w := layer._parameters.get("weight")) is not None}
+    there = weights.keys() if still_in is None else {id(parameter) for parameter in still_in.parameters()}
+    return sum(size for key, size in weights.items() if key in there)
+
+
+def _held(name: str, layer: Compressed) -> Row:
+    """The row of a layer that was compressed before, which stays as it is."""
+    weight = layer.weight
+    row = Row(name, layer.stood.__name__, before=weight.numel() * layer.dtype.itemsize, reason="compressed before")
+    return row.found(zeros_of(weight.flatten(1))).timed(layer.form, layer.options, None, None, layer.bytes())
 
 
 def _plain(layer: nn.Module, x: Tensor) -> Tensor:

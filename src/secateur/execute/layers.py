@@ -14,7 +14,9 @@ from .formats import FORMATS, Format, as_matrix, as_weight, conv, linear
 
 KINDS: dict[type[nn.Module], str] = {nn.Linear: "linear", nn.Conv1d: "conv", nn.Conv2d: "conv", nn.Embedding: "embedding"}
 HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
-         "_forward_hooks_always_called")  # fmt: skip
+         "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks", "_is_full_backward_hook")  # fmt: skip
+TENSORS = ("_parameters", "_buffers", "_modules")
+WIDE = 1 << 24  # numbers in the matrix of a grouped convolution, which is made for a moment with all the zeros between groups
 
 
 class Compressed(nn.Module):
@@ -45,6 +47,9 @@ class Compressed(nn.Module):
         self.names = form.buffers
         for hooks in HOOKS:  # the same tables, so that gates stay and handles still remove what they registered
             setattr(self, hooks, getattr(layer, hooks))
+        # What else the layer carries (names that users gave it, hooks of its state dict) waits here for its return.
+        own = {*HOOKS, *TENSORS, "training", "_compiled_call_impl"}
+        self.carried = {name: value for name, value in vars(layer).items() if name not in own}
         self.train(layer.training)
 
     @torch.inference_mode(mode=False)  # buffers that are made for inference alone could never be called with gradients
@@ -125,6 +130,7 @@ class Compressed(nn.Module):
         layer.register_parameter("weight", weight)
         if "bias" in layer._parameters:
             layer.register_parameter("bias", self.bias)
+        vars(layer).update(self.carried)
         for hooks in HOOKS:
             setattr(layer, hooks, getattr(self, hooks))
         return layer.train(self.training)
@@ -145,7 +151,12 @@ class Compressed(nn.Module):
                 raise ValueError(f"{prefix}weight is {tuple(weight.shape)} in the state dict and {self.shape} in the model")
             old = self.get_buffer(self.names[0])
             half = old.is_floating_point() and old.dtype != self.dtype
-            self._hold(weight.detach().to(old.device, self.dtype), old.dtype if half else None)
+            try:
+                self._hold(weight.detach().to(old.device, self.dtype), old.dtype if half else None)
+            except ValueError as error:
+                raise ValueError(
+                    f"{prefix}weight cannot be held as {self.form}: {error}; decompress_ the model first"
+                ) from None
             state_dict.update({f"{prefix}{name}": buffer for name, buffer in self._buffers.items() if buffer is not None})
         elif f"{prefix}{self.names[0]}" in state_dict:
             self._check(state_dict, prefix)
@@ -241,9 +252,15 @@ def why_not(layer: nn.Module) -> str | None:
     weight: Any = layer._parameters["weight"]
     if weight is None or weight.layout != torch.strided or type(weight.data) is not Tensor:
         return "its weight is not a plain dense tensor"
+    if "forward" in vars(layer):
+        return "its forward was replaced by another function"
+    if more := [name for kind in TENSORS for name in vars(layer)[kind] if name not in ("weight", "bias")]:
+        return f"it holds more than weight and bias: {', '.join(more)}"
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}; float32, float16 and bfloat16 can be compressed"
     if isinstance(layer, nn.Conv1d | nn.Conv2d):
+        if layer.groups > 1 and weight.numel() * layer.groups > WIDE:
+            return f"its {layer.groups} groups side by side make a matrix of {weight.numel() * layer.groups:,} numbers"
         if layer.padding_mode != "zeros":
             return f"it pads with {layer.padding_mode!r}; only zeros can be compressed"
         if layer.padding == "same" and any(d * (k - 1) % 2 for d, k in zip(layer.dilation, layer.kernel_size)):

@@ -33,7 +33,7 @@ class Row:
         lost = f" ({self.format} was the best of the others)" if self.format else ""
         return replace(self, format=None, reason=reason + lost, after=self.before)
 
-    def timed(self, form: str, options: Sequence[int], dense: float, sparse: float, size: int) -> Row:
+    def timed(self, form: str, options: Sequence[int], dense: float | None, sparse: float | None, size: int) -> Row:
         name = form + (f" {'x'.join(map(str, options))}" if options else "")
         return replace(self, format=name, dense_seconds=dense, sparse_seconds=sparse, after=size)
 
@@ -51,6 +51,8 @@ class Compression:
     rows: list[Row]
     objective: str
     threads: int
+    before: int  # bytes of the weights of these layers, a shared one counted once
+    after: int
 
     def __getitem__(self, layer: str) -> Row:
         for row in self.rows:
@@ -78,11 +80,10 @@ class Compression:
         table = [
             "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths))) for line in lines
         ]
-        before, after = sum(row.before for row in self.rows), sum(row.after for row in self.rows)
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         end = (
             f"{len(self.compressed)} of {len(self.rows)} layers compressed for {self.objective}, {threads}: "
-            f"{before:,} bytes of weights are now {after:,}; measured layers {self.speedup:.2f}x"
+            f"{self.before:,} bytes of weights are now {self.after:,}; measured layers {self.speedup:.2f}x"
         )
         return "\n".join([*(line.rstrip() for line in table), end])
 

@@ -26,13 +26,13 @@ from ..plan import Plan
 from ..surgery import Shrunk, all_or_nothing
 from ..surgery.cut import Cuts, Passing, apply_cuts_, history, is_cut, remember_
 from . import compressed, hf, packed
-from .files import CODES, DTYPES, BadFile, Entry, Tensors, names_of, rename, replacing, write_tensors
+from .files import CODES, DTYPES, BadFile, Entry, Tensors, names_of, read_json, rename, replacing, write_tensors
 from .manifest import Layer, Manifest, Stored, about, check_file, from_text, shapes_of, to_text
 from .zeros import pattern_of
 
 __all__ = ["save", "load", "dense_state_dict", "BadFile"]
 
-TENSORS, MANIFEST = "model.safetensors", "secateur.json"
+TENSORS, MANIFEST, CONFIG = "model.safetensors", "secateur.json", "config.json"
 
 
 def save(
@@ -49,6 +49,10 @@ def save(
     alike), plain `from_pretrained(path)` loads it; `["from_pretrained"]` of the result says whether, or why not.
     """
     model = getattr(model, "_orig_mod", model)  # the module under torch.compile
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"save takes a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(plan, Plan | Shrunk | None):
+        raise TypeError(f"plan= is what prune_ or shrink returned, not {type(plan).__name__}")
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; save() writes a folder with {TENSORS} and {MANIFEST} in it")
@@ -83,7 +87,7 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
     if as_ not in (None, "dense"):
         raise ValueError(f"as_={as_!r} must be 'dense' or left out.{nearest(str(as_), ['dense'])}")
     with _opened(Path(path)) as (manifest, file):
-        model = into if isinstance(into, nn.Module) else into()
+        model = into if isinstance(into, nn.Module) or not callable(into) else into()
         if not isinstance(model, nn.Module):
             raise TypeError(f"into= is a model or a function that builds one; this gave a {type(model).__name__}")
         with all_or_nothing(model):
@@ -124,7 +128,8 @@ def _tensors(model: nn.Module) -> tuple[compressed.State, dict[str, str]]:
         held = state[name]
         tensor = held.get_buffer(held.names[0]) if isinstance(held, Compressed) else held
         _check_tensor(name, tensor)
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, str(tensor.device))
+        views = (tensor.is_conj(), tensor.is_neg())  # of the same numbers, and they mean others
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, str(tensor.device), views)
         if held is tensor and tensor.numel() and key in first:
             tied[name] = first[key]
         else:
@@ -139,8 +144,8 @@ def _check_tensor(name: str, tensor: Any) -> None:
     if sharded(tensor) or tensor.layout != torch.strided or tensor.dtype not in CODES or tensor.is_meta:
         kind = "sharded" if sharded(tensor) else "on the meta device" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
         raise TypeError(f"{name!r} is {kind}; a file holds whole strided tensors of {', '.join(sorted(CODES.values()))}")
-    if name.endswith(packed.PARTS):
-        raise ValueError(f"{name!r}: names that end in {packed.PARTS} mean packed tensors in a file; rename it")
+    if name.endswith(packed.PARTS) or name == "__metadata__":
+        raise ValueError(f"{name!r} means something else in a file, as do names that end in {packed.PARTS}; rename it")
 
 
 def _cuts(model: nn.Module, plan: Plan | Shrunk | None) -> list[Cuts]:
@@ -204,12 +209,26 @@ def _put(folder: Path, new: Mapping[str, Path]) -> None:
 
     So a crash at any moment leaves a pair that belongs together: see `_opened`.
     """
-    waiting = folder / f"{MANIFEST}.next"
-    rename(new[MANIFEST], waiting)
-    for name, beside in new.items():
-        if name != MANIFEST:
-            rename(beside, folder / name)
-    rename(waiting, folder / MANIFEST)
+    waiting, stale = folder / f"{MANIFEST}.next", CONFIG not in new and _wrote_config(folder)
+    try:
+        rename(new[MANIFEST], waiting)
+        for name, beside in new.items():
+            if name != MANIFEST:
+                rename(beside, folder / name)
+        if stale:
+            (folder / CONFIG).unlink(missing_ok=True)
+        rename(waiting, folder / MANIFEST)
+    finally:
+        for beside in new.values():  # those that an error has left
+            beside.unlink(missing_ok=True)
+
+
+def _wrote_config(folder: Path) -> bool:
+    """Whether an earlier save wrote the config that lies here. transformers would fill a model of it with random numbers."""
+    try:
+        return read_json((folder / MANIFEST).read_bytes(), MANIFEST)["about"]["from_pretrained"] is True
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 # --- loading --------------------------------------------------------------------------------------------------------
@@ -250,9 +269,10 @@ def _unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         base, mark, part = name.rpartition("#")
         if mark + part not in packed.PARTS:
             found[name] = tensor
-        elif mark + part == packed.BITMASK:
-            if missing := [base + p for p in packed.PARTS if base + p not in tensors]:
-                raise BadFile(f"{name!r} has no {names_of(missing)} beside it")
+            continue
+        if missing := [base + p for p in packed.PARTS if base + p not in tensors]:
+            raise BadFile(f"{name!r} has no {names_of(missing)} beside it")
+        if mark + part == packed.BITMASK:
             shape, values = tensors[base + packed.SHAPE], tensors[base + packed.VALUES]
             if shape.dtype != torch.int64 or shape.dim() != 1 or bool((shape < 0).any()):
                 raise BadFile(f"{base + packed.SHAPE!r} is no shape")
@@ -285,6 +305,9 @@ def _fill(model: nn.Module, manifest: Manifest, file: Tensors, layers: Mapping[s
             raise BadFile(f"{name!r} is {tuple(tensor.shape)} in the model and {stored.shape} in the file")
         if CODES.get(tensor.dtype) != (dtype := _dtype_of(name, manifest)):
             raise BadFile(f"{name!r} is {tensor.dtype} in the model and {dtype} in the file; build the model in that dtype")
+    filled = {id(tensor) for tensor in state.values()}
+    if left := [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta and id(t) not in filled]:
+        raise BadFile(f"{names_of(left)} are on the meta device and not in the file; build the model on a real device")
 
     def weight(path: str) -> Tensor:
         name = manifest.tied.get(f"{path}.weight", f"{path}.weight")
@@ -293,8 +316,6 @@ def _fill(model: nn.Module, manifest: Manifest, file: Tensors, layers: Mapping[s
     made = compressed.made_again(model, layers, weight)
     _copy(model, state, manifest, file, {f"{path}.weight" for path in layers})
     compressed.put_(model, made)
-    if left := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]:
-        raise BadFile(f"{names_of(left)} are on the meta device and not in the file; build the model on a real device")
 
 
 def _copy(model: nn.Module, state: Mapping[str, Tensor], manifest: Manifest, file: Tensors, done: set[str]) -> None:

@@ -10,16 +10,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from .._tree import nearest
-from ..execute.choose import places, ties
+from ..execute.choose import places, same_bits, ties
 from ..execute.formats import FORMATS
 from ..execute.layers import Compressed, why_not
 from .files import CODES, BadFile
 from .manifest import Layer
-from .packed import bits_of
 
 State = dict[str, Tensor | Compressed]
 
@@ -66,11 +64,7 @@ def _is_one(layer: Compressed, name: str, other: Tensor | Compressed) -> bool:
         return True
     if name not in layer.tied:
         return False
-    return _same(layer.weight, other.weight if isinstance(other, Compressed) else other)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits_of(a), bits_of(b.to(a.device)))
+    return same_bits(layer.weight, other.weight if isinstance(other, Compressed) else other)
 
 
 def made_again(model: nn.Module, layers: Mapping[str, Layer], weight: Callable[[str], Tensor]) -> dict[int, Compressed]:
@@ -104,7 +98,7 @@ def _exact(path: str, said: Layer, layer: nn.Module, tied: tuple[str, ...], valu
     store = None if value.dtype == layer.weight.dtype else value.dtype
     try:
         made = Compressed(layer, FORMATS[said.format], said.options, tied, store)
-        right = _same(value, made.weight.to(value.device))
+        right = same_bits(value, made.weight)
     except (ValueError, RuntimeError, IndexError, TypeError, ArithmeticError) as error:
         raise BadFile(f"{path!r} cannot be held in the format {said.format!r}: {' '.join(str(error).split())[:200]}") from None
     if not right:

@@ -123,7 +123,7 @@ def write_tensors(path: Path, entries: Mapping[str, Entry], metadata: Mapping[st
 
 def as_bytes(tensor: Tensor) -> Any:
     """The bytes of a tensor in row-major order, as something that can be written and hashed."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy() if flat.numel() else b""
 
 

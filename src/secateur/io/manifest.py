@@ -163,7 +163,7 @@ def _from_data(data: dict[str, Any], size: int) -> Manifest:
             raise BadFile(f"{name!r} is not described as a tensor is")
         found = entry.pop("sha256")
         stored = tensors[name] = Stored(**entry)
-        if stored.dtype not in DTYPES or not counts(stored.shape, 64) or stored.format not in ("dense", "bitmask"):
+        if str(stored.dtype) not in DTYPES or not counts(stored.shape, 64) or stored.format not in ("dense", "bitmask"):
             raise BadFile(f"{name!r} has an unknown dtype, shape or format")
         stored.shape = tuple(stored.shape)
         parts = stored_names(name, stored)

@@ -20,7 +20,7 @@ _SLAB = 1 << 20
 
 def bits_of(tensor: Tensor) -> Tensor:
     """The tensor as one row of whole numbers: only an exact +0 is zero there, so -0.0 and NaN come back as they were."""
-    return tensor.detach().contiguous().reshape(-1).view(_WHOLE[tensor.dtype.itemsize])
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(_WHOLE[tensor.dtype.itemsize])
 
 
 def count_values(tensor: Tensor) -> int:
