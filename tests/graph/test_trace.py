@@ -134,6 +134,22 @@ def test_inputs_by_name_and_outputs_by_choice():
     assert sizes(trace(Two(), (), {"x": tokens()}, outputs=lambda out: out)) == []
 
 
+def test_a_second_answer_keeps_its_shape():
+    class Boxes(nn.Module):
+        def __init__(self, nested):
+            super().__init__()
+            self.nested, self.a, self.b, self.c = nested, nn.Linear(12, 8), nn.Linear(8, 5), nn.Linear(8, 4)
+
+        def forward(self, x):
+            h = torch.relu(self.a(x))
+            return {"first": self.b(h), "rest": [self.c(h)]} if self.nested else {"logits": self.b(h), "boxes": self.c(h)}
+
+    for nested in (False, True):
+        t = trace(Boxes(nested), tokens())
+        assert sizes(t) == [8]
+        assert t.skipped["c.weight[0]"] == "the model returns it"
+
+
 def test_literal_size_freezes_the_axis_and_says_where():
     m = Lam(
         lambda s, x: s.o(torch.relu(s.a(x)).view(*x.shape[:-1], 4, 16).transpose(-1, -2).flatten(-2)),

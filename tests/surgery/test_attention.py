@@ -41,6 +41,22 @@ def test_the_attention_of_a_transformer_encoder_is_cut():
     assert any(row.why for row in plan.groups)  # across a LayerNorm there is no exact answer
 
 
+@pytest.mark.parametrize("returned", [False, True])
+def test_attention_maps_count_only_where_they_are_returned(returned):
+    class Maps(Attends):
+        def forward(self, x):
+            h = self.first(x)
+            y, maps = self.attention(h, h, h)  # their mean over the heads is made, asked for or not
+            return (self.last(y), maps) if returned else self.last(y)
+
+    torch.manual_seed(0)
+    model, x = Maps(32, 4, False).double().eval(), torch.randn(2, 6, 8, dtype=torch.float64)
+    small, plan = sc.shrink(model, x, sc.random(0), channels=0.5, scope="tensor")
+    assert small.attention.num_heads < 4
+    assert any("mean" in (row.why or "") for row in plan.groups) == returned
+    assert (plan.verify(each=False).max_error < 1e-12) != returned
+
+
 class Biased(nn.Module):
     """Queries that also make the bias of the attention, as relative positions do."""
 

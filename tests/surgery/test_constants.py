@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import secateur as sc
 from secateur.graph import keep_mask, trace
 from secateur.surgery.constants import fold_
 from secateur.surgery.masked import silence_
@@ -106,7 +107,9 @@ def check(model, *inputs, only=None, constants=True, least=1, report=None, mask=
 # ---------------------------------------------------------------- where constants come from and go
 
 
-@pytest.mark.parametrize("activation", [F.relu, torch.sigmoid, F.softplus, F.gelu, torch.cos], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "activation", [F.relu, torch.sigmoid, F.softplus, F.gelu, F.rrelu, torch.cos], ids=lambda f: f.__name__
+)
 def test_bias_and_activation_of_zero_go_into_the_next_bias(activation):
     check(Lam(lambda s, x: s.b(activation(s.a(x))), a=nn.Linear(12, 16), b=nn.Linear(16, 5)), tokens())
 
@@ -150,6 +153,36 @@ def test_transposed_convolution_of_one_pixel():
 def test_transposed_convolution_that_spreads_its_input_is_reported():
     m = nn.Sequential(conv(3, 8), nn.Sigmoid(), nn.ConvTranspose2d(8, 4, 3, stride=2))
     check(m, image(), report="position")
+
+
+def test_depthwise_transposed_convolution_makes_the_channels_that_it_reads():
+    deep = nn.ConvTranspose2d(8, 8, 2, groups=8)
+    check(nn.Sequential(conv(3, 8), shifted_bn(8), nn.SiLU(), deep, nn.SiLU(), conv(8, 2)), image())
+
+
+@pytest.mark.parametrize("meet", [torch.add, torch.maximum, torch.mul])
+def test_units_that_meet_each_other_are_reported(meet):
+    def model(bias):
+        net = Lam(
+            lambda s, x: s.o(meet(s.a(x)[..., None], s.a(x)[..., None, :]).sum(-1)), a=nn.Linear(12, 8), o=nn.Linear(8, 2)
+        )
+        if not bias:
+            net.a.register_parameter("bias", None)
+        return net
+
+    check(model(True), tokens(), report="meets the kept units")
+    check(model(False), tokens(), constants=False, report=None if meet is torch.mul else "meets the kept units")
+
+
+@pytest.mark.parametrize(
+    ("pool", "grows"), [(lambda h: h.sum(1), True), (lambda h: h.sum(1) / h.shape[1], False), (lambda h: h.mean(1), False)]
+)
+def test_a_constant_that_is_summed_over_places_is_right_for_their_number_alone(pool, grows):
+    model = seeded(Lam(lambda s, x: s.o(pool(torch.sigmoid(s.a(x)))), a=nn.Linear(12, 8), o=nn.Linear(8, 2)))
+    plan = sc.shrink(model, tokens().double(), channels=0.5)[1]
+    assert any("size of the inputs" in (row.why or "") for row in plan.groups) == grows
+    assert plan.verify(each=False).max_error < 1e-12
+    assert (plan.verify(tokens(length=9).double(), each=False).max_error > 1e-3) == grows
 
 
 def test_flatten_gives_many_columns_to_a_channel():
@@ -404,6 +437,8 @@ def test_rms_norm_that_cannot_be_exact_is_reported():
     check(with_norm(nn.RMSNorm(16, elementwise_affine=False)), tokens(), report="has no weight")
     literal = Lam(lambda s, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.01) * s.w, w=nn.Parameter(torch.ones(16)))
     check(with_norm(literal), tokens(), report="eps = 0.01 is no attribute")
+    masked, small, _ = split(with_norm(literal), tokens())
+    assert 1e-8 < difference(torch.cat(small), torch.cat(masked)) < 0.1  # eps alone is off
     average = Lam(lambda s, x: (s.b(x) * s.w).mean(-1), b=nn.Linear(12, 16, bias=False), w=nn.Parameter(torch.ones(16)))
     check(average, tokens(), report="is no RMSNorm")
 

@@ -156,7 +156,8 @@ def pointwise(c: Call) -> Axes | list[Axes]:
 elementwise(
     "clone detach alias lift lift_fresh lift_fresh_copy _to_copy contiguous copy copy_ fill fill_ zero_ resolve_conj",
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like _conj _conj_physical real imag complex polar",
-    "bernoulli bernoulli_ normal_ uniform_ exponential_ random_ geometric_ cauchy_ log_normal_ native_dropout dropout rrelu",
+    "bernoulli bernoulli_ normal_ uniform_ exponential_ random_ geometric_ cauchy_ log_normal_ native_dropout dropout",
+    "rrelu rrelu_with_noise",
     "masked_fill masked_fill_ where floor_divide floor_divide_ isnan nan_to_num lerp addcmul addcdiv expand_as view_as",
     "gelu silu hardswish hardswish_ hardsigmoid hardsigmoid_ hardtanh hardtanh_ leaky_relu elu mish relu6 celu selu softplus",
     "relu relu_ _prelu_kernel resolve_neg",

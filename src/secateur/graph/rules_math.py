@@ -190,7 +190,7 @@ def convolution(c: Call) -> Axes:
         group, _ = _grouped(w[0], groups)
         unify(x[at], norm(Prod((group, closed(w[1])))))
         out = norm(w[0])
-    _conv_roles(c, weight, bool(c.get("transposed")))
+    _conv_roles(c, weight, bool(c.get("transposed")), groups)
     if c.get("bias") is not None:
         unify(c.axes(c.bias)[0], out)
     freeze_all(w[2:], KERNEL)
@@ -211,8 +211,10 @@ def _grouped(e: Expr, groups: int) -> list[Expr]:
     return reshape([closed(e)], [groups, e.size // groups])
 
 
-def _conv_roles(c: Call, weight: Tensor, transposed: bool) -> None:
+def _conv_roles(c: Call, weight: Tensor, transposed: bool, groups: int) -> None:
     if c.ledger.is_weight(weight):
+        if transposed and groups == weight.shape[0] > 1:  # depthwise: the channels that it reads are those that it makes
+            c.ledger.play(weight, 0, "produce")
         c.ledger.play(weight, 0, "consume" if transposed else "produce")
         c.ledger.play(weight, 1, "produce" if transposed else "consume")
 

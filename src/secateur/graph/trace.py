@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
@@ -29,6 +30,7 @@ from .slots import Slot, Standing, owned_tensors, states
 from .tracer import Record, Site, Step, Tracer
 
 Outputs = Callable[[Any], Any]
+GIVEN = "given by the inputs"
 _LARGE = 1_000_000_000  # elements; from here on fake tensors first: the run itself would be slow
 
 
@@ -96,7 +98,8 @@ def trace(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None = None, 
     """Run the model once, in evaluation mode, and follow every axis. The model is left as it was, whatever happens.
 
     `args`: a tensor, a tuple of arguments, or a mapping of keyword arguments. `outputs` picks from the result what must keep
-    its shape; by default the "logits" of a mapping that has them, else the tensors it returns directly, else all it returns.
+    its shape; by default the "logits" of a mapping that has them (and what no weight reads), else all it returns, of
+    records of other types than dict only the tensors they hold directly.
     """
     _refuse(model)
     given, named = _arguments(args, kwargs)
@@ -126,15 +129,24 @@ def trace(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None = None, 
 
 
 def main_outputs(result: Any) -> Any:
-    """What must keep its shape: the logits of a mapping (or dataclass) that has them, else its tensors, else everything."""
+    """What must keep its shape: the logits of a mapping (or dataclass) that has them, else everything.
+
+    A record (any such type but a plain dict) without logits: the tensors it holds directly, not caches and lists of states.
+    """
+    fields = _fields(result)
+    if isinstance(fields.get("logits"), Tensor):
+        return fields["logits"]
+    if not fields or type(result) in (dict, OrderedDict):
+        return result
+    direct = [v for v in fields.values() if isinstance(v, Tensor)]
+    return direct or list(fields.values())
+
+
+def _fields(result: Any) -> Mapping[Any, Any]:
+    """What a mapping or a dataclass holds."""
     if is_dataclass(result) and not isinstance(result, type | Mapping):
-        result = vars(result)
-    if isinstance(result, Mapping):
-        if isinstance(result.get("logits"), Tensor):
-            return result["logits"]
-        direct = [v for v in result.values() if isinstance(v, Tensor)]
-        return direct or list(result.values())
-    return result
+        return vars(result)
+    return result if isinstance(result, Mapping) else {}
 
 
 def answers(result: Any, outputs: Outputs = main_outputs) -> list[tuple[int, ...]]:
@@ -222,7 +234,7 @@ def _run(
             stack.enter_context(Standing(model, stand_in))
             given, named = _cloned((args, kwargs)) if mode is None else _converted(mode, (args, kwargs))
             for tensor in tensors_inside((given, named)):
-                tracer.fix(tensor, "given by the inputs")
+                tracer.fix(tensor, GIVEN)
             if tags:
                 stack.enter_context(Tagging(model, journal))
             stack.enter_context(mode or contextlib.nullcontext())
@@ -234,14 +246,33 @@ def _run(
             stack.pop_all().close()
         tracer.record.left = _written(tracer, states(model), left)
         tracer.record.answers = answers(result, outputs)
+        tracer.record.returned = {tracer.info(t).number for t in tensors_inside(result)}
         for tensor in tensors_inside(outputs(result)):
             info = tracer.info(tensor)
             info.read()
             for e in info.axes:
                 freeze(e, "the model returns it")
+        if outputs is main_outputs:
+            _keep_answers(tracer, result)
     finally:
         journal.open = False
     return _finish(model, tracer, journal, buffers, fake)
+
+
+def _keep_answers(tracer: Tracer, result: Any) -> None:
+    """A second answer, boxes beside classes, keeps its units: no weight reads them, so they are there to be returned."""
+    record = tracer.record
+    places = [
+        (n, d)
+        for n, name in record.names.items()
+        for d in range(len(record.axes[n]))
+        if "consume" in record.roles.get((name, d), ())
+    ]
+    read = {a for n, d in places for a in atoms(record.axes[n][d])}
+    for tensor in (v for v in _fields(result).values() if isinstance(v, Tensor)):
+        for e in tracer.info(tensor).axes:
+            for atom in set(atoms(e)) - read:
+                freeze(atom, "the model returns it")
 
 
 def _written(tracer: Tracer, before: Mapping[Slot, Tensor], after: Mapping[Slot, Tensor]) -> dict[Slot, Axes | None]:

@@ -100,6 +100,7 @@ class Record:
     read: dict[Any, Any] = field(default_factory=dict)  # attributes that some call was given, by place: no site says what for
     equal: dict[tuple[int, ...], tuple[Expr, ...]] = field(default_factory=dict)
     answers: list[tuple[int, ...]] = field(default_factory=list)  # shapes of what the model returns
+    returned: set[int] = field(default_factory=set)  # tensors in what the model returns, by number
     left: dict[tuple[str, str], Axes | None] = field(default_factory=dict)  # written to (module, attribute), unread
     unknown: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)

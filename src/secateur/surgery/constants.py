@@ -67,6 +67,8 @@ def find(trace: Trace, keep: Keep, silence: Silence) -> Folds:
             edits += mean_of_squares(silence, atom, seen)
         except Refused as refused:
             bad.setdefault(atom, str(refused))
+    for edit in (e for e in edits if e.why):
+        bad = dict.fromkeys(edit.atoms, edit.why) | bad
     edits += sizes_in_formulas(silence, bad)
     losses = Ghosts(trace, keep, silence, {a: a.flags - _ZERO_IS_NOTHING - _ANSWERED for a in cut}).losses
     for loss in losses:

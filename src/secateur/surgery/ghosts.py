@@ -16,10 +16,12 @@ from torch import Tensor
 from ..graph import Atom, Trace, atoms
 from ..graph.axes import Fam
 from ..graph.rules import lookup, pointwise
+from ..graph.rules_math import SPATIAL
+from ..graph.trace import GIVEN
 from ..graph.tracer import Ref, Step
 from .operands import Ghost, Loss, aliases, call, extent, first, once, pads_with_more, same, where, wide
 from .products import RULES
-from .wiring import Keep, Silence, tensors_in
+from .wiring import Keep, Silence, reduced, tensors_in
 
 # Layouts and sums for which zeros in are zeros out; indices move entries, never units.
 _ZERO_TO_ZERO = (
@@ -43,6 +45,8 @@ _ZERO_TO_ZERO = (
 )
 # These take units as they are; what they leave out is not summed away.
 _PICKS = ("index", "select", "slice", "gather", "split", "chunk", "unbind", "narrow", "take", "topk", "sort")
+# Over more of the same, these give another number.
+_LONGER = ("sum", "nansum", "logsumexp", "linalg_vector_norm")
 
 
 class Ghosts:
@@ -61,6 +65,8 @@ class Ghosts:
         self.zeros: dict[Any, bool] = {}
         self.written: set[int] = set()  # whose memory was written to by another name
         for i, step in enumerate(trace.steps):
+            if i in silence.idle:
+                continue
             if step.weights:
                 self.share(step, None)
                 self.sum_weights_away(i, step, tensors_in(step))
@@ -74,6 +80,10 @@ class Ghosts:
             found = dict.fromkeys(a for e in self.trace.axes[number] for a in atoms(e) if a in self.keep)
             self.cut[number] = tuple(found)
         return self.cut[number]
+
+    def dims(self, number: int, atom: Atom) -> int:
+        """How many dims of a tensor carry an atom."""
+        return sum(atom in atoms(e) for e in self.trace.axes[number]) if atom in self.cut_atoms(number) else 0
 
     def ghost(self, number: int) -> Ghost:
         if number not in self.found and self.silence.made_of_weights(number):
@@ -115,6 +125,7 @@ class Ghosts:
         made = None if rule is None else rule(self, i, step)
         if made is None:
             self.sum_away(i, step, inputs)
+            self.longer(i, step)
             mixed = self.mixed(step, inputs)
             lost = {**self.lost(inputs), **mixed}
             if all(a in lost for n in step.outs for a in self.cut_atoms(n)):
@@ -134,6 +145,21 @@ class Ghosts:
         alone = set(atoms(self.trace.axes[inputs[0]][1])) if "batch_norm" in kind else ()
         why = f"varies with the inputs, from {where(step)} on"
         return {a: why for a in found if a not in alone and any(name in kind for name in self.counted[a])}
+
+    def longer(self, i: int, step: Step) -> None:
+        """A constant that is summed over places is another one for inputs of another size, unless a mean is made of it."""
+        kind, axes = step.name.partition("::")[2], reduced(self.trace, step) if step.name.partition("::")[2] in _LONGER else []
+        if not any(a.frozen in (GIVEN, SPATIAL) for e in axes for a in atoms(e)):
+            return
+        divides = [self.trace.steps[j] for j in self.silence.readers.get(step.outs[0], ())]
+        size = math.prod(e.size for e in axes)
+        if divides and all(s.name == "aten::div" and s.args[1] == size for s in divides):
+            return
+        ghost = self.ghost(tensors_in(step)[0])
+        for atom in self.cut_atoms(step.outs[0]):
+            if atom not in ghost.bad and (kind == "logsumexp" or atom not in ghost.zero):
+                why = f"what its removed units give grows with the size of the inputs, in {where(step)}"
+                self.losses.append(Loss(i, atom, why))
 
     def lost(self, inputs: Sequence[int]) -> dict[Atom, str]:
         """Atoms that vary in one of these tensors, and are silent in none."""
@@ -168,15 +194,15 @@ class Ghosts:
             family.append(number)
 
     def sum_away(self, i: int, step: Step, inputs: Sequence[int]) -> None:
-        """Atoms that no output has any more were summed over, by something that has no bias."""
+        """Atoms that no output has any more (as often) were summed over, by something that has no bias."""
         kind = step.name.partition("::")[2]
         if aliases(step.func)[1] or any(k in kind for k in _PICKS):
             return
-        left = {a for n in step.outs for a in self.cut_atoms(n)}
         for n in inputs:
             ghost = self.ghost(n)
             for atom in self.cut_atoms(n):
-                if atom not in left and step.outs and atom not in ghost.zero:
+                left = max((self.dims(out, atom) for out in step.outs), default=0)
+                if left < self.dims(n, atom) and step.outs and atom not in ghost.zero:
                     why = f"its removed units give a constant to {where(step)}, which has no bias to take it"
                     self.losses.append(Loss(i, atom, self.reason(atom, ghost) or why))
 
@@ -199,9 +225,11 @@ class Ghosts:
         number = step.outs[0]
         cut = self.cut_atoms(number)
         bearers = [n for n in inputs if self.cut_atoms(n)]
-        if all(a in self.ghost(n).zero for n in bearers for a in self.cut_atoms(n)) and self.zero_stays(step, bearers):
+        pairs = self.pairs(step, bearers)
+        silent = all(a in self.ghost(n).zero for n in bearers for a in self.cut_atoms(n))
+        if silent and not pairs and self.zero_stays(step, bearers):
             return [Ghost(frozenset(self.cut_atoms(n))) for n in step.outs]
-        bad = {a: why for n in bearers for a, why in self.ghost(n).bad.items()}
+        bad = {a: why for n in bearers for a, why in self.ghost(n).bad.items()} | pairs
         known = {n: self.known(n) for n in inputs}
         axes = self.trace.axes[number]
         full = [
@@ -215,9 +243,20 @@ class Ghosts:
             return self.unknown(step, f"cannot be followed through {where(step)} ({type(error).__name__})")
         mixed = [n for n in bearers if any(a in self.ghost(n).zero for a in self.cut_atoms(n)) or self.ghost(n).bad]
         if mixed:  # zero times what varies is zero, unit by unit
-            bad = {a: why for a, why in bad.items() if not self.absorbed(step, a, bearers)}
+            bad = {a: why for a, why in bad.items() if a in pairs or not self.absorbed(step, a, bearers)}
         single = [n for n, t in known.items() if t is None and (stand[n].numel() == 1 or not stand[n].is_floating_point())]
         return self.judged(step, out, cut, self.moved(step, stand, out, single) | bad if single else bad)
+
+    def pairs(self, step: Step, bearers: Sequence[int]) -> dict[Atom, str]:
+        """Atoms of which every unit meets every other here, removed ones kept ones: only a product with zero is zero."""
+        found: dict[Atom, str] = {}
+        for atom in self.cut_atoms(step.outs[0]):
+            meets = [n for n in bearers if atom in self.cut_atoms(n)]
+            alone = meets and self.dims(step.outs[0], atom) == min(self.dims(n, atom) for n in meets)
+            product = step.name.partition("::")[2].rstrip("_") == "mul" and all(atom in self.ghost(n).zero for n in meets)
+            if meets and not alone and not product:
+                found[atom] = f"meets the kept units in {where(step)}"
+        return found
 
     def moved(self, step: Step, stand: Mapping[int, Tensor], out: Tensor, single: Sequence[int]) -> dict[Atom, str]:
         """Atoms that differ when what varies is another number; of a single one no two samples can be compared."""

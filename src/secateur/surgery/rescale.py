@@ -18,7 +18,7 @@ from ..graph import Atom, Cat, Expr, Prod, atoms, new_size, norm, solve_attribut
 from ..graph.provenance import Attr, Dim, SizeUse, evaluate, leaves
 from ..graph.tracer import Step
 from .degrees import balanced
-from .wiring import Silence, tensors_in
+from .wiring import Silence, reduced, tensors_in
 
 _EXPONENTS = (-0.5, 0.5, -0.25, 0.25, -1.0, 1.0)  # of a size, as it enters formulas
 
@@ -48,6 +48,7 @@ class Edit:
     scales: list[Scale] = field(default_factory=list)
     attributes: list[tuple[str, str, float]] = field(default_factory=list)
     over: int | None = None
+    why: str = ""  # it is not exact, if so
 
 
 # ---------------------------------------------------------------- RMSNorm
@@ -55,21 +56,15 @@ class Edit:
 
 def mean_of_squares(flow: Silence, atom: Atom, done: set[int]) -> list[Edit]:
     """x / sqrt(mean(x^2) + eps) * w over N of M units, the others zero, is the same with eps * M / N and w * sqrt(M / N)."""
-    return [_rms(flow, i, done) for i in _steps_over(flow, atom, "aten::mean") if i not in done]
+    return [_rms(flow, i, done) for i in _steps_over(flow, atom, "aten::mean") if i not in done | flow.idle]
 
 
 def _steps_over(flow: Silence, atom: Atom, name: str) -> list[int]:
     found = []
     for i, step in enumerate(flow.trace.steps):
-        if step.name == name and any(atom in atoms(e) for e in _reduced(flow, step)):
+        if step.name == name and any(atom in atoms(e) for e in reduced(flow.trace, step)):
             found.append(i)
     return found
-
-
-def _reduced(flow: Silence, step: Step) -> list[Expr]:
-    axes = flow.trace.axes[tensors_in(step)[0]]
-    dims = step.args[1] if len(step.args) > 1 and isinstance(step.args[1], tuple) else range(len(axes))
-    return [axes[d] for d in dims]
 
 
 def _rms(flow: Silence, i: int, done: set[int]) -> Edit:
@@ -87,13 +82,16 @@ def _rms(flow: Silence, i: int, done: set[int]) -> Edit:
     scaled = [j for j in (*chain[2:], *_factors_of(flow, chain[2:])) if _multiplies(flow, j)]
     if eps is None or not scaled:
         raise Refused(f"the RMSNorm {where} has no weight that could take the factor sqrt(old / new)")
-    axes = _reduced(flow, steps[i])
+    axes = reduced(flow.trace, steps[i])
     counts = {a: int(m.sum()) for a, m in flow.keep.items()}
     ratio = math.prod(e.size for e in axes) / math.prod(new_size(e, counts) for e in axes)
     done.add(i)
     cut = {a for e in axes for a in atoms(e) if a in flow.keep}
     scale = _scale_of(flow, scaled[0], math.sqrt(ratio))
-    return Edit(cut, [scale], [(*_eps_attribute(flow, steps[i].module, float(eps)), float(eps) * ratio)], i)
+    try:
+        return Edit(cut, [scale], [(*_eps_attribute(flow, steps[i].module, float(eps)), float(eps) * ratio)], i)
+    except Refused as near:  # by far the larger part is made good all the same
+        return Edit(cut, [scale], [], i, str(near))
 
 
 def _multiplies(flow: Silence, i: int) -> bool:
@@ -149,7 +147,9 @@ def _eps_attribute(flow: Silence, path: str, eps: float) -> tuple[str, str]:
     if not names and vars(module).get("eps", 0) is None:  # torch picks the machine's own epsilon
         names = ["eps"]
     if len(names) != 1:
-        raise Refused(f"the RMSNorm {path}: eps = {eps:g} is no attribute of the module, so it cannot grow by old / new")
+        raise Refused(
+            f"the RMSNorm in {path or 'the model'}: eps = {eps:g} is no attribute of the module, so it cannot grow by old / new"
+        )
     return path, names[0]
 
 

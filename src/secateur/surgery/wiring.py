@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..graph import Atom, Cat, Expr, Group, Trace, atoms, keep_mask, norm
 from ..graph.tracer import Ref, Step
+from .operands import aliases
 
 Keep = Mapping[Atom, Tensor]
 _TURNS = {"aten::t", "aten::transpose", "aten::permute", "aten::detach", "aten::alias", "aten::contiguous"}
@@ -128,6 +129,13 @@ def tensors_in(step: Step) -> tuple[int, ...]:
     return step.inputs
 
 
+def reduced(trace: Trace, step: Step) -> list[Expr]:
+    """The axes that a sum or a mean runs over."""
+    axes = trace.axes[tensors_in(step)[0]]
+    dims = step.args[1] if len(step.args) > 1 and isinstance(step.args[1], tuple) else range(len(axes))
+    return [axes[d] for d in dims]
+
+
 def units_along(e: Expr, atom: Atom) -> list[Tensor]:
     """For each place of the atom in the axis: which unit every index stands for, -1 where it stands for none."""
     e = norm(e)
@@ -199,6 +207,19 @@ class Silence:
             for n in dict.fromkeys(tensors_in(step)):
                 found.setdefault(n, []).append(i)
         return found
+
+    @cached_property
+    def idle(self) -> set[int]:
+        """Steps whose results nobody reads, and the model does not return: attention maps that were not asked for."""
+        steps, returned = self.trace.steps, self.trace.record.returned
+        return {
+            i
+            for i, step in enumerate(steps)
+            if returned
+            and step.outs
+            and not any(aliases(step.func))
+            and not any(n in returned or n in self.readers for n in step.outs)
+        }
 
     @cached_property
     def numbers(self) -> dict[str, int]:
