@@ -11,7 +11,7 @@ from torch import nn
 from secateur.graph import trace
 from secateur.surgery import shrink
 from secateur.surgery.budget import met
-from secateur.surgery.sizes import Model, times
+from secateur.surgery.sizes import Model, _judged, times
 
 
 def parameters(model):
@@ -177,17 +177,11 @@ def test_a_time_that_is_missed_is_tried_again_and_every_try_is_told(monkeypatch,
 
 
 def test_the_spread_says_how_well_a_time_is_known():
-    def short(share):
-        return share / 4
-
-    def jitter(share):
-        return short(share) * random.Random(time.perf_counter_ns()).uniform(0.2, 1.8)
-
-    x = ((torch.randn(2, 4),), {})
-    calm = times(Sleeper(pace=short), Sleeper(50, pace=short), x, seconds=(1.5, 1.5))
-    wild = times(Sleeper(pace=jitter), Sleeper(50, pace=jitter), x, seconds=(1.5, 1.5))
-    assert calm.ratio == pytest.approx(0.5, rel=0.25)  # who sleeps on a busy machine is woken late
-    assert wild.spread > calm.spread
+    draw = random.Random(0)
+    pairs = [(1 + draw.uniform(-1, 1) / 100, 0.5 + draw.uniform(-1, 1) / 200) for _ in range(40)]
+    calm, wild = _judged(pairs), _judged([(d * draw.uniform(0.2, 1.8), s * draw.uniform(0.2, 1.8)) for d, s in pairs])
+    assert calm.ratio == pytest.approx(0.5, rel=0.01)
+    assert wild.spread > 10 * calm.spread
     assert met(0.53, 0.5, spread=0.04)
     assert not met(0.53, 0.5, spread=0.01)
     assert not met(0.56, 0.5, spread=0.2)
