@@ -1,6 +1,5 @@
 """A target is what the finished model is judged by: with the biases that a cut adds, and by the time that it takes."""
 
-import functools
 import random
 import re
 import time
@@ -12,7 +11,7 @@ from torch import nn
 from secateur.graph import trace
 from secateur.surgery import shrink
 from secateur.surgery.budget import met
-from secateur.surgery.sizes import Model, _judged, times
+from secateur.surgery.sizes import Model, times
 
 
 def parameters(model):
@@ -107,21 +106,6 @@ def test_a_fused_lstm_counts_as_its_plain_operators():
 # ---------------------------------------------------------------- latency
 
 
-def one_of_four(test):
-    """A busy machine wakes sleepers late: one of four tries has to hold."""
-
-    @functools.wraps(test)
-    def tried(*args, **kwargs):
-        for left in (3, 2, 1, 0):
-            try:
-                return test(*args, **kwargs)
-            except (AssertionError, ValueError, pytest.fail.Exception):
-                if not left:
-                    raise
-
-    return tried
-
-
 class Sleeper(nn.Module):
     """Takes as long as it is wide, whatever else the machine does."""
 
@@ -131,12 +115,13 @@ class Sleeper(nn.Module):
 
     def forward(self, x):
         h = self.a(x).relu()
-        time.sleep(0.04 * self.pace(self.a.weight.detach().untyped_storage().nbytes() / 1600))
+        until = time.perf_counter() + 0.01 * self.pace(self.a.weight.detach().untyped_storage().nbytes() / 1600)
+        while time.perf_counter() < until:  # awake: a sleeper is woken late on a busy machine
+            pass
         return self.b(h)
 
 
 @pytest.mark.parametrize("target", [0.7, 0.4])
-@one_of_four
 def test_latency_is_met_by_the_finished_model(target):
     model, x = Sleeper(), torch.randn(2, 4)
     small, plan = shrink(model.train(), x, latency=target)
@@ -149,13 +134,11 @@ def test_latency_is_met_by_the_finished_model(target):
     assert re.search(rf"latency={target} \(measured 0\.\d+ ± [\d.e-]+\)", str(plan))
 
 
-@one_of_four
 def test_a_time_that_cannot_be_met_is_said_with_its_spread():
     with pytest.raises(ValueError, match=r"latency=0.5 cannot be met within \d+% of it; what can be met is latency=[\d.]+ ± "):
         shrink(Sleeper(pace=lambda share: 0.8 + 0.2 * share), torch.randn(2, 4), latency=0.5)
 
 
-@one_of_four
 def test_the_last_measurement_is_the_one_that_is_judged():
     """The times change once the cut is chosen: here when statistics are estimated, else when other work begins."""
 
@@ -175,7 +158,6 @@ def test_the_last_measurement_is_the_one_that_is_judged():
 
 
 @pytest.mark.parametrize(("misses", "fails"), [(1, False), (4, True)])
-@one_of_four
 def test_a_time_that_is_missed_is_tried_again_and_every_try_is_told(monkeypatch, misses, fails):
     """As on a machine where other work comes and goes: the first finished models take longer than was foreseen."""
     found = []
@@ -197,11 +179,14 @@ def test_a_time_that_is_missed_is_tried_again_and_every_try_is_told(monkeypatch,
 
 
 def test_the_spread_says_how_well_a_time_is_known():
-    draw = random.Random(0)
-    pairs = [(1 + draw.uniform(-1, 1) / 100, 0.5 + draw.uniform(-1, 1) / 200) for _ in range(40)]
-    calm, wild = _judged(pairs), _judged([(d * draw.uniform(0.2, 1.8), s * draw.uniform(0.2, 1.8)) for d, s in pairs])
-    assert calm.ratio == pytest.approx(0.5, rel=0.01)
-    assert wild.spread > 10 * calm.spread
+    def jitter(share):
+        return share * random.Random(time.perf_counter_ns()).uniform(0.2, 1.8)
+
+    x = ((torch.randn(2, 4),), {})
+    calm = times(Sleeper(), Sleeper(50), x, seconds=(0.6, 0.6))
+    wild = times(Sleeper(pace=jitter), Sleeper(50, pace=jitter), x, seconds=(0.6, 0.6))
+    assert calm.ratio == pytest.approx(0.5, rel=0.1)
+    assert wild.spread > 2 * calm.spread
     assert met(0.53, 0.5, spread=0.04)
     assert not met(0.53, 0.5, spread=0.01)
     assert not met(0.56, 0.5, spread=0.2)
