@@ -1,10 +1,8 @@
 """What removed units still say goes into their consumers: masked == cut, in float64, for every wiring; or it is reported."""
 
 import copy
-import math
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,97 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import secateur as sc
-from secateur.graph import keep_mask, trace
+from secateur.graph import trace
 from secateur.surgery.constants import fold_
 from secateur.surgery.masked import silence_
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
-from cutting import choose, cut_, difference, run, seeded
-
-
-class Lam(nn.Module):
-    """A module from a function, so that a probe fits on a few lines."""
-
-    def __init__(self, forward, **parts):
-        super().__init__()
-        self.run = forward
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *x):
-        return self.run(self, *x)
-
-
-def tokens(width=12, length=5):
-    return torch.randn(2, length, width, generator=torch.Generator().manual_seed(1))
-
-
-def image(channels=3, size=8):
-    return torch.randn(2, channels, size, size, generator=torch.Generator().manual_seed(1))
-
-
-def conv(i, o, k=1, **options):
-    return nn.Conv2d(i, o, k, **options)
-
-
-def shifted_bn(channels):
-    norm = nn.BatchNorm2d(channels)
-    norm.running_mean.normal_(generator=torch.Generator().manual_seed(3))
-    norm.running_var.uniform_(0.5, 2, generator=torch.Generator().manual_seed(4))
-    return norm
-
-
-def zero_weights_(model, t, keep):
-    """Zero the weights that make the removed units; all biases stay."""
-    tensors = dict(model.named_parameters())
-    for group in t.groups:
-        for m in group.members:
-            if group.atom in keep and m.role == "produce" and tensors[m.tensor].dim() > 1:
-                gone = ~keep_mask(t.dims[m.tensor][m.dim], {group.atom: keep[group.atom]})
-                tensors[m.tensor].data = tensors[m.tensor].data.index_fill(m.dim, gone.nonzero()[:, 0], 0)
-    return model
-
-
-def cut_copy(model, t, keep, inputs, fold, mask=silence_):
-    """Masked output, output of the cut model, and what folding reports."""
-    one = copy.deepcopy(SimpleNamespace(model=model, trace=t, keep=keep))
-    mask(one.model, one.trace, one.keep)
-    masked = run(one.model, inputs)
-    known = set(dict(one.model.named_parameters()))
-    report = fold_(one.model, one.trace, one.keep, inputs) if fold else {}
-    for name, bias in one.model.named_parameters():
-        if name not in known:
-            dims = one.trace.dims[name.replace("bias", "weight")]
-            one.trace.dims[name] = [next(e for e in (dims[0], dims[1]) if e.size == len(bias))]
-    cut_(one.model, one.trace, one.keep)
-    return masked, run(one.model, inputs), report
-
-
-def check(model, *inputs, only=None, constants=True, least=1, report=None, mask=silence_):
-    """Three selections: exact after folding, wrong without it where constants are at stake, and the cut moves the output."""
-    model = seeded(model)
-    inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
-    dense = run(model, inputs)
-    t = trace(model, inputs)
-    groups = [g for g in t.prunable if only is None or only(g)]
-    assert len(groups) >= least, t.groups
-    moved = lost = 0
-    for seed, ratio in zip(range(3), (0.4, 0.5, 0.7)):
-        keep = choose(t, groups, seed, ratio)
-        masked, small, said = cut_copy(model, t, keep, inputs, True, mask)
-        _, unfolded, _ = cut_copy(model, t, keep, inputs, False, mask)
-        if report is not None:
-            assert any(report in why for why in said.values()), said
-            assert difference(small, masked) > 1e-8
-            continue
-        assert said == {}
-        assert difference(small, masked) < 1e-10, (seed, difference(small, masked), keep)
-        moved += difference(masked, dense) > 1e-6
-        lost += difference(unfolded, masked) > 1e-6
-    assert report is not None or moved == 3
-    assert report is not None or bool(lost) == constants
-    return t
-
+from cutting import choose, difference, seeded
+from folding import Lam, check, conv, cut_copy, image, shifted_bn, split, tokens, zero_weights_
 
 # ---------------------------------------------------------------- where constants come from and go
 
@@ -346,14 +260,6 @@ def test_a_sum_without_a_bias_is_reported():
     check(Lam(lambda s, x: s.a(x).cos().sum(-1), a=nn.Linear(12, 16)), tokens(), report="sum in the model, which has no bias")
 
 
-def split(model, *inputs):
-    """Masked and cut outputs of a model with several, and what is reported."""
-    model, inputs = seeded(model), tuple(x.double() for x in inputs)
-    t = trace(model, inputs)
-    masked, small, said = cut_copy(model, t, choose(t, t.prunable, 0), inputs, True)
-    return masked.chunk(2), small.chunk(2), said
-
-
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
@@ -374,15 +280,11 @@ def test_consumers_that_can_take_a_constant_get_it_where_others_cannot(bad, why)
     assert difference(small[1], masked[1]) > 1e-3
 
 
-def test_a_group_that_is_not_exact_still_has_its_rms_norm_scaled():
-    def both(s, x):
-        h = s.a(x)
-        return s.good(s.rms(h)), s.b(s.layer(h))
-
-    parts = {"a": nn.Linear(12, 16, bias=False), "rms": nn.RMSNorm(16), "layer": nn.LayerNorm(16)}
-    masked, small, said = split(Lam(both, **parts, good=nn.Linear(16, 5), b=nn.Linear(16, 5)), tokens())
-    assert any("native_layer_norm in layer" in text for text in said.values())
-    assert difference(small[0], masked[0]) < 1e-12
+def test_constants_of_units_that_are_pixels_of_a_convolution_are_reported():
+    parts = {"a": nn.Linear(12, 16), "c": nn.Conv2d(1, 1, (3, 1), padding=(1, 0)), "b": nn.Linear(16, 5)}
+    check(Lam(lambda s, x: s.b(s.c(s.a(x)[:, None])[:, 0]), **parts), tokens(), report="lost among the pixels")
+    parts["a"] = nn.Linear(12, 16, bias=False)
+    check(Lam(lambda s, x: s.b(s.c(s.a(x)[:, None])[:, 0]), **parts), tokens())
 
 
 def test_one_bad_group_does_not_spoil_the_others():
@@ -397,100 +299,6 @@ def test_one_bad_group_does_not_spoil_the_others():
     assert fold_(alone, t, {g.atom: both[g.atom] for g in good}, x) == {}
     assert torch.equal(alone[4].bias, together[4].bias)
     assert not torch.equal(alone[4].bias, m[4].bias)
-
-
-# ---------------------------------------------------------------- fewer elements, other sizes
-
-
-class Rms(nn.Module):
-    """RMSNorm as models write it; `one`: the weight is stored as its difference from one."""
-
-    def __init__(self, width, one=False):
-        super().__init__()
-        self.weight, self.variance_epsilon, self.one = nn.Parameter(torch.ones(width)), 1e-2, one
-
-    def forward(self, x):
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return x * (1 + self.weight) if self.one else self.weight * x
-
-
-class WeightFirst(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.w, self.eps = nn.Parameter(torch.ones(width)), 1e-5
-
-    def forward(self, x):
-        return self.w * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-
-
-@pytest.mark.parametrize("rms", [nn.RMSNorm(16, eps=1e-2), nn.RMSNorm(16), Rms(16), Rms(16, one=True), WeightFirst(16)])
-def test_rms_norm_over_fewer_units(rms):
-    m = Lam(lambda s, x: s.b(s.n(s.a(x))), a=nn.Linear(12, 16, bias=False), n=rms, b=nn.Linear(16, 5))
-    check(m, tokens())
-
-
-def test_rms_norm_that_cannot_be_exact_is_reported():
-    def with_norm(rms, bias=False):
-        return Lam(lambda s, x: s.b(s.n(s.a(x))), a=nn.Linear(12, 16, bias=bias), n=rms, b=nn.Linear(16, 5))
-
-    check(with_norm(nn.RMSNorm(16), bias=True), tokens(), report="mean in n, which has no bias")
-    check(with_norm(nn.RMSNorm(16, elementwise_affine=False)), tokens(), report="has no weight")
-    literal = Lam(lambda s, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.01) * s.w, w=nn.Parameter(torch.ones(16)))
-    check(with_norm(literal), tokens(), report="eps = 0.01 is no attribute")
-    masked, small, _ = split(with_norm(literal), tokens())
-    assert 1e-8 < difference(torch.cat(small), torch.cat(masked)) < 0.1  # eps alone is off
-    average = Lam(lambda s, x: (s.b(x) * s.w).mean(-1), b=nn.Linear(12, 16, bias=False), w=nn.Parameter(torch.ones(16)))
-    check(average, tokens(), report="is no RMSNorm")
-
-
-def attention(kind):
-    def forward(s, x):
-        b, n, _ = x.shape
-        if kind == "fused":
-            q, k, v = s.qkv(x).view(b, n, 3, s.h, -1).permute(2, 0, 3, 1, 4)
-        else:
-            q, k, v = (p(x).view(b, n, s.h, -1).transpose(1, 2) for p in (s.q, s.k, s.v))
-        if kind == "eager":
-            y = torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) @ v
-        elif kind == "power":
-            y = torch.softmax((q * q.shape[-1] ** -0.5) @ k.mT, -1) @ v
-        else:
-            y = F.scaled_dot_product_attention(q, k, v)
-        return s.o(y.transpose(1, 2).flatten(2))
-
-    parts = {"qkv": nn.Linear(12, 72)} if kind == "fused" else {name: nn.Linear(12, 24) for name in "qkv"}
-    return Lam(forward, **parts, o=nn.Linear(24, 5), h=4)
-
-
-@pytest.mark.parametrize("kind", ["sdpa", "eager", "power", "fused"])
-def test_scale_of_attention_is_made_good_in_the_queries(kind):
-    t = check(attention(kind), tokens(), only=lambda g: g.size == 6, least=2)
-    assert any("scale" in g.flags for g in t.prunable)
-
-
-def test_queries_without_a_bias_take_constants_and_scale_at_once():
-    inner = attention("sdpa")
-    for name in "qkv":
-        setattr(inner, name, nn.Linear(10, 24, bias=False))
-    t = check(Lam(lambda s, x: s.att(torch.sigmoid(s.i(x))), i=nn.Linear(12, 10), att=inner), tokens(), least=4)
-    assert sorted(g.size for g in t.prunable) == [4, 6, 6, 10]
-
-
-def test_a_size_that_no_weight_can_make_good_is_reported():
-    m = Lam(
-        lambda s, x: s.o(torch.tanh(s.a(x)).reshape(-1, s.d) / math.sqrt(s.d)), a=nn.Linear(12, 16), o=nn.Linear(16, 5), d=16
-    )
-    check(m, tokens(), report="its size enters a formula")
-
-
-def test_what_is_found_in_single_precision_is_as_good_as_single_precision():
-    m = nn.Sequential(conv(3, 8, bias=False), shifted_bn(8), nn.SiLU(), conv(8, 5)).eval()
-    x = (image(),)
-    t = trace(m, x)
-    keep = choose(t, t.prunable, 0)
-    masked, small, said = cut_copy(m, t, keep, x, True)
-    assert said == {}
-    assert difference(small, masked) < 1e-5
 
 
 # ---------------------------------------------------------------- found wrong once

@@ -20,7 +20,7 @@ from ..graph.groups import HARMLESS
 from ..graph.slots import owned_tensors
 from .ghosts import Ghosts
 from .operands import Loss
-from .rescale import Edit, Refused, Scale, mean_of_squares, sizes_in_formulas
+from .rescale import Edit, Scale, mean_of_squares, sizes_in_formulas
 from .wiring import Keep, Silence, tensors_in
 
 _ZERO_IS_NOTHING = HARMLESS | {"linalg_vector_norm"}  # over zeros these give what they give without them
@@ -60,15 +60,7 @@ def find(trace: Trace, keep: Keep, silence: Silence) -> Folds:
     """What has to change so that the removed units can go. Nothing is written."""
     cut = [a for a in keep if not bool(keep[a].all())]
     bad: dict[Atom, str] = {a: why for a in cut if (why := _collective(trace, a))}
-    edits: list[Edit] = []
-    seen: set[int] = set()
-    for atom in [a for a in cut if "mean" in a.flags]:
-        try:
-            edits += mean_of_squares(silence, atom, seen)
-        except Refused as refused:
-            bad.setdefault(atom, str(refused))
-    for edit in (e for e in edits if e.why):
-        bad = dict.fromkeys(edit.atoms, edit.why) | bad
+    edits = mean_of_squares(silence, [a for a in cut if "mean" in a.flags], bad)
     edits += sizes_in_formulas(silence, bad)
     losses = Ghosts(trace, keep, silence, {a: a.flags - _ZERO_IS_NOTHING - _ANSWERED for a in cut}).losses
     for loss in losses:
@@ -78,7 +70,7 @@ def find(trace: Trace, keep: Keep, silence: Silence) -> Folds:
     spoilt = {loss.step for loss in losses}  # an RMSNorm over constants: its mean is another one
     found = Folds(
         biases,
-        [e for e in edits if e.over not in spoilt],
+        [e for e in edits if not e.over or e.over - spoilt],
         {trace.by_atom[a]: why for a, why in bad.items() if a in trace.by_atom},
     )
     found.follow()

@@ -196,6 +196,10 @@ def _convolution(g: Ghosts, i: int, step: Step) -> list[Ghost] | None:
             zero_rows.add(atom)
         elif atom not in g.cut_atoms(x) or atom in ghost.bad:
             bad[atom] = ghost.bad.get(atom) or f"varies with the inputs, from {where(step)} on"
+    for atom in (a for a in cut if a not in atoms(channels) and a not in ghost.zero):  # its units are pixels here
+        if atom in ghost.bad:
+            bad[atom] = ghost.bad[atom]
+        g.losses.append(Loss(i, atom, f"what its removed units give is lost among the pixels of {where(step)}"))
     total: Tensor | None = None
     earlier = torch.zeros(g.trace.axes[x][1].size, dtype=torch.bool)
     for atom in g.cut_atoms(x):

@@ -42,21 +42,49 @@ class Scale(NamedTuple):
 
 @dataclass(eq=False)
 class Edit:
-    """A change to the model for the sake of some atoms, right as long as their removed units are silent in step `over`."""
+    """A change to the model for the sake of some atoms, right as long as their removed units are silent in the steps `over`."""
 
     atoms: set[Atom]
     scales: list[Scale] = field(default_factory=list)
     attributes: list[tuple[str, str, float]] = field(default_factory=list)
-    over: int | None = None
+    over: set[int] = field(default_factory=set)
     why: str = ""  # it is not exact, if so
 
 
 # ---------------------------------------------------------------- RMSNorm
 
 
-def mean_of_squares(flow: Silence, atom: Atom, done: set[int]) -> list[Edit]:
-    """x / sqrt(mean(x^2) + eps) * w over N of M units, the others zero, is the same with eps * M / N and w * sqrt(M / N)."""
-    return [_rms(flow, i, done) for i in _steps_over(flow, atom, "aten::mean") if i not in done | flow.idle]
+def mean_of_squares(flow: Silence, cut: list[Atom], bad: dict[Atom, str]) -> list[Edit]:
+    """x / sqrt(mean(x^2) + eps) * w over N of M units, the others zero, is the same with eps * M / N and w * sqrt(M / N).
+
+    Once for each weight, however often it is used; every use has to be such a norm, over as many of as many units.
+    """
+    found: dict[str, Edit] = {}
+    known: dict[str, set[int]] = {}  # weight -> the products with it
+    beside: set[str] = set()  # weights that are used elsewhere, too
+    for i in sorted({i for atom in cut for i in _steps_over(flow, atom, "aten::mean")} - flow.idle):
+        units = {a for e in reduced(flow.trace, flow.trace.steps[i]) for a in atoms(e)} & set(cut)
+        try:
+            edit, product = _rms(flow, i)
+        except Refused as refused:
+            bad |= dict.fromkeys(units - bad.keys(), str(refused))
+            continue
+        name = edit.scales[0].name
+        known.setdefault(name, set()).add(product)
+        other = found.setdefault(name, edit)
+        if (other.scales, other.attributes) != (edit.scales, edit.attributes):
+            edit.why = f"{name} belongs to several RMSNorms, which lose different parts of their units"
+        other.over |= edit.over
+        other.atoms |= edit.atoms
+        other.why = other.why or edit.why
+    for i, step in enumerate(flow.trace.steps if found else ()):
+        used = () if step.weights else {w for n in tensors_in(step) for w in flow.origin.get(n, ())} & found.keys()
+        beside |= {name for name in used if i not in known[name]}
+    for name, edit in found.items():
+        if name in beside:
+            edit.why = edit.why or f"{name} is used outside of its RMSNorm too, and should be scaled inside only"
+        bad |= dict.fromkeys(edit.atoms - bad.keys(), edit.why) if edit.why else {}
+    return list(found.values())
 
 
 def _steps_over(flow: Silence, atom: Atom, name: str) -> list[int]:
@@ -67,7 +95,8 @@ def _steps_over(flow: Silence, atom: Atom, name: str) -> list[int]:
     return found
 
 
-def _rms(flow: Silence, i: int, done: set[int]) -> Edit:
+def _rms(flow: Silence, i: int) -> tuple[Edit, int]:
+    """What makes good that the mean of step i is over fewer units, and the step that multiplies with the weight."""
     steps, where = flow.trace.steps, flow.trace.steps[i].module or "the model"
     refused = Refused(f"mean in {where} runs over the cut axis and is no RMSNorm: over fewer units it is another number")
     made = steps[flow.makers.get(tensors_in(steps[i])[0], i)]
@@ -85,13 +114,12 @@ def _rms(flow: Silence, i: int, done: set[int]) -> Edit:
     axes = reduced(flow.trace, steps[i])
     counts = {a: int(m.sum()) for a, m in flow.keep.items()}
     ratio = math.prod(e.size for e in axes) / math.prod(new_size(e, counts) for e in axes)
-    done.add(i)
-    cut = {a for e in axes for a in atoms(e) if a in flow.keep}
-    scale = _scale_of(flow, scaled[0], math.sqrt(ratio))
+    edit = Edit({a for e in axes for a in atoms(e) if a in flow.keep}, [_scale_of(flow, scaled[0], math.sqrt(ratio))], over={i})
     try:
-        return Edit(cut, [scale], [(*_eps_attribute(flow, steps[i].module, float(eps)), float(eps) * ratio)], i)
+        edit.attributes = [(*_eps_attribute(flow, steps[i].module, float(eps)), float(eps) * ratio)]
     except Refused as near:  # by far the larger part is made good all the same
-        return Edit(cut, [scale], [], i, str(near))
+        edit.why = str(near)
+    return edit, scaled[0]
 
 
 def _multiplies(flow: Silence, i: int) -> bool:
