@@ -280,6 +280,14 @@ def test_consumers_that_can_take_a_constant_get_it_where_others_cannot(bad, why)
     assert difference(small[1], masked[1]) > 1e-3
 
 
+def test_a_softmax_over_places_gives_what_their_number_says():
+    parts = {"a": nn.Linear(12, 16, bias=False), "b": nn.Linear(16, 5)}
+    check(
+        Lam(lambda s, x: s.b(s.a(x).softmax(1)), **parts), tokens(), report="varies with the inputs, from _softmax in the model"
+    )
+    check(Lam(lambda s, x: s.b(s.a(x).softmax(1) * s.a(x)), **parts), tokens(), constants=False)
+
+
 def test_constants_of_units_that_are_pixels_of_a_convolution_are_reported():
     parts = {"a": nn.Linear(12, 16), "c": nn.Conv2d(1, 1, (3, 1), padding=(1, 0)), "b": nn.Linear(16, 5)}
     check(Lam(lambda s, x: s.b(s.c(s.a(x)[:, None])[:, 0]), **parts), tokens(), report="lost among the pixels")

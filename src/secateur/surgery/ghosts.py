@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..graph import Atom, Trace, atoms
+from ..graph import Atom, Expr, Trace, atoms
 from ..graph.axes import Fam
 from ..graph.rules import lookup, pointwise
 from ..graph.rules_math import SPATIAL
@@ -47,6 +47,11 @@ _ZERO_TO_ZERO = (
 _PICKS = ("index", "select", "slice", "gather", "split", "chunk", "unbind", "narrow", "take", "topk", "sort")
 # Over more of the same, these give another number.
 _LONGER = ("sum", "nansum", "logsumexp", "linalg_vector_norm")
+
+
+def _of_inputs(axis: Expr) -> bool:
+    """Whether other inputs may have another size there."""
+    return any(a.frozen in (GIVEN, SPATIAL) for a in atoms(axis))
 
 
 class Ghosts:
@@ -140,16 +145,18 @@ class Ghosts:
             self.settle(step, number, ghost, inputs)
 
     def mixed(self, step: Step, inputs: Sequence[int]) -> dict[Atom, str]:
-        """Atoms whose units this step makes depend on each other: a normalisation, a softmax over their axis."""
+        """Atoms whose units this step makes depend on each other (a normalisation, a softmax over their axis), or on how many
+        places the inputs have (a softmax over those)."""
         kind, found = step.name.partition("::")[2], dict.fromkeys(a for n in inputs for a in self.cut_atoms(n))
         alone = set(atoms(self.trace.axes[inputs[0]][1])) if "batch_norm" in kind else ()
         why = f"varies with the inputs, from {where(step)} on"
-        return {a: why for a in found if a not in alone and any(name in kind for name in self.counted[a])}
+        places = "softmax" in kind and _of_inputs(self.trace.axes[inputs[0]][step.args[1]])
+        return {a: why for a in found if places or (a not in alone and any(name in kind for name in self.counted[a]))}
 
     def longer(self, i: int, step: Step) -> None:
         """A constant that is summed over places is another one for inputs of another size, unless a mean is made of it."""
         kind, axes = step.name.partition("::")[2], reduced(self.trace, step) if step.name.partition("::")[2] in _LONGER else []
-        if not any(a.frozen in (GIVEN, SPATIAL) for e in axes for a in atoms(e)):
+        if not any(map(_of_inputs, axes)):
             return
         divides = [self.trace.steps[j] for j in self.silence.readers.get(step.outs[0], ())]
         size = math.prod(e.size for e in axes)
