@@ -78,3 +78,20 @@ def test_queries_that_also_make_a_bias_are_not_scaled():
     small, plan = sc.shrink(model, x, channels=0.5, exact_only=True)
     assert small.places.shape[1] < 16
     assert plan.verify().max_error < 1e-12
+
+
+def test_attention_over_keys_and_values_of_their_own_width_is_exact():
+    class Crosses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.last = nn.MultiheadAttention(16, 4, kdim=10, vdim=14, batch_first=True), nn.Linear(16, 3)
+            nn.init.normal_(self.attention.in_proj_bias)
+
+        def forward(self, q, k, v):
+            return self.last(self.attention(q, k, v, need_weights=False)[0])
+
+    torch.manual_seed(0)
+    inputs = tuple(torch.randn(2, 5, width, dtype=torch.float64) for width in (16, 10, 14))
+    small, plan = sc.shrink(Crosses().double().eval(), inputs, sc.random(0), channels=0.5)
+    assert all(row.why is None for row in plan.groups)
+    assert plan.verify(each=False).max_error < 1e-12

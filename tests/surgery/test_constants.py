@@ -156,6 +156,14 @@ def test_hidden_units_of_every_recurrent_layer(kind, wide):
     check(Lam(lambda s, x: s.o(s.r(x)[0]), r=r, o=nn.Linear(8 * wide, 5)), tokens(), constants=False)
 
 
+def test_a_first_state_that_was_learned_goes_with_its_units():
+    def forward(s, x):
+        return s.b(s.a(x, s.h.expand(-1, len(x), -1).contiguous())[0])
+
+    parts = {"a": nn.GRU(6, 8, batch_first=True), "h": nn.Parameter(torch.ones(1, 1, 8)), "b": nn.Linear(8, 3)}
+    check(Lam(forward, **parts), tokens(6), constants=False)
+
+
 def test_hidden_and_projected_units_of_an_lstm():
     m = Lam(lambda s, x: s.o(s.r(x)[0]), r=nn.LSTM(12, 8, proj_size=6, batch_first=True), o=nn.Linear(6, 5))
     check(m, tokens(), constants=False)

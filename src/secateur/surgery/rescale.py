@@ -273,11 +273,20 @@ def _candidates(flow: Silence, use: _Use) -> Iterator[tuple[list[Scale], dict[in
         ]
         for m in sorted(members, key=lambda m: (m.role != "produce", parameters[m.tensor].dim() < 2)):
             for rows in _segments(flow.trace.dims[m.tensor][m.dim], atom):
-                scales = [Scale(m.tensor, factor, 0.0, m.dim, rows)]
-                bias = m.tensor.replace("weight", "bias")
-                if bias != m.tensor and bias in parameters and parameters[bias].shape == rows.shape:
-                    scales.append(Scale(bias, factor, 0.0, 0, rows))
-                yield scales, shares
+                scale = Scale(m.tensor, factor, 0.0, m.dim, rows)
+                for bias in _biases_of(flow, m.tensor, rows, atom, [b.tensor for b in members]):
+                    yield [scale, *(Scale(name, factor, 0.0, 0, at) for name, at in bias)], shares
+
+
+def _biases_of(flow: Silence, weight: str, rows: Tensor, atom: Atom, members: list[str]) -> Iterator[list[tuple[str, Tensor]]]:
+    """What may be the bias of these rows: the one beside the weight, none, or any part of a vector of the group."""
+    beside, parameters = weight.replace("weight", "bias"), flow.parameters
+    if beside != weight and beside in parameters and parameters[beside].shape == rows.shape:
+        yield [(beside, rows)]
+        return
+    yield []
+    for name in (n for n in members if parameters[n].dim() == 1 and n != weight):
+        yield from ([(name, at)] for at in _segments(flow.trace.dims[name][0], atom))
 
 
 def _segments(e: Expr, atom: Atom) -> list[Tensor]:

@@ -163,7 +163,7 @@ def silenced(trace: Trace, keep: Keep) -> dict[str, list[tuple[int, Atom]]]:
     found: dict[str, list[tuple[int, Atom]]] = {}
     for group in (g for g in trace.groups if g.atom in keep):
         mute = wiring.feeds_itself(group) or group.atom in wiring.multiplied
-        speaks = wiring.speaks(group)
+        speaks = mute or wiring.speaks(group)  # a first state that was learned is read, too
         for m in group.members:
             zero = m.role in ("produce", "elementwise") or (speaks and m.role == "consume")
             if zero and m.tensor in parameters and m.tensor not in directions and (ranks[m.tensor] > 1 or mute):

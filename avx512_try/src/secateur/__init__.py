@@ -1,0 +1,103 @@
+"""Secateur: pruning for PyTorch. Score elements, fold them into units, let units compete in pools, keep what the budget
+allows, and remember the result as masks outside the model."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ._axes import input_first
+from .activations import Gates, gate_
+from .budgets import erk, owl, uniform
+from .criteria import (
+    Criterion,
+    criterion,
+    fisher,
+    grad,
+    grad_square,
+    input_norm,
+    lamp,
+    linear_grad,
+    magnitude,
+    movement,
+    random,
+    ria,
+    snip,
+    synflow,
+    taylor,
+    wanda,
+    weight,
+)
+from .masks import Masks
+from .patterns import Pattern
+from .plan import Plan, plan
+from .prune import Pruner, prune_
+from .schedules import cosine, cubic, exponential, join, linear, one_shot
+from .targets import targets
+
+if TYPE_CHECKING:
+    from .execute import bench, compress_, decompress_
+    from .io import dense_state_dict, load, save
+    from .surgery import reconstruction, shrink, shrink_
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Criterion",
+    "Gates",
+    "Masks",
+    "Pattern",
+    "Plan",
+    "Pruner",
+    "bench",
+    "compress_",
+    "cosine",
+    "criterion",
+    "cubic",
+    "decompress_",
+    "dense_state_dict",
+    "erk",
+    "exponential",
+    "fisher",
+    "gate_",
+    "grad",
+    "grad_square",
+    "input_first",
+    "input_norm",
+    "join",
+    "lamp",
+    "linear",
+    "linear_grad",
+    "load",
+    "magnitude",
+    "movement",
+    "one_shot",
+    "owl",
+    "plan",
+    "prune_",
+    "random",
+    "reconstruction",
+    "ria",
+    "save",
+    "shrink",
+    "shrink_",
+    "snip",
+    "synflow",
+    "targets",
+    "taylor",
+    "uniform",
+    "wanda",
+    "weight",
+]
+
+# The upper floors are loaded when they are first asked for: most who prune need none of them.
+_LATER = {
+    **dict.fromkeys(("shrink", "shrink_", "reconstruction"), "surgery"),
+    **dict.fromkeys(("save", "load", "dense_state_dict"), "io"),
+    **dict.fromkeys(("compress_", "decompress_", "bench"), "execute"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = getattr(import_module(f".{_LATER[name]}", __name__), name)
+    return globals()[name]

@@ -1,0 +1,366 @@
+"""Criteria: how much each element matters, as an expression over per-element evidence.
+
+A criterion says what evidence it needs, composes with `* + - ** abs .map .after`, prints as the expression it is, and is read
+back from that print with `Criterion.parse`. A new one is a line at the end of this file, or a plain function of the user's.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from ._axes import Layout
+from .scores import Scores
+
+EVIDENCE = {
+    "weight": "the weights themselves",
+    "grad": "the mean gradient over `data`",
+    "grad_square": "the mean squared gradient over the batches of `data`",
+    "input_norm": "the L2 norm of each input over `data`",
+    "linear_grad": "the gradient of the linearised model, all weights made positive",
+}
+
+
+class Evidence(Protocol):
+    """What is known of one tensor: matrices of its layout, a slab of rows at a time."""
+
+    step: int
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def device(self) -> torch.device: ...
+    def rows(self, leaf: str, first: int, last: int) -> Tensor: ...
+    def random(self, seed: int, first: int, last: int) -> Tensor: ...
+
+
+Op = Callable[..., Any]
+
+
+def _wide(x: Tensor | float) -> Tensor | float:
+    """Arithmetic happens in float32 at least: half precision would make ties that are not there."""
+    return x.float() if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _magnitude(x: Tensor | float) -> Tensor | float:
+    return kernels.magnitude(x) if isinstance(x, Tensor) else abs(x)
+
+
+# name -> (how it prints, how strongly it binds, what it does)
+_OPS: dict[str, tuple[str, int, Op]] = {
+    "add": ("{} + {}", 1, lambda a, b: _wide(a) + _wide(b)),
+    "sub": ("{} - {}", 1, lambda a, b: _wide(a) - _wide(b)),
+    "mul": ("{} * {}", 2, lambda a, b: _wide(a) * _wide(b)),
+    "div": ("{} / {}", 2, lambda a, b: _wide(a) / _wide(b)),
+    "neg": ("-{}", 3, lambda a: -a),
+    "pow": ("{} ** {}", 4, lambda a, b: _wide(a) ** b),
+    "abs": ("abs({})", 9, _magnitude),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Criterion:
+    """An expression that scores every element of a tensor; the lowest scores are pruned first."""
+
+    op: str
+    args: tuple[Any, ...] = ()
+
+    # --- what it needs, what it prints -------------------------------------------------------------------------------
+    @property
+    def needs(self) -> frozenset[str]:
+        """The evidence that has to be collected for it."""
+        if self.op == "leaf":
+            return frozenset(self.args) - {"weight"}
+        if self.op == "function":
+            return frozenset(_arguments(self.args[0])) - {"weight"}
+        return frozenset().union(*(arg.needs for arg in self.args if isinstance(arg, Criterion)))
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether the score of an element depends on nothing but that element's evidence, so slabs can be scored alone."""
+        if self.op in ("map", "function"):
+            return False
+        return all(arg.elementwise for arg in self.args if isinstance(arg, Criterion))
+
+    def __str__(self) -> str:
+        if self.op in _OPS:
+            template, strength, _ = _OPS[self.op]
+            parts = [_inside(arg, strength, right=i == 1 and self.op != "abs") for i, arg in enumerate(self.args)]
+            return template.format(*(str(self.args[0]),) if self.op == "abs" else parts)
+        if self.op == "leaf":
+            return self.args[0]
+        if self.op == "random":
+            return f"random({self.args[0]})"
+        if self.op == "function":
+            return _name(self.args[0])
+        inner, *rest = self.args
+        if self.op == "map":
+            return f"{_inside(inner, 6)}.map({_name(rest[0])})"
+        return f"{_inside(inner, 6)}.after({rest[0]}, {rest[1]})"
+
+    __repr__ = __str__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Criterion) and (self.op, self.args) == (other.op, other.args)
+
+    def __hash__(self) -> int:
+        return hash((self.op, self.args))
+
+    @staticmethod
+    def parse(text: str, functions: Mapping[str, Callable[..., Tensor]] | None = None) -> Criterion:
+        """The criterion that prints as `text`. Functions of your own that occur in it are named in `functions`."""
+        try:
+            return _scores(_read(ast.parse(text, mode="eval").body, {**TRANSFORMS, **(functions or {})}))
+        except (SyntaxError, KeyError, TypeError, ValueError, RecursionError, MemoryError) as error:
+            raise ValueError(f"cannot read the criterion {text!r}: {error}") from None
+
+    # --- composing ---------------------------------------------------------------------------------------------------
+    def __mul__(self, other: Criterion | float) -> Criterion:
+        return Criterion("mul", (self, _operand(other)))
+
+    def __rmul__(self, other: float) -> Criterion:
+        return Criterion("mul", (_operand(other), self))
+
+    def __truediv__(self, other: Criterion | float) -> Criterion:
+        return Criterion("div", (self, _operand(other)))
+
+    def __add__(self, other: Criterion | float) -> Criterion:
+        return Criterion("add", (self, _operand(other)))
+
+    def __radd__(self, other: float) -> Criterion:
+        return Criterion("add", (_operand(other), self))
+
+    def __sub__(self, other: Criterion | float) -> Criterion:
+        return Criterion("sub", (self, _operand(other)))
+
+    def __rsub__(self, other: float) -> Criterion:
+        return Criterion("sub", (_operand(other), self))
+
+    def __neg__(self) -> Criterion:
+        return Criterion("neg", (self,))
+
+    def __pow__(self, power: float) -> Criterion:
+        if isinstance(power, Criterion):
+            raise TypeError("the power of a criterion is a number")
+        return Criterion("pow", (self, _operand(power)))
+
+    def __abs__(self) -> Criterion:
+        return Criterion("abs", (self,))
+
+    def map(self, transform: Callable[[Tensor], Tensor]) -> Criterion:
+        """These scores through a function of the whole score matrix (outputs, inputs x kernel) of a tensor."""
+        if not callable(transform):
+            raise TypeError(f"map takes a function of a score matrix, not {type(transform).__name__}")
+        return Criterion("map", (self, transform))
+
+    def after(self, step: int, first: Criterion) -> Criterion:
+        """`first` before this step of a `Pruner`, this criterion from it on."""
+        if not isinstance(first, Criterion) or not isinstance(step, int):
+            raise TypeError("after takes a step and the criterion that holds before it: movement.after(1000, magnitude)")
+        return Criterion("after", (self, step, first))
+
+    # --- scoring -----------------------------------------------------------------------------------------------------
+    def scores(self, evidence: Evidence) -> Scores:
+        """The scores of one tensor."""
+        if self.op == "after":
+            then, step, first = self.args
+            return (then if evidence.step >= step else first).scores(evidence)
+        power = self.args[1] if self.op == "pow" and self.args[0] == magnitude else 1 if self == magnitude else 0
+        if power > 0:
+            return Scores.magnitude(evidence.rows("weight", 0, evidence.layout.rows), evidence.layout, power=power)
+        if self.elementwise:
+            return Scores(evidence.layout, evidence.device, lambda a, b: self._rows(evidence, a, b))
+        whole = self._rows(evidence, 0, evidence.layout.rows)
+        return Scores(evidence.layout, evidence.device, lambda a, b: whole[a:b])
+
+    def _rows(self, evidence: Evidence, first: int, last: int) -> Any:
+        if self.op == "leaf":
+            return evidence.rows(self.args[0], first, last)
+        if self.op == "random":
+            return evidence.random(self.args[0], first, last)
+        if self.op == "function":
+            return _call(self.args[0], evidence)[first:last]
+        if self.op == "after":
+            then, step, before = self.args
+            return (then if evidence.step >= step else before)._rows(evidence, first, last)
+        values = [arg._rows(evidence, first, last) if isinstance(arg, Criterion) else arg for arg in self.args]
+        if self.op == "map":
+            own = values[0].to(torch.promote_types(values[0].dtype, torch.float32), copy=True)  # safe to work on in place
+            return _same_shape(values[1](own), evidence, values[1])
+        return _OPS[self.op][2](*values)
+
+
+def criterion(function: Criterion | Callable[..., Tensor]) -> Criterion:
+    """A function of your own as a criterion. The names of its arguments say what evidence it needs::
+
+        def mine(weight, grad): return (weight * grad).abs()
+
+    Each argument is a matrix (outputs, inputs x kernel); so is what it returns.
+    """
+    if isinstance(function, Criterion):
+        return function
+    if not callable(function):
+        raise TypeError(f"a criterion is an expression such as sc.magnitude, or a function; not {type(function).__name__}")
+    names = _arguments(function)
+    if not names or not set(names) <= set(EVIDENCE):
+        known = ", ".join(EVIDENCE)
+        raise TypeError(f"{_name(function)} asks for {names or 'nothing'}; the arguments of a criterion are among: {known}")
+    return Criterion("function", (function,))
+
+
+def random(seed: int = 0) -> Criterion:
+    """Scores drawn from [0, 1), the same for the same seed and tensor name on every device and in every process."""
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TypeError(f"the seed of random() is a whole number, not {seed!r}")
+    return Criterion("random", (seed,))
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _arguments(function: Callable[..., Any]) -> list[str]:
+    """The arguments that a function needs; those with a default are its own affair unless they are evidence."""
+    try:
+        parameters = inspect.signature(function).parameters.items()
+    except ValueError:  # some builtins do not tell
+        return []
+    return [name for name, parameter in parameters if parameter.default is parameter.empty or name in EVIDENCE]
+
+
+def _operand(value: Any) -> Any:
+    if isinstance(value, Criterion):
+        return value
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"a criterion combines with criteria and numbers, not with {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"a criterion combines with finite numbers, not with {value}")
+    return value
+
+
+def _inside(arg: Any, strength: int, *, right: bool = False) -> str:
+    """`arg` as it prints inside an operator that binds with `strength`, in brackets where it must be."""
+    own = _OPS[arg.op][1] if isinstance(arg, Criterion) and arg.op in _OPS else 9
+    if isinstance(arg, int | float) and arg < 0:
+        own = 3
+    text = str(arg)
+    return f"({text})" if own < strength or (own == strength and (right or strength in (3, 4))) else text
+
+
+def _call(function: Callable[..., Tensor], evidence: Evidence) -> Tensor:
+    rows = evidence.layout.rows
+    matrices = {name: evidence.rows(name, 0, rows).clone() for name in _arguments(function)}  # safe to work on in place
+    return _same_shape(function(**matrices), evidence, function)
+
+
+def _same_shape(result: Any, evidence: Evidence, function: Callable[..., Any]) -> Tensor:
+    shape = (evidence.layout.rows, evidence.layout.cols)
+    if not isinstance(result, Tensor) or result.shape != shape or not result.is_floating_point():
+        given = f"{tuple(result.shape)} of {result.dtype}" if isinstance(result, Tensor) else type(result).__name__
+        wanted = f"must give float scores of shape {shape}, one for each element of {evidence.name!r}"
+        raise ValueError(f"{_name(function)} {wanted}; it gave {given}")
+    return result.detach()
+
+
+def _scores(value: Any) -> Criterion:
+    if not isinstance(value, Criterion):
+        raise ValueError(f"{value!r} scores nothing")
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, Criterion):
+        raise ValueError(f"{value} is not a number")
+    return value
+
+
+_BINARY = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow"}
+
+
+def _read(node: ast.expr, functions: Mapping[str, Callable[..., Tensor]]) -> Any:
+    """An expression tree of Python to a criterion; anything a criterion does not print as is refused."""
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return number
+        case ast.Name(id=name) if name in EVIDENCE:
+            return Criterion("leaf", (name,))
+        case ast.Name(id=name) if name in NAMED:
+            return NAMED[name]
+        case ast.Name(id=name) if name in functions:
+            return criterion(functions[name])
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            value = _read(inner, functions)
+            return -value
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            pair = _read(left, functions), _read(right, functions)
+            if isinstance(op, ast.Pow):
+                return _scores(pair[0]) ** _number(pair[1])
+            if any(isinstance(side, Criterion) for side in pair):
+                return Criterion(_BINARY[type(op)], pair)
+        case ast.Call(func=ast.Name(id="abs"), args=[inner], keywords=[]):
+            return abs(_scores(_read(inner, functions)))
+        case ast.Call(func=ast.Name(id="random"), args=[seed], keywords=[]):
+            return random(_read(seed, functions))
+        case ast.Call(func=ast.Attribute(value=inner, attr="map"), args=[ast.Name(id=name)], keywords=[]):
+            return _scores(_read(inner, functions)).map(functions[name])
+        case ast.Call(
+            func=ast.Attribute(value=inner, attr="after"), args=[ast.Constant(value=int() as step), first], keywords=[]
+        ):
+            return _scores(_read(inner, functions)).after(step, _scores(_read(first, functions)))
+    raise ValueError(f"{ast.unparse(node)!r} is not part of a criterion")
+
+
+# --- transforms of a whole score matrix -----------------------------------------------------------------------------
+
+
+def share_of_larger(scores: Tensor) -> Tensor:
+    """The square of each score over those of all not smaller: tensors become comparable (LAMP: Lee et al., 2021)."""
+    ordered, index = scores.reshape(-1).double().square().sort(stable=True)
+    share = torch.where(ordered == 0, 0.0, ordered / ordered.flip(0).cumsum(0).flip(0))
+    return torch.empty_like(ordered).scatter_(0, index, share).view_as(scores)
+
+
+def share_of_row_and_column(scores: Tensor) -> Tensor:
+    """Each score over the sum of its row, plus over the sum of its column (RIA: Zhang et al., 2024)."""
+    row, column = scores.sum(1, keepdim=True), scores.sum(0, keepdim=True)
+    tiny = torch.finfo(scores.dtype).tiny
+    return scores / row.clamp(min=tiny) + scores / column.clamp(min=tiny)
+
+
+TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {f.__name__: f for f in (share_of_larger, share_of_row_and_column)}
+
+# --- the criteria ---------------------------------------------------------------------------------------------------
+
+weight, grad, grad_square, input_norm, linear_grad = (Criterion("leaf", (name,)) for name in EVIDENCE)
+
+magnitude = abs(weight)
+taylor = abs(weight * grad)  # first-order change of the loss (Molchanov et al., 2017)
+snip = abs(weight * grad)  # the same, taken at initialisation (Lee et al., 2019)
+fisher = weight**2 * grad_square  # second order, empirical Fisher (Theis et al., 2018)
+movement = -(weight * grad)  # away from zero is good (Sanh et al., 2020)
+wanda = magnitude * input_norm  # with scope="row" (Sun et al., 2024)
+ria = magnitude.map(share_of_row_and_column) * input_norm**0.5  # relative importance (Zhang et al., 2024)
+lamp = magnitude.map(share_of_larger)  # with scope="global" (Lee et al., 2021)
+synflow = abs(weight * linear_grad)  # no data, only its shape (Tanaka et al., 2020)
+
+NAMED = {
+    "magnitude": magnitude,
+    "taylor": taylor,
+    "snip": snip,
+    "fisher": fisher,
+    "movement": movement,
+    "wanda": wanda,
+    "ria": ria,
+    "lamp": lamp,
+    "synflow": synflow,
+}

@@ -1,0 +1,112 @@
+"""What pruning does to a module: which of its tensors can be pruned, and how original, mask and hook are put in place.
+
+Every change is all or nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrize
+
+from ._upkeep import MaskHook, hooks, keep_fresh, write
+
+
+def kind(module: nn.Module) -> str:
+    """What an error calls the module."""
+    return type(module).__name__
+
+
+def hook_of(module: nn.Module, name: str) -> MaskHook | None:
+    """The hook that prunes this tensor, if there is one."""
+    found = [hook for hook in hooks(module) if hook._tensor_name == name]
+    if len(found) > 1:
+        raise AssertionError(f"{name!r} of {kind(module)} has {len(found)} pruning hooks; put them in one PruningContainer")
+    return found[0] if found else None
+
+
+def parameter_to_prune(module: nn.Module, name: str, old: MaskHook | None) -> nn.Parameter:
+    """The parameter that is, or is to be, under the mask; an error that says what is there instead."""
+    if old is not None:
+        return getattr(module, name + "_orig")
+    found = module._parameters.get(name)
+    where = f"{name!r} of {kind(module)}"
+    if found is None:
+        raise _not_a_parameter(module, name, where)
+    if isinstance(found, UninitializedParameter):
+        raise ValueError(f"{where} has no values yet; run the lazy module once, then prune")
+    if hasattr(found, "to_local"):
+        raise RuntimeError(f"{where} is sharded (a DTensor); prune it before fully_shard, or use secateur.prune_")
+    for taken in (name + "_orig", name + "_mask"):
+        if hasattr(module, taken):
+            raise KeyError(f"{kind(module)} has {taken!r} already, and pruning {name!r} needs that name")
+    return found
+
+
+def _not_a_parameter(module: nn.Module, name: str, where: str) -> Exception:
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(str(name), list(module._parameters)) or list(module._parameters)
+        return AttributeError(f"{kind(module)} has no {name!r}; its own parameters are {', '.join(near) or 'none'}")
+    if name in module._parameters:
+        return TypeError(f"{where} is None, so there is nothing to prune")
+    if parametrize.is_parametrized(module, name):
+        return TypeError(
+            f"{where} is parametrized; call torch.nn.utils.parametrize.remove_parametrizations first, "
+            f"or prune 'original' of its parametrizations.{name}"
+        )
+    if {name + "_g", name + "_v"} <= module._parameters.keys():
+        return TypeError(f"{where} is computed by weight_norm; prune {name + '_v'!r}, or call remove_weight_norm first")
+    if name + "_orig" in module._parameters:
+        return TypeError(
+            f"{where} is computed from {name + '_orig'!r} by something else, such as spectral_norm or torch's own prune; "
+            "remove that first"
+        )
+    what = "a buffer" if name in module._buffers else f"a {type(getattr(module, name)).__name__}"
+    return TypeError(f"{where} is {what}, not a parameter; only parameters can be pruned")
+
+
+def commit(module: nn.Module, name: str, old: MaskHook | None, hook: MaskHook, mask: Tensor) -> None:
+    """Put original, mask, hook and masked attribute in place."""
+    if old is None:
+        rename(module._parameters, name, name + "_orig")
+        module.register_forward_pre_hook(hook)
+    else:
+        key = next(key for key, there in module._forward_pre_hooks.items() if there is old)
+        module._forward_pre_hooks[key] = hook
+    module.register_buffer(name + "_mask", mask)
+    keep_fresh(module)
+    write(module, hook)
+
+
+def rename(entries: dict[str, Any], old: str, new: str) -> None:
+    """Another key in the same place: optimizers and checkpoints go by the order of parameters."""
+    renamed = [(new if key == old else key, value) for key, value in entries.items()]
+    entries.clear()
+    entries.update(renamed)
+
+
+@contextmanager
+def all_or_nothing(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """If the body raises, every module and its pruning hooks are as they were before."""
+    things = [thing for module in modules for thing in (module, *hooks(module))]
+    before = [(thing, dict(vars(thing)), _contents(thing)) for thing in things]
+    try:
+        yield
+    except BaseException:
+        for thing, attributes, contents in before:
+            vars(thing).clear()
+            vars(thing).update(attributes)
+            for key, content in contents.items():
+                held = attributes[key]  # the same object as before: handles and optimizers may hold it
+                held.clear()
+                held.extend(content) if isinstance(held, list) else held.update(content)
+        raise
+
+
+def _contents(thing: object) -> dict[str, Any]:
+    return {key: value.copy() for key, value in vars(thing).items() if isinstance(value, dict | list | set)}

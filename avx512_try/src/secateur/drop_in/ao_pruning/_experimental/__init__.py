@@ -1,0 +1,1 @@
+"""What torch keeps under `_experimental`, under the same paths."""

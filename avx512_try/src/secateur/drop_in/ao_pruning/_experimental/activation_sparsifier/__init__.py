@@ -1,0 +1,1 @@
+"""Where torch keeps `ActivationSparsifier`: the class is in the module of the same name."""

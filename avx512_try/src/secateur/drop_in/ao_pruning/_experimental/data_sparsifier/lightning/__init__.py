@@ -1,0 +1,1 @@
+"""Lightning callbacks for data sparsifiers. Nothing here is imported unless asked for."""

@@ -1,0 +1,1 @@
+"""The callbacks are in `data_sparsity`, which needs Lightning."""

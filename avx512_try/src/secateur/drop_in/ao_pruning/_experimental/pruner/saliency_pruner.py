@@ -1,0 +1,45 @@
+"""Prunes the rows of a weight that have the lowest L1 norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from .....select import keep_largest
+from .base_structured_sparsifier import BaseStructuredSparsifier
+
+__all__ = ["SaliencyPruner"]
+
+
+class SaliencyPruner(BaseStructuredSparsifier):
+    """Prunes the share `sparsity_level` of rows with the lowest L1 norm, rounded down. What is pruned stays pruned.
+
+    The hidden units of a recurrent layer are pruned as `LSTMSaliencyPruner` does it.
+    """
+
+    def update_mask(self, module: nn.Module, tensor_name: str, **kwargs: Any) -> None:
+        from .lstm_saliency_pruner import prune_units
+
+        level, name = kwargs["sparsity_level"], kwargs.get("tensor_fqn", tensor_name)
+        if prune_units(module, tensor_name, level):
+            return
+        mask, weight = self._holder(module, tensor_name).mask, getattr(module, tensor_name)
+        saliency = row_saliency(weight, name)
+        if saliency.shape != mask.shape:
+            raise AssertionError(f"{name!r} has {len(saliency)} rows and a mask of shape {tuple(mask.shape)}")
+        drop_lowest(mask, saliency, int(len(mask) * level))
+
+
+def row_saliency(weight: Tensor, name: str = "the tensor") -> Tensor:
+    """The L1 norm of every row."""
+    if weight.dim() <= 1:
+        raise Exception(
+            f"{name!r} has {weight.dim()} dimension(s); structured pruning wants rows of at least one other dimension"
+        )
+    return weight.detach().norm(dim=tuple(range(1, weight.dim())), p=1)
+
+
+def drop_lowest(mask: Tensor, scores: Tensor, count: int) -> None:
+    """Sets the mask to False where the `count` lowest scores are; nothing comes back."""
+    mask.data[~keep_largest(scores, count)] = False

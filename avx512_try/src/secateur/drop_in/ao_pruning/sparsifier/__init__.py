@@ -1,0 +1,1 @@
+"""Sparsifiers: what gets a mask, and which mask."""

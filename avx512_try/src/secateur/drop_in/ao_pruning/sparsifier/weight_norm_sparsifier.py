@@ -1,0 +1,340 @@
+"""Blocks compete by their norm; `select` does the ranking."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from .... import kernels
+from ....patterns import Pattern
+from ....scores import RANKED, Scores, nan_in
+from ....select import fold, select
+from .base_sparsifier import BaseSparsifier
+from .utils import FakeSparsity, parts
+
+__all__ = ["WeightNormSparsifier"]
+
+_PART = 1 << 20  # elements that are looked at together, which takes a byte each
+_PEEK = 4096  # elements of a mask that tell most pruned masks from one that is all ones
+
+
+class WeightNormSparsifier(BaseSparsifier):
+    """Prunes the blocks of a tensor that have the lowest norms.
+
+    `sparsity_level` is the share of blocks that are pruned (one is always kept below 1.0), `sparse_block_shape` their rows and
+    columns, `zeros_per_block` how many elements a pruned block loses, its lowest (all of them by default). `norm` is 1, 2
+    (the default) or a function that gives a score for each element; a block's score is the mean over its elements. A tensor
+    of more dimensions is seen as a matrix with its first one as rows. What is pruned scores 0, so it does not come back.
+    """
+
+    def __init__(
+        self,
+        sparsity_level: float = 0.5,
+        sparse_block_shape: tuple[int, int] = (1, 4),
+        zeros_per_block: int | None = None,
+        norm: Callable[[Tensor], Tensor] | int | None = None,
+    ) -> None:
+        if not callable(norm) and norm not in (None, 1, 2):
+            raise NotImplementedError(f"norm={norm!r} is not known; give 1, 2, or a function that scores each element")
+        super().__init__(
+            defaults={
+                "sparsity_level": sparsity_level,
+                "sparse_block_shape": sparse_block_shape,
+                "zeros_per_block": math.prod(sparse_block_shape) if zeros_per_block is None else zeros_per_block,
+            }
+        )
+        self.norm_fn: Callable[[Tensor], Tensor] = norm if callable(norm) else _magnitude if norm == 1 else _square
+
+    def update_mask(  # type: ignore[override]
+        self,
+        module: nn.Module,
+        tensor_name: str,
+        sparsity_level: float,
+        sparse_block_shape: Sequence[int],
+        zeros_per_block: int,
+        **kwargs: Any,
+    ) -> None:
+        """Ranks the blocks of the masked tensor and writes what is kept into its mask."""
+        name, size = kwargs.get("tensor_fqn", tensor_name), math.prod(sparse_block_shape)
+        check_blocks(name, sparsity_level, sparse_block_shape, zeros_per_block)
+        mask = self._holder(module, tensor_name).mask
+        there = parts(module, tensor_name)
+        alone = len(there) == 1 and type(there[0]) is FakeSparsity and mask.shape == there.original.shape
+        weight = (there.original if alone else getattr(module, tensor_name)).detach()
+        if sparsity_level <= 0 or zeros_per_block == 0:
+            write_mask(mask, True, weight)
+        elif sparsity_level >= 1 and zeros_per_block == size:
+            write_mask(mask, False, weight)
+        else:
+            scores = self._scores(weight, mask if alone else None)
+            write_mask(mask, keep_blocks(scores, sparsity_level, sparse_block_shape, zeros_per_block, name, spare=1), weight)
+
+    def step(self, use_path: bool = True) -> None:
+        """Updates every mask, unless `enable_mask_update` is False; or none, where a setting is wrong."""
+        if self.enable_mask_update and type(self).update_mask is WeightNormSparsifier.update_mask:
+            if self._step_on_gpu(_ON_GPU.get(self)):
+                return
+            for group in self.groups:
+                asked = (group[key] for key in ("sparsity_level", "sparse_block_shape", "zeros_per_block"))
+                check_blocks(group["tensor_fqn"], *asked)
+            if self._step_on_gpu(self._on_gpu()):
+                return
+        super().step(use_path)
+
+    def _step_on_gpu(self, held: _OnGPU | None) -> bool:
+        """All masks with few kernels and one wait, if what is held is still good for it."""
+        if held is None or held.norm is not self.norm_fn or len(held.asked) != len(self.groups):
+            return False
+        if not all(_unchanged(one, group) for one, group in zip(held.asked, self.groups, strict=True)):
+            return False
+        bad = held.steps(held.jobs, held.drops)
+        if bad is not None:
+            raise nan_in(self.groups[bad]["tensor_fqn"])
+        return True
+
+    def _on_gpu(self) -> _OnGPU | None:
+        """What steps on a GPU need, where all masks lie on one and there are kernels for them; what fits of it is kept."""
+        asked = [_asked(group) for group in self.groups]
+        there = [one for one in asked if one is not None]
+        if not there or len(there) < len(asked) or len({one.weight.device for one in there}) > 1:
+            return None
+        if self.norm_fn not in (_magnitude, _square):
+            return None
+        from ....kernels.steps import Steps
+
+        new = _OnGPU(there, self.norm_fn, [one.drop for one in there], None)
+        held = _ON_GPU.pop(self, None)
+        same = held is not None and held.norm is new.norm and [a.key for a in held.asked] == [a.key for a in there]
+        steps = held.steps if held is not None and same else None
+        del held  # its memory is used for the new one
+        _ON_GPU[self] = new = new._replace(steps=steps or Steps(new.jobs()))
+        return new
+
+    def _scores(self, weight: Tensor, mask: Tensor | None) -> Scores:
+        """The scores of `weight`, under the mask if one is given; the product of the two is made only for a function."""
+        if self.norm_fn not in (_magnitude, _square):
+            scores = self.norm_fn(weight if mask is None else mask.to(weight.dtype) * weight).detach()
+            return Scores.of(_matrix(scores if scores.dtype in RANKED else scores.double()))
+        under = None if mask is None or (mask.device.type == "cpu" and _is_ones(mask)) else _matrix(mask).to(weight.dtype)
+        return Scores.magnitude(_matrix(weight), power=1 if self.norm_fn is _magnitude else 2, under=under)
+
+    # --- the parts, for subclasses that call them by name -----------------------------------------------------------------
+
+    def _make_tensor_mask(
+        self,
+        data: Tensor,
+        input_shape: Any,
+        sparsity_level: float,
+        sparse_block_shape: Sequence[int],
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """A mask of whole blocks: zero in the share `sparsity_level` of blocks that score lowest in `data`."""
+        zeros = math.prod(sparse_block_shape)
+        return _filled(mask, keep_blocks(Scores.of(data), sparsity_level, sparse_block_shape, zeros, spare=1), data.shape)
+
+    def _make_block_mask(
+        self, data: Tensor, sparse_block_shape: Sequence[int], zeros_per_block: int, mask: Tensor | None = None
+    ) -> Tensor:
+        """A mask with `zeros_per_block` zeros in every block, where `data` scores lowest."""
+        return _filled(mask, keep_blocks(Scores.of(data), 1.0, sparse_block_shape, zeros_per_block), data.shape)
+
+    def _scatter_fold_block_mask(
+        self,
+        output_shape: Sequence[int],
+        dim: int,
+        indices: Tensor,
+        block_shape: Sequence[int],
+        mask: Tensor | None = None,
+        input_shape: Sequence[int] | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """A mask from the layout of `F.unfold` (1, elements of a block, blocks), zero at the indices, to that of the tensor."""
+        if mask is None:
+            if input_shape is None:
+                raise AssertionError("give either a mask or the input_shape of one")
+            mask = torch.ones(tuple(input_shape), device=device)
+        unfolded = mask.scatter_(dim, indices, 0)
+        mask.data = F.fold(unfolded, tuple(output_shape), kernel_size=tuple(block_shape), stride=tuple(block_shape))
+        return mask
+
+
+def _magnitude(T: Tensor) -> Tensor:
+    return T.abs()
+
+
+def _square(T: Tensor) -> Tensor:
+    return T * T
+
+
+def _flat_idx_to_2d(idx: Any, shape: Sequence[int]) -> tuple[Any, Any]:
+    """Row and column of a position in a flattened matrix."""
+    return idx // shape[1], idx % shape[1]
+
+
+def check_blocks(name: str, level: float, block: Sequence[int], zeros: int) -> None:
+    """Raises unless there are such blocks, each with so many elements to lose, and `level` can be a share of them."""
+    try:
+        known = math.isnan(level) or (zeros % 1 == 0 and all(isinstance(one, Integral) for one in block))
+    except TypeError:  # a level that is no number, a block that is no pair
+        known = False
+    if not known:
+        raise TypeError(
+            f"sparsity_level={level!r}, sparse_block_shape={block!r}, zeros_per_block={zeros!r} for {name!r}: "
+            "a number, (rows, columns) and a whole number are expected"
+        )
+    if math.isnan(level):
+        raise ValueError(f"sparsity_level of {name!r} is NaN; it is the share of blocks to prune, from 0 to 1")
+    if len(block) != 2 or min(block) < 1:
+        raise ValueError(f"sparse_block_shape={block} for {name!r}: a block has (rows, columns), from 1 up")
+    if not 0 <= zeros <= math.prod(block):
+        raise ValueError(
+            f"zeros_per_block={zeros} for {name!r}: a block of {tuple(block)} loses from 0 to {math.prod(block)} elements"
+        )
+
+
+class _Asked(NamedTuple):
+    """A mask to be written on a GPU: of `total` blocks `drop` lose `lose` elements, or all where that is 0."""
+
+    there: Any  # the parametrizations of the weight
+    weight: Tensor
+    mask: Tensor
+    level: float
+    shape: Any  # of the blocks, as it was given
+    zeros: int
+    block: tuple[int, int]
+    lose: int
+    drop: int
+    total: int
+    where: tuple[int, int]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What has to stay the same for kernels to be launched again as they were."""
+        weight = self.weight
+        return *self.where, weight.shape, weight.dtype, weight.device, self.block, self.lose, self.drop < self.total
+
+
+class _OnGPU(NamedTuple):
+    """What a sparsifier's steps on a GPU keep."""
+
+    asked: list[_Asked]
+    norm: Callable[[Tensor], Tensor]
+    drops: list[int]
+    steps: Any
+
+    def jobs(self) -> list[Any]:
+        from ....kernels.steps import Job
+
+        power = 1 if self.norm is _magnitude else 2
+        return [
+            Job(_matrix(one.weight.detach()), _matrix(one.mask), one.block, power, one.lose, one.drop < one.total)
+            for one in self.asked
+        ]
+
+
+_ON_GPU: WeakKeyDictionary[Any, _OnGPU] = WeakKeyDictionary()  # by sparsifier, of whose state it is no part
+
+
+def _unchanged(one: _Asked, group: Mapping[str, Any]) -> bool:
+    """Whether a group still asks for the same, of tensors that are where they were; this is looked at in every step."""
+    listed = group["module"]._modules.get("parametrizations")
+    there, weight, mask = one.there, one.weight, one.mask
+    return (
+        listed is not None
+        and listed._modules.get(group["tensor_name"]) is there
+        and len(there._modules) == 1
+        and there.original is weight
+        and there._modules["0"]._buffers.get("mask") is mask
+        and (weight.data_ptr(), mask.data_ptr()) == one.where
+        and weight.shape == mask.shape
+        and weight.dtype == mask.dtype
+        and weight.is_contiguous()
+        and mask.is_contiguous()
+        and group["sparsity_level"] == one.level
+        and group["sparse_block_shape"] == one.shape
+        and group["zeros_per_block"] == one.zeros
+    )
+
+
+def _asked(group: Mapping[str, Any]) -> _Asked | None:
+    """What a group asks for, if there are kernels for it."""
+    module, name, level, shape = (group[key] for key in ("module", "tensor_name", "sparsity_level", "sparse_block_shape"))
+    there = parts(module, name) if is_parametrized(module, name) else ()
+    if len(there) != 1 or type(there[0]) is not FakeSparsity:
+        return None
+    weight, mask = cast(Tensor, there.original), cast(FakeSparsity, there[0]).mask  # type: ignore[union-attr]
+    if weight.device.type != "cuda" or weight.shape != mask.shape or weight.dtype != mask.dtype:
+        return None
+    plain = type(mask) is Tensor and type(weight) in (Tensor, nn.Parameter) and 0 < weight.numel() <= kernels.LARGEST_STEP
+    if not plain or not kernels.readable_by_triton([weight, mask]):
+        return None
+    rows = len(weight) if weight.dim() > 1 else 1
+    cols, (height, width), zeros = weight.numel() // rows, map(int, shape), int(group["zeros_per_block"])
+    total, lose = -(-rows // height) * -(-cols // width), 0 if zeros == height * width else zeros
+    drop = total if level >= 1 else min(round(level * total), total - 1)
+    offsets = weight.storage_offset(), mask.storage_offset()  # four are read as one word
+    fours = (height, width) == (1, 4) and weight.element_size() == 2 and not any(n % 4 for n in (cols, *offsets))
+    if zeros == 0 or drop < 1 or width > kernels.WIDEST_BLOCK or cols > 1 << 22 or not (fours if lose else drop < total):
+        return None
+    where = weight.data_ptr(), mask.data_ptr()
+    return _Asked(there, weight, mask, level, shape, zeros, (height, width), lose, drop, total, where)
+
+
+class Kept(NamedTuple):
+    """What is kept of a matrix of some shape: a grid of units, each of so many rows and columns."""
+
+    grid: Tensor
+    height: int
+    width: int
+    shape: tuple[int, int]
+
+    def write_(self, out: Tensor) -> None:
+        matrix = out.reshape(self.shape)
+        kernels.spread_(matrix, self.grid, self.height, self.width)
+        if matrix.data_ptr() != out.data_ptr():  # one that is not contiguous was copied
+            out.copy_(matrix.view(out.shape))
+
+
+def keep_blocks(scores: Scores, level: float, block: Sequence[int], zeros: int, name: str = "data", *, spare: int = 0) -> Kept:
+    """The share `level` of blocks loses `zeros` each; below 1.0, `spare` blocks stay in any case."""
+    height, width = (int(size) for size in block)
+    pattern = Pattern((height, width), lose=None if zeros in (0, height * width) else int(zeros))
+    blocks, shape = math.prod(pattern.grid(scores.layout)), (scores.layout.rows, scores.layout.cols)
+    drop = blocks if level >= 1 else max(min(round(level * blocks), blocks - spare), 0)
+    if pattern.lose is not None:
+        return Kept(select({name: scores}, pattern, count=drop)[name], 1, 1, shape)
+    return Kept(select({name: fold(scores, pattern)}, Pattern(), count=drop if zeros else 0)[name], height, width, shape)
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    return tensor.reshape(1, -1) if tensor.dim() < 2 else tensor.flatten(1)
+
+
+def _is_ones(mask: Tensor) -> bool:
+    flat = mask.reshape(-1)
+    return all(bool((part == 1).all()) for part in (flat[:_PEEK], *flat[_PEEK:].split(_PART)))
+
+
+def write_mask(mask: Tensor, kept: Kept | bool, weight: Tensor) -> None:
+    """Into the mask as it is. Through `data`, because a backward pass may be under way that has saved the mask."""
+    if (mask.shape, mask.dtype) != (weight.shape, weight.dtype):  # a file or a user put another there
+        mask.data = torch.empty_like(weight, device=mask.device)
+    if isinstance(kept, bool):
+        mask.data.fill_(kept)
+    else:
+        kept.write_(mask.data)
+
+
+def _filled(mask: Tensor | None, kept: Kept, shape: Sequence[int]) -> Tensor:
+    mask = torch.ones((), device=kept.grid.device) if mask is None else mask
+    mask.data = torch.empty(tuple(shape), dtype=mask.dtype, device=kept.grid.device)
+    kept.write_(mask.data)
+    return mask

@@ -1,0 +1,379 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+"""Triton kernels that compute with packed matrices. Imported when one is first run, since not every machine has Triton."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _early(device: torch.device) -> bool:
+    """Whether a kernel can be started before the one in front of it has ended, and wait for that when it must."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+# ---------------------------------------------------------------- two of four, few tokens
+
+
+def _load(times: int, apart: int, what: str, width: int) -> tl.constexpr:
+    """So many loads, `apart` bytes apart, of `width` registers each; zeros where the last argument is 0."""
+    outs = [f"${i}" for i in range(width * times)]
+    parts = [outs[width * i : width * (i + 1)] for i in range(times)]
+    names = [f"{{{', '.join(part)}}}" if width > 1 else part[0] for part in parts]
+    reads = "".join(f"@p ld.global{what} {name}, [${len(outs)} + {apart * i}]; " for i, name in enumerate(names))
+    zeros = "".join(f"mov.u32 {out}, 0; " for out in outs)
+    return tl.constexpr(f"{{ .reg .pred p; setp.ne.u32 p, ${len(outs) + 1}, 0; {zeros}{reads}}}")
+
+
+# Weights are read once, so they are kept out of the first cache; all that a step needs is asked for at once.
+_ONE, _EIGHT = (_load(times, 512, ".L1::no_allocate.L2::256B.v4.u32", 4) for times in (1, 8))
+_PAIRS, _INPUTS = _load(32, 16, ".u32", 1), _load(8, 512, ".v4.u32", 4)
+_OUTS_4, _OUTS_32 = (tl.constexpr("=&r," * n + "l,r") for n in (4, 32))
+_INTS_4, _INTS_32 = (tl.constexpr((tl.int32,) * n) for n in (4, 32))
+
+
+def _mma(kind: str, who: int) -> tl.constexpr:
+    name = f"mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.{kind}.{kind}.f32"
+    return tl.constexpr(f"{name} {{$0,$1,$2,$3}}, {{$4,$5,$6,$7}}, {{$8,$9,$10,$11}}, {{$13,$14,$15,$16}}, $12, {who};")
+
+
+_BF16 = (_mma("bf16", 0), _mma("bf16", 1))
+_F16 = (_mma("f16", 0), _mma("f16", 1))
+_BF16_EVEN, _BF16_ODD, _F16_EVEN, _F16_ODD = *_BF16, *_F16
+
+
+@triton.jit
+def _multiply(a, b, m, c, K: tl.constexpr, HALF: tl.constexpr):
+    """Tensor cores: 16 rows by 32 columns of which half are stored, times 32 by 8. One warp, each thread with its part."""
+    EVEN: tl.constexpr = _F16_EVEN if HALF else _BF16_EVEN
+    ODD: tl.constexpr = _F16_ODD if HALF else _BF16_ODD
+    return tl.inline_asm_elementwise(
+        ODD if K % 2 else EVEN, "=f,=f,=f,=f,r,r,r,r,r,r,r,r,r,f,f,f,f",
+        [a[4 * K], a[4 * K + 1], a[4 * K + 2], a[4 * K + 3], b[4 * K], b[4 * K + 1], b[4 * K + 2], b[4 * K + 3], m[K // 2],
+         c[0], c[1], c[2], c[3]],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _put(c, bias, y, tile, first, tokens, rows, BIAS: tl.constexpr, WARPS: tl.constexpr):
+    """Add up what the warps found for one tile of 16 rows by 8 tokens, and write it."""
+    both = tl.join(tl.join(c[0], c[2]), tl.join(c[1], c[3]))  # [thread, upper or lower half, even or odd token]
+    total = tl.sum(tl.reshape(both, (WARPS, 32, 2, 2)), 0)
+    lane = tl.arange(0, 32)[:, None, None]
+    row = tile * 16 + lane // 4 + 8 * tl.arange(0, 2)[None, :, None]
+    token = first + lane % 4 * 2 + tl.arange(0, 2)[None, None, :]
+    inside = (row < rows) & (token < tokens)
+    if BIAS:
+        total += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
+    tl.store(y + token.to(tl.int64) * rows + row, total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _bricks_kernel(
+    values, words, x, bias, y, tokens, rows, bricks,
+    EARLY: tl.constexpr, BIAS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Two tiles of 16 rows by 8 tokens, by 16 if WIDE. The warps share the columns.
+
+    One element of each tensor here is one thread's: the layout of the fragments is that of the instruction.
+    """
+    thread = tl.arange(0, 32 * WARPS)
+    lane, warp = thread % 32, thread // 32
+    tile = tl.program_id(0) * 2
+    group = tl.program_id(1) * (2 if WIDE else 1)
+    zero = tl.zeros([32 * WARPS], tl.float32)
+    c, d, e, f = (zero, zero, zero, zero), (zero, zero, zero, zero), (zero, zero, zero, zero), (zero, zero, zero, zero)
+    token = group * 8 + lane // 4
+    own = values.to(tl.int64) + (tile.to(tl.int64) * bricks * 8 * 32 + lane) * 16
+    own_words = words.to(tl.int64) + (tile.to(tl.int64) * bricks * 32 + lane) * 16
+    if WIDE:
+        own_x = x.to(tl.int64) + (group.to(tl.int64) * bricks * 8 * 32 + lane) * 16
+    else:
+        own_x = x.to(tl.int64) + (token.to(tl.int64) * bricks * 256 + lane % 4 * 2) * 2
+    for step in range(0, bricks, WARPS):
+        brick = step + warp
+        there = (brick < bricks).to(tl.int32)
+        place, next_place = own + brick.to(tl.int64) * 4096, own + (bricks + brick).to(tl.int64) * 4096
+        m = tl.inline_asm_elementwise(_ONE, _OUTS_4, [own_words + brick * 512, there], _INTS_4, is_pure=False, pack=1)
+        n = tl.inline_asm_elementwise(
+            _ONE, _OUTS_4, [own_words + (bricks + brick) * 512, there], _INTS_4, is_pure=False, pack=1
+        )
+        a = tl.inline_asm_elementwise(_EIGHT, _OUTS_32, [place, there], _INTS_32, is_pure=False, pack=1)
+        h = tl.inline_asm_elementwise(_EIGHT, _OUTS_32, [next_place, there], _INTS_32, is_pure=False, pack=1)
+        tl.debug_barrier()  # or the assembler waits for each weight before it asks for the next, to save registers
+        if EARLY:
+            tl.extra.cuda.gdc_wait()  # for the inputs
+        if WIDE:
+            near = own_x + brick.to(tl.int64) * 4096
+            b = tl.inline_asm_elementwise(_INPUTS, _OUTS_32, [near, there], _INTS_32, is_pure=False, pack=1)
+            g = tl.inline_asm_elementwise(_INPUTS, _OUTS_32, [near + bricks * 4096, there], _INTS_32, is_pure=False, pack=1)
+        else:
+            near = ((brick < bricks) & (token < tokens)).to(tl.int32)
+            b = tl.inline_asm_elementwise(_PAIRS, _OUTS_32, [own_x + brick * 512, near], _INTS_32, is_pure=False, pack=1)
+        for k in tl.static_range(8):
+            c = _multiply(a, b, m, c, k, HALF)
+            d = _multiply(h, b, n, d, k, HALF)
+            if WIDE:
+                e = _multiply(a, g, m, e, k, HALF)
+                f = _multiply(h, g, n, f, k, HALF)
+    _put(c, bias, y, tile, group * 8, tokens, rows, BIAS, WARPS)
+    _put(d, bias, y, tile + 1, group * 8, tokens, rows, BIAS, WARPS)
+    if WIDE:
+        _put(e, bias, y, tile, group * 8 + 8, tokens, rows, BIAS, WARPS)
+        _put(f, bias, y, tile + 1, group * 8 + 8, tokens, rows, BIAS, WARPS)
+
+
+@triton.jit
+def _prepare_kernel(x, out, tokens, columns, bricks, EARLY: tl.constexpr, SIZE: tl.constexpr):
+    """Inputs in pairs, in the order in which the tensor cores want them: for many tokens, reading them would take too long."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    lane = at // 4 % 32
+    token = at // (bricks * 1024) * 8 + lane // 4
+    column = at // 128 % (bricks * 8) * 32 + at % 4 * 8 + lane % 4 * 2
+    inside = (token < tokens) & (column < columns)
+    tl.store(out + at, tl.load(x + (token * columns + column) // 2, mask=inside, other=0))
+
+
+def bricks(x: Tensor, values: Tensor, words: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    (tokens, columns), (tiles, deep) = x.shape, values.shape[:2]
+    wide = tokens > 8
+    early = wide and _early(x.device)
+    warps = 8 if deep >= 32 and tiles < 512 else 4
+    groups = -(-tokens // 16) * 2 if wide else 1
+    if wide:
+        seen = torch.empty(groups * deep * 1024, dtype=torch.int32, device=x.device)
+        _prepare_kernel[(groups * deep,)](x.view(torch.int32), seen, tokens, columns, deep, early, 1024)
+    else:
+        seen = F.pad(x, (0, deep * 256 - columns)) if columns != deep * 256 else x
+    y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
+    _bricks_kernel[(tiles // 2, max(1, groups // 2))](
+        values, words, seen, values if bias is None else bias, y, tokens, rows, deep,
+        early, bias is not None, x.dtype == torch.float16, wide, warps, num_warps=warps, launch_pdl=early,
+    )  # fmt: skip
+    return y
+
+
+# ---------------------------------------------------------------- lists of columns, one token
+
+
+# Not tl.load: that would send everything through shared memory, to have the addresses in another order.
+_GATHER = tl.constexpr("{ .reg .pred p; setp.lt.u32 p, $2, $3; mov.u32 $0, 0; @p ld.global.u16 $0, [$1]; }")
+
+
+@triton.jit
+def _ask(values, index, item, chunks, each, rows, HIGH: tl.constexpr, TURNS: tl.constexpr):
+    """A part of HIGH rows: weights and their columns, in TURNS pieces of 256."""
+    row = item // chunks * HIGH + tl.arange(0, HIGH)
+    begin = row.to(tl.int64)[:, None] * each
+    held, found = (), ()
+    for turn in tl.static_range(TURNS):
+        place = (item % chunks * TURNS + turn) * 256 + tl.arange(0, 256)[None, :]
+        inside = (place < each) & (row < rows)[:, None]
+        held = held + (tl.load(values + begin + place, mask=inside, other=0.0),)  # noqa: RUF005 - Triton knows no unpacking
+        found = found + (tl.load(index + begin + place, mask=inside, other=-1),)  # noqa: RUF005
+    return held, found
+
+
+@triton.jit
+def _lists_kernel(
+    values, index, x, bias, y, rows, columns, each, chunks, groups,
+    EARLY: tl.constexpr, BIAS: tl.constexpr, AHEAD: tl.constexpr, HIGH: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    """One warp for each row. AHEAD: and for the next one when it is done; what that needs is on its way by then."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    x += tl.program_id(1).to(tl.int64) * columns
+    y += tl.program_id(1).to(tl.int64) * rows
+    if AHEAD:
+        held, found = _ask(values, index, tl.program_id(0) * chunks, chunks, each, rows, HIGH, TURNS)
+    for group in range(tl.program_id(0), groups, tl.num_programs(0)):
+        total = tl.zeros([HIGH, 256], tl.float32)
+        for chunk in range(chunks):
+            if AHEAD:
+                now, where = held, found
+                after = tl.where(chunk + 1 < chunks, group * chunks + chunk + 1, (group + tl.num_programs(0)) * chunks)
+                held, found = _ask(values, index, after, chunks, each, rows, HIGH, TURNS)
+                tl.debug_barrier()  # or the assembler asks for it late, to save registers
+            else:
+                now, where = _ask(values, index, group * chunks + chunk, chunks, each, rows, HIGH, TURNS)
+                if EARLY:
+                    tl.debug_barrier()
+            if EARLY:
+                tl.extra.cuda.gdc_wait()  # for the inputs
+            for turn in tl.static_range(TURNS):
+                column = where[turn].to(tl.int32) & 0xFFFF
+                at = x.to(tl.int64) + column.to(tl.int64) * 2
+                bits = tl.inline_asm_elementwise(_GATHER, "=&r,l,r,r", [at, column, columns], tl.int32, is_pure=False, pack=1)
+                if y.dtype.element_ty == tl.bfloat16:
+                    seen = (bits << 16).to(tl.float32, bitcast=True)
+                else:
+                    seen = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+                total += now[turn].to(tl.float32) * seen
+        row = group * HIGH + tl.arange(0, HIGH)
+        out = tl.sum(total, 1)
+        if BIAS:
+            out += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
+        tl.store(y + row, out.to(y.dtype.element_ty), mask=row < rows)
+
+
+def lists(x: Tensor, values: Tensor, index: Tensor, bias: Tensor | None) -> Tensor:
+    (tokens, columns), (rows, each) = x.shape, values.shape
+    y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
+    turns = 1 if each <= 256 else 2 if each <= 512 else 4
+    high, groups, programs = 4, -(-rows // 4), 8 * _multiprocessors(x.device)
+    ahead, early = groups > programs, _early(x.device)
+    _lists_kernel[(programs if ahead else groups, tokens)](
+        values, index, x, values if bias is None else bias, y, rows, columns, each, -(-each // (256 * turns)), groups,
+        early, bias is not None, ahead, high, turns, num_warps=high, launch_pdl=early,
+    )  # fmt: skip
+    return y
+
+
+# ---------------------------------------------------------------- inputs that are zero, one token
+
+
+@triton.jit
+def _some(listed, first, count, TURNS: tl.constexpr, WARPS: tl.constexpr):
+    """The next rows to read: one for each warp, TURNS times."""
+    found = ()
+    for turn in tl.static_range(TURNS):
+        at = first + turn * WARPS + tl.arange(0, WARPS)
+        found = found + (tl.load(listed + at, mask=at < count, other=-1),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _skips_kernel(
+    weight, x, listed, parts, rows, columns,
+    EARLY: tl.constexpr, EACH: tl.constexpr, TURNS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """The rows of the transposed weight whose input is not zero, added up; the others are not read."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    out = tl.program_id(0) * 256 + tl.arange(0, 256)
+    own = tl.program_id(1) * EACH + tl.arange(0, EACH)
+    kept = tl.load(x + own, mask=own < columns, other=0.0) != 0
+    listed += (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * EACH
+    tl.store(listed + tl.cumsum(kept.to(tl.int32), 0) - 1, own, mask=kept)
+    count = tl.sum(kept.to(tl.int32))
+    tl.debug_barrier()
+    total = tl.zeros([WARPS, 256], tl.float32)
+    after = _some(listed, 0, count, TURNS, WARPS)
+    for first in range(0, count, WARPS * TURNS):
+        now, held = after, ()
+        for turn in tl.static_range(TURNS):
+            row = now[turn]
+            place = weight + row.to(tl.int64)[:, None] * rows + out[None, :]
+            held = held + (tl.load(place, mask=(row >= 0)[:, None] & (out < rows)[None, :], other=0.0),)  # noqa: RUF005
+        after = _some(listed, first + WARPS * TURNS, count, TURNS, WARPS)
+        tl.debug_barrier()  # or the assembler waits for each row before it asks for the next, to save registers
+        for turn in tl.static_range(TURNS):
+            factor = tl.load(x + now[turn], mask=now[turn] >= 0, other=0.0)
+            total += held[turn].to(tl.float32) * factor.to(tl.float32)[:, None]
+    tl.store(parts + tl.program_id(1).to(tl.int64) * rows + out, tl.sum(total, 0), mask=out < rows)
+
+
+@triton.jit
+def _fold_kernel(parts, bias, y, rows, pieces, EARLY: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    out = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    total = tl.zeros([HIGH, WIDE], tl.float32)
+    for k in range(0, pieces, HIGH):
+        piece = k + tl.arange(0, HIGH)
+        read = (piece < pieces)[:, None] & (out < rows)[None, :]
+        total += tl.load(parts + piece[:, None] * rows + out[None, :], mask=read, other=0.0)
+    done = tl.sum(total, 0)
+    if BIAS:
+        done += tl.load(bias + out, mask=out < rows, other=0.0).to(tl.float32)
+    tl.store(y + out, done.to(y.dtype.element_ty), mask=out < rows)
+
+
+def skips(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    columns, rows = weight.shape
+    each, turns, warps = 128 if columns <= 1 << 14 else 512, 8, 1
+    across, pieces = -(-rows // 256), -(-columns // each)
+    listed = torch.empty(across * pieces * each, dtype=torch.int32, device=x.device)
+    parts = torch.empty(pieces, rows, dtype=torch.float32, device=x.device)
+    y = torch.empty(1, rows, dtype=x.dtype, device=x.device)
+    early = _early(x.device)
+    _skips_kernel[(across, pieces)](weight, x, listed, parts, rows, columns, early, each, turns, warps, num_warps=warps)
+    _fold_kernel[(-(-rows // 32),)](
+        parts, parts if bias is None else bias, y, rows, pieces, early, bias is not None, 128, 32, launch_pdl=early
+    )
+    return y
+
+
+# ---------------------------------------------------------------- blocks, many tokens
+
+
+@triton.jit
+def _squares_kernel(
+    x, values, index, starts, order, bias, y, tokens, rows, columns,
+    BIAS: tl.constexpr, ENGINE: tl.constexpr, HIGH: tl.constexpr, DEEP: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """One row of blocks by TOKENS tokens, computed upside down: the tensor cores like the long side last.
+
+    With ENGINE, x, values and y are descriptors, and the copy engine moves the tiles.
+    """
+    block_row = tl.load(order + tl.program_id(0))
+    first = tl.program_id(1) * TOKENS
+    begin, end = tl.load(starts + block_row), tl.load(starts + block_row + 1)
+    token = first + tl.arange(0, TOKENS)
+    inner, out = tl.arange(0, DEEP), tl.arange(0, HIGH)
+    total = tl.zeros([HIGH, TOKENS], tl.float32)
+    for piece in range(begin, end):
+        column = tl.load(index + piece) * DEEP
+        if ENGINE:
+            seen = x.load([first, column])
+            w = values.load([piece * HIGH, 0])
+        else:
+            place = x + token.to(tl.int64)[:, None] * columns + column + inner[None, :]
+            seen = tl.load(place, mask=(token < tokens)[:, None], other=0.0)
+            w = tl.load(values + piece.to(tl.int64) * (HIGH * DEEP) + out[:, None] * DEEP + inner[None, :])
+        total = tl.dot(w, tl.trans(seen), total)
+    if BIAS:
+        total += tl.load(bias + block_row * HIGH + out).to(tl.float32)[:, None]
+    if ENGINE:
+        y.store([first, block_row * HIGH], tl.trans(total.to(y.dtype)))
+    else:
+        place = y + token.to(tl.int64)[:, None] * rows + block_row * HIGH + out[None, :]
+        tl.store(place, tl.trans(total.to(y.dtype.element_ty)), mask=(token < tokens)[:, None])
+
+
+def squares(x: Tensor, values: Tensor, index: Tensor, starts: Tensor, order: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    (tokens, columns), (_, high, deep) = x.shape, values.shape
+    wide = 256 if high == 64 and tokens >= 2048 else 128 if tokens >= 128 else 64
+    y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
+    grid = (len(order), -(-tokens // wide))
+    engine = torch.cuda.get_device_capability(x.device) >= (9, 0)
+    tiles: tuple[Any, Any, Any] = (x, values, y)
+    if engine:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        tiles = (
+            TensorDescriptor.from_tensor(x, [wide, deep]),
+            TensorDescriptor.from_tensor(values.view(-1, deep), [high, deep]),
+            TensorDescriptor.from_tensor(y, [wide, high]),
+        )
+    _squares_kernel[grid](
+        tiles[0], tiles[1], index, starts, order, values if bias is None else bias, tiles[2], tokens, rows, columns,
+        bias is not None, engine, high, deep, wide, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return y

@@ -1,0 +1,324 @@
+"""A small language for kernels: Python that writes LLVM instructions. Numbers, vectors, addresses, loops; nothing else.
+
+Every kernel is `void kernel(int64 *arguments)`: integers and addresses. Work is shared through a counter that each thread
+raises by one to get its next piece, so a kernel needs to know nothing about threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Union
+
+from llvmlite import ir
+
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F16, F32 = ir.HalfType(), ir.FloatType()
+
+
+class BFloat(ir.Type):
+    """bfloat16, which llvmlite has no name for."""
+
+    null, intrinsic_name = "0.0", "bf16"
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+BF16 = BFloat()
+Number = Union[int, "Value"]
+
+
+class Value:
+    """A number, an address (64 bits) or a vector, with Python's operators."""
+
+    def __init__(self, code: Code, raw: Any):
+        self.code, self.raw = code, raw
+
+    def _apply(self, name: str, other: Number | float, *, swapped: bool = False) -> Value:
+        mine, theirs = self.raw, self.code.raw(other, self.raw.type)
+        pair = (theirs, mine) if swapped else (mine, theirs)
+        scalar = self.raw.type.element if isinstance(self.raw.type, ir.VectorType) else self.raw.type
+        table = {"add": "fadd", "sub": "fsub", "mul": "fmul"} if not isinstance(scalar, ir.IntType) else {}
+        return Value(self.code, getattr(self.code.builder, table.get(name, name))(*pair))
+
+    def __add__(self, other: Number) -> Value:
+        return self._apply("add", other)
+
+    def __radd__(self, other: Number) -> Value:
+        return self._apply("add", other, swapped=True)
+
+    def __sub__(self, other: Number) -> Value:
+        return self._apply("sub", other)
+
+    def __rsub__(self, other: Number) -> Value:
+        return self._apply("sub", other, swapped=True)
+
+    def __mul__(self, other: Number) -> Value:
+        return self._apply("mul", other)
+
+    def __rmul__(self, other: Number) -> Value:
+        return self._apply("mul", other, swapped=True)
+
+    def __floordiv__(self, other: Number) -> Value:
+        return self._apply("udiv", other)
+
+    def __mod__(self, other: Number) -> Value:
+        return self._apply("urem", other)
+
+    def __and__(self, other: Number) -> Value:
+        return self._apply("and_", other)
+
+    def __or__(self, other: Number) -> Value:
+        return self._apply("or_", other)
+
+    def __lshift__(self, other: Number) -> Value:
+        return self._apply("shl", other)
+
+    def __rshift__(self, other: Number) -> Value:
+        return self._apply("lshr", other)
+
+    def _compare(self, how: str, other: Number) -> Value:
+        return Value(self.code, self.code.builder.icmp_signed(how, self.raw, self.code.raw(other, self.raw.type)))
+
+    def __lt__(self, other: Number) -> Value:
+        return self._compare("<", other)
+
+    def __le__(self, other: Number) -> Value:
+        return self._compare("<=", other)
+
+    def equals(self, other: Number) -> Value:
+        return self._compare("==", other)
+
+
+class Variable:
+    """A place for a value that a loop changes. LLVM turns it into a register."""
+
+    def __init__(self, code: Code, first: Value):
+        self.code = code
+        with code.builder.goto_entry_block():
+            self.place = code.builder.alloca(first.raw.type)
+        self.set(first)
+
+    def get(self) -> Value:
+        return Value(self.code, self.code.builder.load(self.place, typ=self.place.allocated_type))
+
+    def set(self, value: Value) -> None:
+        self.code.builder.store(value.raw, self.place)
+
+
+class Code:
+    """The kernel being written. `lanes` floats make one vector of this machine."""
+
+    def __init__(self, name: str, features: frozenset[str]):
+        self.features = features
+        self.lanes = 16 if "avx512f" in features else 8
+        self.module = ir.Module(name)
+        function = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [ir.PointerType()]), name)
+        entry = function.append_basic_block("entry")
+        self.builder = ir.IRBuilder(function.append_basic_block("body"))
+        ir.IRBuilder(entry).branch(self.builder.block)
+        self._arguments = self.builder.ptrtoint(function.args[0], I64)
+
+    # ------------------------------------------------------------------ numbers and vectors
+
+    def raw(self, value: Number | float, like: ir.Type) -> Any:
+        if isinstance(value, Value):
+            return value.raw
+        if isinstance(like, ir.VectorType):
+            return ir.Constant(like, [value] * like.count)
+        return ir.Constant(like, value)
+
+    def number(self, value: int) -> Value:
+        return Value(self, ir.Constant(I64, value))
+
+    def argument(self, index: int) -> Value:
+        return self.load(self.argument_address(index), I64)
+
+    def argument_address(self, index: int) -> Value:
+        return Value(self, self._arguments) + 8 * index
+
+    def vector(self, lanes: int | None = None, of: ir.Type = F32) -> ir.VectorType:
+        return ir.VectorType(of, lanes or self.lanes)
+
+    def zero(self, lanes: int | None = None) -> Value:
+        return Value(self, ir.Constant(self.vector(lanes), None))
+
+    def zero_number(self) -> Value:
+        return Value(self, ir.Constant(F32, 0.0))
+
+    def constant(self, numbers: Sequence[int], of: ir.Type) -> Value:
+        return Value(self, ir.Constant(ir.VectorType(of, len(numbers)), list(numbers)))
+
+    def splat(self, scalar: Value, lanes: int | None = None) -> Value:
+        kind = ir.VectorType(scalar.raw.type, lanes or self.lanes)
+        one = self.builder.insert_element(ir.Constant(kind, ir.Undefined), scalar.raw, ir.Constant(I32, 0))
+        return self.shuffle(Value(self, one), Value(self, one), [0] * kind.count)
+
+    def shuffle(self, first: Value, second: Value, lanes: Sequence[int]) -> Value:
+        mask = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
+        return Value(self, self.builder.shuffle_vector(first.raw, second.raw, mask))
+
+    def insert(self, vector: Value, scalar: Value, lane: int) -> Value:
+        return Value(self, self.builder.insert_element(vector.raw, scalar.raw, ir.Constant(I32, lane)))
+
+    def extract(self, vector: Value, lane: int) -> Value:
+        return Value(self, self.builder.extract_element(vector.raw, ir.Constant(I32, lane)))
+
+    def widen(self, value: Value, to: ir.Type) -> Value:
+        return Value(self, self.builder.zext(value.raw, to))
+
+    def narrow(self, value: Value, to: ir.Type) -> Value:
+        return Value(self, self.builder.trunc(value.raw, to))
+
+    def cast(self, value: Value, to: ir.Type) -> Value:
+        return Value(self, self.builder.bitcast(value.raw, to))
+
+    def select(self, condition: Value, yes: Value, no: Value) -> Value:
+        return Value(self, self.builder.select(condition.raw, yes.raw, no.raw))
+
+    def least(self, first: Number, second: Number) -> Value:
+        first = first if isinstance(first, Value) else self.number(first)
+        second = second if isinstance(second, Value) else self.number(second)
+        return self.select(first < second, first, second)
+
+    def most(self, first: Value, second: Value) -> Value:
+        return self.select(first < second, second, first)
+
+    def call(self, name: str, result: ir.Type, *arguments: Value) -> Value:
+        """An LLVM intrinsic by name."""
+        kind = ir.FunctionType(result, [argument.raw.type for argument in arguments])
+        function = self.module.globals.get(name) or ir.Function(self.module, kind, name)
+        return Value(self, self.builder.call(function, [argument.raw for argument in arguments]))
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """a * b + c."""
+        kind = c.raw.type
+        suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
+        return self.call(f"llvm.fmuladd.{suffix}", kind, a, b, c)
+
+    def total(self, vector: Value) -> Value:
+        """The sum of the lanes."""
+        width = vector.raw.type.count
+        while width > 1:
+            half = width // 2
+            vector = self.shuffle(vector, vector, range(half)) + self.shuffle(vector, vector, range(half, width))
+            width = half
+        return self.extract(vector, 0)
+
+    # ------------------------------------------------------------------ memory
+
+    def _pointer(self, address: Value) -> Any:
+        return self.builder.inttoptr(address.raw, ir.PointerType())
+
+    def load(self, address: Value, kind: ir.Type, align: int | None = None) -> Value:
+        scalar = kind.element if isinstance(kind, ir.VectorType) else kind
+        return Value(self, self.builder.load(self._pointer(address), typ=kind, align=align or size_of(scalar)))
+
+    def load_at(self, base: Value, index: Value, kind: ir.Type) -> Value:
+        """The number at a place in an array. Unlike a sum of addresses, LLVM leaves the base in one register."""
+        place = self.builder.gep(self._pointer(base), [index.raw], source_etype=kind)
+        return Value(self, self.builder.load(place, typ=kind, align=size_of(kind)))
+
+    def load_float(self, address: Value, stored: ir.Type, lanes: int = 1) -> Value:
+        """One float32 or a vector of them, from memory that holds float32, bfloat16 or float16."""
+        kind = stored if lanes == 1 else ir.VectorType(stored, lanes)
+        if stored == F32:
+            return self.load(address, kind)
+        wide = F32 if lanes == 1 else self.vector(lanes)
+        if isinstance(stored, BFloat):  # the upper half of a float32
+            bits = self.load(address, I16 if lanes == 1 else ir.VectorType(I16, lanes))
+            return self.cast(self.widen(bits, I32 if lanes == 1 else ir.VectorType(I32, lanes)) << 16, wide)
+        return Value(self, self.builder.fpext(self.load(address, kind).raw, wide))
+
+    def load_splat(self, address: Value, stored: ir.Type, lanes: int) -> Value:
+        """One stored number in all lanes, as float32."""
+        if not isinstance(stored, BFloat):
+            return self.splat(self.load_float(address, stored), lanes)
+        twice = self.splat(self.load(address, I16), 2 * lanes)  # in both halves of each lane; the lower one goes
+        return self.cast(self.cast(twice, self.vector(lanes, I32)) & 0xFFFF0000, self.vector(lanes))
+
+    def expand_load(self, address: Value, mask: Value, kind: ir.VectorType) -> Value:
+        """The numbers from an address on, one for each lane that the mask has, and zeros in the others."""
+        name, zeros = f"llvm.masked.expandload.v{kind.count}i{kind.element.width}", ir.Constant(kind, None)
+        function = self.module.globals.get(name) or ir.Function(
+            self.module, ir.FunctionType(kind, [ir.PointerType(), mask.raw.type, kind]), name
+        )
+        return Value(self, self.builder.call(function, [self._pointer(address), mask.raw, zeros]))
+
+    def store(self, value: Value, address: Value) -> None:
+        kind = value.raw.type
+        self.builder.store(
+            value.raw, self._pointer(address), align=size_of(kind.element if isinstance(kind, ir.VectorType) else kind)
+        )
+
+    def prefetch(self, address: Value) -> None:
+        """Ask for the memory around this address before it is needed. It need not be there."""
+        kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(), I32, I32, I32])
+        function = self.module.globals.get("llvm.prefetch.p0") or ir.Function(self.module, kind, "llvm.prefetch.p0")
+        self.builder.call(function, [self._pointer(address), *(ir.Constant(I32, n) for n in (0, 3, 1))])  # to read, near, data
+
+    def take(self, counter: Value) -> Value:
+        """Raise the counter by one and say what it was: a piece of work of one's own."""
+        return Value(self, self.builder.atomic_rmw("add", self._pointer(counter), ir.Constant(I64, 1), "monotonic"))
+
+    # ------------------------------------------------------------------ control
+
+    @contextmanager
+    def loop(self, first: Number, end: Number, step: int = 1) -> Iterator[Value]:
+        i = Variable(self, first if isinstance(first, Value) else self.number(first))
+        head, body, after = (self.builder.append_basic_block(name) for name in ("head", "loop", "after"))
+        self.builder.branch(head)
+        self.builder.position_at_end(head)
+        self.builder.cbranch((i.get() < end).raw, body, after)
+        self.builder.position_at_end(body)
+        now = i.get()
+        yield now
+        i.set(now + step)
+        self.builder.branch(head)
+        self.builder.position_at_end(after)
+
+    @contextmanager
+    def pieces(self, counter: Value, count: Number) -> Iterator[Value]:
+        """Pieces of work 0 .. count - 1, shared with the other threads that run this kernel."""
+        head, body, after = (self.builder.append_basic_block(name) for name in ("take", "work", "done"))
+        self.builder.branch(head)
+        self.builder.position_at_end(head)
+        piece = self.take(counter)
+        self.builder.cbranch((piece < count).raw, body, after)
+        self.builder.position_at_end(body)
+        yield piece
+        self.builder.branch(head)
+        self.builder.position_at_end(after)
+
+    @contextmanager
+    def when(self, condition: Value) -> Iterator[None]:
+        with self.builder.if_then(condition.raw):
+            yield
+
+    def either(self, condition: Value, yes: Callable[[], None], no: Callable[[], None]) -> None:
+        with self.builder.if_else(condition.raw) as (then, otherwise):
+            with then:
+                yes()
+            with otherwise:
+                no()
+
+    def wait_for_others(self, barrier: Value) -> None:
+        """Until every thread is here, by the function at this address; with none (0) there are no others."""
+        with self.when(self.number(0) < barrier):
+            function = self.builder.inttoptr(barrier.raw, ir.FunctionType(ir.VoidType(), []).as_pointer())
+            self.builder.call(function, [])
+
+    def finish(self) -> str:
+        self.builder.ret_void()
+        return str(self.module)
+
+
+def size_of(kind: ir.Type) -> int:
+    return {I8: 1, I16: 2, I32: 4, I64: 8, F32: 4, F16: 2, BF16: 2}[kind]

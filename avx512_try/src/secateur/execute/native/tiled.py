@@ -1,0 +1,365 @@
+"""The tiled product: a sparse matrix times many columns of numbers, `tile` of them at a time.
+
+The inputs are first laid out as [tile][input][position in the tile], so that one weight meets `tile` inputs that lie side
+by side. Weights come in blocks of columns small enough for their inputs to stay in the first-level cache, and with them
+as positions in the block, one byte each. `height` rows share one list of columns. Inside a block, rows are ordered by the
+length of their lists, so that loops of one length follow each other and the CPU guesses their ends.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from .emit import BF16, F16, F32, I8, I16, I32, I64, Code, Value, Variable, size_of
+
+# "pair": two bfloat16 side by side, which meet two inputs side by side
+STORED: dict[str, ir.Type] = {"float32": F32, "bfloat16": BF16, "float16": F16, "pair": I32}
+MODE: set[str] = set()
+PACK_WIDTH = 64  # columns of the input that are laid out together: what is written meanwhile stays in cache
+
+
+def transposed(code: Code, rows: list[Value]) -> list[Value]:
+    """As many vectors as lanes, mirrored: at each step, halves (then quarters, ...) change places across pairs of vectors."""
+    n, rows = len(rows), list(rows)
+    step = n // 2
+    while step:
+        for i in range(n):
+            if not i & step:
+                a, b = rows[i], rows[i | step]
+                rows[i] = code.shuffle(a, b, [n + (j ^ step) if j & step else j for j in range(n)])
+                rows[i | step] = code.shuffle(a, b, [n + j if j & step else j ^ step for j in range(n)])
+        step //= 2
+    return rows
+
+
+def _pack_rows(code: Code, tile: int, seen: str, x: Value, stride: Value, batch: Value, inputs: Value, packed: Value) -> None:
+    """x [batch, ...] to float32 [input][position], of up to `tile` rows; positions past the batch become zero."""
+    kind, unit, more = (F32, 2, 3) if seen == "six" else (STORED[seen], 1, 1)  # numbers that make so many inputs each
+    size, side, numbers = size_of(kind), min(code.lanes, tile), inputs // more
+
+    def put(lines: list[Value], k: Value, b: Value) -> None:
+        for i, line in enumerate(lines if unit == 1 else _six_of(code, lines)):
+            code.store(line, packed + ((k * more + i) * tile + b) * 4)
+
+    with code.loop(0, numbers, PACK_WIDTH) as first, code.loop(0, tile, side) as b:
+        end = code.least(first + PACK_WIDTH, numbers)
+        whole = first + (end - first) // side * side
+
+        def one_by_one(begin: Value, end: Value = end, b: Value = b) -> None:
+            with code.loop(begin, end, unit) as k, code.loop(b, b + side) as j:
+                source = x + j * stride + k * size
+                code.either(
+                    j < batch,
+                    lambda: put([code.load_float(source + i * size, kind) for i in range(unit)], k, j),
+                    lambda: put([code.zero_number()] * unit, k, j),
+                )
+
+        def squares(first: Value = first, whole: Value = whole, b: Value = b) -> None:
+            with code.loop(first, whole, side) as k:
+                source = x + b * stride + k * size
+                put(transposed(code, [code.load_float(source + stride * i, kind, side) for i in range(side)]), k, b)
+            one_by_one(whole)
+
+        code.either(b + side <= batch, squares, lambda first=first: one_by_one(first))
+
+
+def _six_of(code: Code, lines: list[Value]) -> list[Value]:
+    """Of each two pairs of halves a b, c d: the pairs ab, ac, ad, bc, bd, cd (the first in the lower bits)."""
+    six: list[Value] = []
+    for first, second in zip(lines[::2], lines[1::2]):
+        both = ir.VectorType(I32, first.raw.type.count) if isinstance(first.raw.type, ir.VectorType) else I32
+        ab, cd = code.cast(first, both), code.cast(second, both)
+        a, b, c, d = ab & 0xFFFF, ab >> 16, cd << 16, cd & 0xFFFF0000
+        six += [ab, a | c, a | d, b | c, b | d, cd]
+    return six
+
+
+def _pad_planes(code: Code, arguments: int, counter: Value, padded: Value) -> None:
+    """Planes [height, width] of float32 into planes with zeros around them."""
+    x, planes, height, width, pad_y, pad_x = (code.argument(arguments + i) for i in range(6))
+    wide, high = width + pad_x * 2, height + pad_y * 2
+    with code.pieces(counter, planes) as plane:
+        source, to = x + plane * height * width * 4, padded + plane * high * wide * 4
+        _zeros(code, to, pad_y * wide)
+        _zeros(code, to + (pad_y + height) * wide * 4, pad_y * wide)
+        with code.loop(0, height) as row:
+            line = to + (pad_y + row) * wide * 4
+            _zeros(code, line, pad_x)
+            _copy(code, source + row * width * 4, width, line + pad_x * 4)
+            _zeros(code, line + (pad_x + width) * 4, pad_x)
+
+
+def _zeros(code: Code, to: Value, count: Value) -> None:
+    with code.loop(0, count) as j:
+        code.store(code.zero_number(), to + j * 4)
+
+
+def _copy(code: Code, source: Value, count: Value, to: Value) -> None:
+    """Eight floats at a time; the last eight may overlap those before, which is quicker than one by one."""
+
+    def eight(j: Value) -> None:
+        code.store(code.load(source + j * 4, code.vector(8)), to + j * 4)
+
+    def long() -> None:
+        with code.loop(0, count - 7, 8) as j:
+            eight(j)
+        eight(count - 8)
+
+    def short() -> None:
+        with code.loop(0, count) as j:
+            code.store(code.load(source + j * 4, F32), to + j * 4)
+
+    code.either(count < 8, short, long)
+
+
+class _Matrix:
+    """The arguments that describe the packed matrix, and the rows of sums that a thread works on."""
+
+    def __init__(self, code: Code, first: int, height: int, tile: int, kind: ir.Type):
+        self.code, self.height, self.tile, self.kind = code, height, tile, kind
+        self.inputs, self.width, self.blocks, self.panels, self.chunk = (code.argument(first + i) for i in range(5))
+        self.starts, self.used, self.counts, self.order, self.index, self.values, self.bias = (
+            code.argument(first + 5 + i) for i in range(7)
+        )
+        self.chunks = (self.panels + self.chunk - 1) // self.chunk
+
+    def rows(self, chunk: Value) -> Value:
+        return self.code.least(self.chunk, self.panels - chunk * self.chunk) * self.height
+
+    def packed(self, packed: Value, t: Value) -> Value:
+        """Where the inputs of tile t are laid out."""
+        return packed + t * self.inputs * (self.tile * 4)
+
+    def sums(self, sums: Value, t: Value) -> Value:
+        """Where the sums of tile t are: [row of the chunk][position]."""
+        return sums + t * self.chunk * (self.height * self.tile * 4)
+
+    def multiply(self, chunk: Value, tiles: Value, packed: Value, sums: Value) -> None:
+        """sums = bias + matrix times the packed inputs, for so many tiles: each block of weights meets them one by one, so
+        that it comes from memory once and from the cache after that."""
+        code, height, tile, size = self.code, self.height, self.tile, size_of(self.kind)
+        lanes = min(code.lanes, tile)
+        with code.loop(0, tiles) as t, code.loop(0, self.rows(chunk)) as r:
+            b = code.splat(code.load(self.bias + (chunk * self.chunk * height + r) * 4, F32), lanes)
+            for j in range(0, tile, lanes):
+                code.store(b, self.sums(sums, t) + r * (tile * 4) + 4 * j)
+        with code.loop(0, self.blocks) as k, code.loop(0, tiles) as t:
+            block = chunk * self.blocks + k
+            start, first_slot = code.load(self.starts + block * 8, I64), block * self.chunk
+            slots = code.widen(code.load(self.used + block * 2, I16), I64)
+            at, weights = Variable(code, self.index + start), Variable(code, self.values + start * (height * size))
+            x, mine = self.packed(packed, t) + k * self.width * (tile * 4), self.sums(sums, t)
+            with code.loop(0, slots) as slot:
+                count = code.widen(code.load(self.counts + first_slot + slot, I8), I64)
+                row = code.widen(code.load(self.order + first_slot + slot, I8), I64)
+                into = mine + row * (height * tile * 4)
+                _accumulate(code, height, tile, self.kind, at.get(), weights.get(), count, x, into)
+                at.set(at.get() + count)
+                weights.set(weights.get() + count * (height * size))
+
+    def part(self, number: Value, parts: Value) -> tuple[Value, Value]:
+        """The first chunk of one of so many parts, and the end."""
+        each = (self.chunks + parts - 1) // parts
+        return number * each, self.code.least(number * each + each, self.chunks)
+
+
+MATRIX = 12  # arguments of a _Matrix
+LINE = 64  # bytes of a line of the cache: what is laid out begins at one, else each vector of 64 bytes is two reads
+RUN, STEPS = 2, 4  # arguments before all others: counters of pieces and threads; with two steps, how to wait in between
+
+
+def multiply_rows(name: str, features: frozenset[str], height: int, tile: int, seen: str, stored: str) -> str:
+    """x times the matrix, plus bias: y [batch, rows].
+
+    A piece is a few tiles of positions, which a thread lays out in memory of its own that stays in cache, then multiplies with
+    all rows, or where pieces are few with one of `splits` parts of them. Nobody waits for anybody.
+    """
+    code = Code(name, features)
+    matrix = _Matrix(code, RUN, height, tile, STORED[stored])
+    x, stride, scratch, scratch_size, together, splits, y, batch, rows = (code.argument(RUN + MATRIX + i) for i in range(9))
+    packed = scratch + code.take(code.argument_address(1)) * scratch_size
+    sums, positions = matrix.packed(packed, together), together * tile
+    with code.pieces(code.argument_address(0), (batch + positions - 1) // positions * splits) as piece:
+        part, first = piece % splits, piece // splits * positions
+        tiles = (code.least(positions, batch - first) + tile - 1) // tile
+        with code.loop(0, tiles) as t:
+            begin = first + t * tile
+            count = code.least(tile, batch - begin)
+            _pack_rows(code, tile, seen, x + begin * stride, stride, count, matrix.inputs, matrix.packed(packed, t))
+        with code.loop(*matrix.part(part, splits)) as chunk:
+            matrix.multiply(chunk, tiles, packed, sums)
+            with code.loop(0, tiles) as t:
+                begin = first + t * tile
+                out = y + (begin * rows + chunk * matrix.chunk * height) * 4
+                count = code.least(tile, batch - begin)
+                _store_rows(code, tile, matrix.sums(sums, t), out, matrix.rows(chunk), rows * 4, count)
+    return code.finish()
+
+
+def multiply_planes(name: str, features: frozenset[str], height: int, tile: int, stored: str, step: int) -> str:
+    """A convolution: y [image, row, position] = bias + matrix times what the kernel sees of the padded images.
+
+    A piece is one tile of positions, for which a thread first lays out [channel, ky, kx][position] in memory of its own that
+    stays in cache, then multiplies all rows, or with few tiles one of `splits` parts of them. With steps of 1, positions go on
+    through the padding at the end of a line: a few are computed for nothing, but what a weight sees is one piece of memory.
+    """
+    code = Code(name, features)
+    matrix, more = _Matrix(code, STEPS, height, tile, STORED[stored]), STEPS + MATRIX
+    x, scratch, scratch_size, y, images, rows, splits, out_y, out_x = (code.argument(more + i) for i in range(9))
+    _pad_planes(code, more + 18, code.argument_address(1), x)
+    code.wait_for_others(code.argument(3))
+    line = code.argument(more + 11) if step == 1 else out_x
+    places = (out_y - 1) * line + out_x
+    tiles = (places + tile - 1) // tile
+    packed = scratch + code.take(code.argument_address(0)) * scratch_size
+    sums = matrix.packed(packed, code.number(1)) + LINE
+    with code.pieces(code.argument_address(2), images * tiles * splits) as piece:
+        part, image, first = piece % splits, piece // splits // tiles, piece // splits % tiles * tile
+        count = code.least(tile, places - first)
+        (_lay_out if step == 1 else _lay_out_apart)(code, more + 9, x, image, first, count, out_x, tile, packed)
+        with code.loop(*matrix.part(part, splits)) as chunk:
+            matrix.multiply(chunk, code.number(1), packed, sums)
+            out = y + (image * rows + chunk * matrix.chunk * height) * out_y * out_x * 4
+            with code.loop(first // line, (first + count - 1) // line + 1) as oy:
+                begin = code.most(first, oy * line)
+                length = code.least(first + count, oy * line + out_x) - begin
+                source, to = sums + (begin - first) * 4, out + (oy * out_x + begin - oy * line) * 4
+                with code.loop(0, matrix.rows(chunk)) as r:
+                    _copy(code, source + r * (tile * 4), length, to + r * out_y * out_x * 4)
+    return code.finish()
+
+
+def _lay_out(
+    code: Code, arguments: int, x: Value, image: Value, first: Value, count: Value, out_x: Value, tile: int, packed: Value
+) -> None:
+    """Positions from `first` on as each weight sees them, always a whole tile: that many floats after the images must be there
+    to read."""
+    channels, height, width, kernel_y, kernel_x, _, _, dilation_y, dilation_x = (code.argument(arguments + i) for i in range(9))
+    lanes, to = min(code.lanes, tile), Variable(code, packed)
+    with code.loop(0, channels) as c, code.loop(0, kernel_y) as ky, code.loop(0, kernel_x) as kx:
+        source = x + (((image * channels + c) * height + ky * dilation_y) * width + kx * dilation_x + first) * 4
+        for j in range(0, tile, lanes):
+            code.store(code.load(source + 4 * j, code.vector(lanes)), to.get() + 4 * j)
+        to.set(to.get() + tile * 4)
+
+
+def _lay_out_apart(
+    code: Code, arguments: int, x: Value, image: Value, first: Value, count: Value, out_x: Value, tile: int, packed: Value
+) -> None:
+    """The same where positions are further apart than one: gathered line by line."""
+    channels, height, width, kernel_y, kernel_x, step_y, step_x, dilation_y, dilation_x = (
+        code.argument(arguments + i) for i in range(9)
+    )
+    first_row, last_row = first // out_x, (first + count - 1) // out_x
+    first_x = first - first_row * out_x
+    to = Variable(code, packed)
+    with code.loop(0, channels) as c, code.loop(0, kernel_y) as ky, code.loop(0, kernel_x) as kx:
+        corner = x + (((image * channels + c) * height + ky * dilation_y) * width + kx * dilation_x) * 4
+        place, begin = Variable(code, to.get()), Variable(code, first_x)
+        with code.loop(first_row, last_row + 1) as oy:
+            source = corner + (oy * step_y * width + begin.get() * step_x) * 4
+            length = code.least(out_x - begin.get(), (to.get() + count * 4 - place.get()) // 4)
+            _copy_over(code, source, step_x, length, place.get())
+            place.set(place.get() + length * 4)
+            begin.set(code.number(0))
+        to.set(to.get() + tile * 4)
+
+
+def _copy_over(code: Code, source: Value, step: Value, count: Value, to: Value) -> None:
+    def side_by_side() -> None:
+        with code.loop(0, count, 8) as j:
+            code.store(code.load(source + j * 4, code.vector(8)), to + j * 4)
+
+    def apart() -> None:
+        with code.loop(0, count) as j:
+            code.store(code.load(source + j * step * 4, F32), to + j * 4)
+
+    code.either(step.equals(1), side_by_side, apart)
+
+
+def _accumulate(
+    code: Code, height: int, tile: int, kind: ir.Type, index: Value, values: Value, count: Value, x: Value, sums: Value
+) -> None:
+    """sums [height][tile] += values [count][height] times the x rows that `index` names. The inner loop of everything.
+
+    Loads are what it waits for, so four columns are read as one word, and of a single row of float32 four weights at once.
+    """
+    lanes = min(code.lanes, tile)
+    vectors = tile // lanes
+    chains = max(1, min(4, 8 // (height * vectors)))  # independent sums, since one addition waits for the one before
+    places = [sums + 4 * (r * tile + v * lanes) for r in range(height) for v in range(vectors)]
+    totals = [[Variable(code, code.load(place, code.vector(lanes))) for place in places]]
+    totals += [[Variable(code, code.zero(lanes)) for _ in places] for _ in range(chains - 1)]
+    pairs, size, scale = kind == I32, size_of(kind), (tile * 4).bit_length() - 1
+
+    def weight_at(place: Value) -> Value:
+        return code.splat(code.load(place, I32), lanes) if pairs else code.load_splat(place, kind, lanes)
+
+    def step(row: Value, weights: list[Value], into: list[Variable]) -> None:
+        seen = [code.load(row + 4 * v * lanes, code.vector(lanes, I32 if pairs else F32)) for v in range(vectors)]
+        for r, weight in enumerate(weights):
+            for v in range(vectors):
+                total = into[r * vectors + v]
+                total.set((_pair_product if pairs else code.fma)(weight, seen[v], total.get()))
+
+    whole = count // 4 * 4
+    with code.loop(0, whole, 4) as i:
+        columns = code.widen(code.load(index + i, I32, align=1), I64)
+        quad = _four_weights(code, values + i * 4, lanes) if height == 1 and kind == F32 and lanes >= 8 and "noquad" not in MODE else None
+        for c in range(4):
+            left = scale - 8 * c  # from its byte of the word to the address of its inputs
+            row = x + ((columns << left if left >= 0 else columns >> -left) & (0xFF << scale))
+            if "lea" in MODE:
+                row = Value(code, code.builder.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [row.raw], False))
+            each = [values + ((i + c) * height + r) * size for r in range(height)]
+            weights = (
+                [weight_at(place) for place in each]
+                if quad is None or ("mixed" in MODE and c % 2)
+                else [code.shuffle(quad, quad, [j // 4 * 4 + c for j in range(lanes)])]
+            )
+            step(row, weights, totals[c % chains])
+    with code.loop(whole, count) as i:
+        row = x + code.widen(code.load(index + i, I8), I64) * (tile * 4)
+        step(row, [weight_at(values + (i * height + r) * size) for r in range(height)], totals[0])
+    for number, place in enumerate(places):
+        total = totals[0][number].get()
+        for c in range(1, chains):
+            total = total + totals[c][number].get()
+        code.store(total, place)
+
+
+def _four_weights(code: Code, place: Value, lanes: int) -> Value:
+    """Four floats again and again in all lanes, fenced: LLVM would turn what is picked from them into four loads again."""
+    four = code.load(place, code.vector(4))
+    wide = code.shuffle(four, four, [j % 4 for j in range(lanes)])
+    return code.call(f"llvm.arithmetic.fence.v{lanes}f32", code.vector(lanes), wide)
+
+
+def _pair_product(a: Value, b: Value, total: Value) -> Value:
+    """total + a.low * b.low + a.high * b.high: one instruction where the CPU has it (avx512bf16), else two products."""
+    code, lanes = a.code, a.raw.type.count
+    if "avx512bf16" in code.features and lanes == 16:
+        halves = code.vector(32, BF16)
+        return code.call("llvm.x86.avx512bf16.dpbf16ps.512", total.raw.type, total, code.cast(a, halves), code.cast(b, halves))
+    low = [code.cast(each << 16, code.vector(lanes)) for each in (a, b)]
+    high = [code.cast(each & 0xFFFF0000, code.vector(lanes)) for each in (a, b)]
+    return code.fma(high[0], high[1], code.fma(low[0], low[1], total))
+
+
+def _store_rows(code: Code, tile: int, sums: Value, y: Value, rows: Value, stride: Value, count: Value) -> None:
+    """sums [row][tile] to y [position, row], mirrored in squares where both sides are long enough."""
+    side = min(code.lanes, tile)
+    whole_rows, whole_count = rows // side * side, count // side * side
+
+    def single(r: Value, b: Value) -> None:
+        code.store(code.load(sums + (r * tile + b) * 4, F32), y + b * stride + r * 4)
+
+    with code.loop(0, whole_rows, side) as r:
+        with code.loop(0, whole_count, side) as b:
+            square = [code.load(sums + ((r + i) * tile + b) * 4, code.vector(side)) for i in range(side)]
+            for i, line in enumerate(transposed(code, square)):
+                code.store(line, y + (b + i) * stride + r * 4)
+        with code.loop(whole_count, count) as b, code.loop(0, side) as i:
+            single(r + i, b)
+    with code.loop(whole_rows, rows) as r, code.loop(0, count) as b:
+        single(r, b)

@@ -1,0 +1,90 @@
+"""Pairs of bfloat16 for CPUs that multiply two at once (avx512bf16): the tiled format over pairs of columns.
+
+Option 2 is 0 for pairs side by side (blocks of even width), 1 for two of four: each group of four inputs is laid out as its
+six possible pairs, so that two weights of a group are one pair wherever they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .find import Zeros, fill
+from .formats import Buffers, Format, Options, Use, register
+from .native import build
+from .tiled import TILED, product
+
+SIX = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
+
+
+def _fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
+    if use.kind != "linear" or use.device != "cpu" or matrix.dtype != torch.bfloat16 or max(use.rows) < 4:
+        return
+    if not build.has("avx512f", "avx512bf16") or zeros.sparsity <= 0.1:
+        return
+    kept = matrix != 0
+    if zeros.pattern == "2:4":
+        yield (1, 1)
+    if fill(kept, 1, 2) > 0.45:
+        yield (1, 0)
+    if fill(kept, 4, 2) > 0.45:
+        yield (4, 0)
+
+
+def _paired(matrix: Tensor) -> Tensor:
+    """Pairs of columns as one number of four bytes."""
+    return matrix.contiguous().view(torch.int32)
+
+
+@cache
+def _places(device: torch.device) -> Tensor:
+    return torch.tensor(SIX, device=device).flatten()
+
+
+def _six(matrix: Tensor) -> Tensor:
+    """Each group of four columns as its six pairs."""
+    rows, columns = matrix.shape
+    return _paired(matrix.view(rows, columns // 4, 4)[..., _places(matrix.device)].reshape(rows, columns * 3))
+
+
+def _one_of_six(matrix: Tensor) -> Tensor:
+    """The same for weights: the first pair that holds all that a group has; the other five are zero."""
+    rows, columns = matrix.shape
+    kept = (matrix != 0).view(rows, columns // 4, 4)
+    if int(kept.sum(-1).max()) > 2:
+        raise ValueError("a group of four columns holds more than two weights, so it is no pair")
+    holds = torch.stack([kept[..., i].int() + kept[..., j] for i, j in SIX], -1)
+    first = holds.argmax(-1, keepdim=True)  # with no weight at all, a pair of zeros
+    pairs = _six(matrix).view(rows, columns // 4, 6)
+    return torch.zeros_like(pairs).scatter_(-1, first, pairs.gather(-1, first)).view(rows, -1)
+
+
+def _pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
+    height, mode = options
+    return TILED.pack(_one_of_six(matrix) if mode else _paired(matrix), (height,))
+
+
+def _unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
+    height, mode = options
+    wide = TILED.unpack(buffers, rows, columns // 4 * 6 if mode else columns // 2, (height,))
+    if not mode:
+        return wide.view(torch.bfloat16)
+    pairs = wide.view(torch.bfloat16).view(rows, columns // 4, 12)
+    groups = torch.zeros(rows, columns // 4, 4, dtype=torch.bfloat16, device=wide.device)
+    for number, place in enumerate(_places(wide.device).tolist()):
+        groups[..., place] = torch.where(pairs[..., number] != 0, pairs[..., number], groups[..., place])
+    return groups.view(rows, columns)
+
+
+def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
+    if not (x.is_cpu and buffers[0].is_cpu) or x.dtype != torch.bfloat16 or build.target() is None:
+        return None
+    height, mode = options
+    seen = _paired(x).view(torch.float32)  # moved as bits, never computed with
+    return product(seen, buffers, bias, rows, height, "six" if mode else "float32", "pair").to(x.dtype)
+
+
+PAIRS = register(Format("pairs", TILED.buffers, _fits, _pack, _unpack, _linear, allowed=((1, 0), (1, 1), (4, 0))))

@@ -1,0 +1,283 @@
+"""Formats for one row of inputs at a time (and a few more): what counts is how few bytes a weight takes.
+
+gather: any pattern; bitmask: up to about 80 % zeros; runs: blocks along a row; panels: blocks of rows; columns: a dense
+weight whose inputs are mostly zero (gates). Values may be stored in half precision; sums are always float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .find import Zeros, fill, pack_bits, unpack_bits
+from .formats import Buffers, Format, Options, Use, register
+from .native import build
+from .tiled import DTYPES, as_float, kernels_for, scratch
+
+FEW = 4  # rows of input up to which these formats are tried
+GROUP = 8
+COLUMNS = 1 << 16  # column numbers have two bytes
+
+
+def _here(use: Use, *features: str) -> bool:
+    return use.kind == "linear" and use.device == "cpu" and max(use.rows) <= FEW and build.has(*features)
+
+
+def _by_rows(x: Tensor, bias: Tensor | None, rows: int, body: Callable[[int, int, int], None]) -> Tensor:
+    """Call `body(x, bias, y)` with the addresses of each row of inputs, as float32 padded to whole groups of columns."""
+    batch, columns = x.shape
+    more = -columns % GROUP
+    seen = F.pad(x.float(), (0, more)).contiguous() if more or x.dtype != torch.float32 or not x.is_contiguous() else x
+    y, bias = x.new_empty((batch, rows), dtype=torch.float32), as_float(bias, rows)
+    one, extra, out = seen.data_ptr(), bias.data_ptr(), y.data_ptr()
+    for i in range(batch):
+        body(one + i * (columns + more) * 4, extra, out + i * rows * 4)
+    return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+
+def _starts(counts: Tensor) -> Tensor:
+    return F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def _unsigned(numbers: Tensor) -> Tensor:
+    """Two-byte numbers as int64; torch stores them signed."""
+    return numbers.long() & 0xFFFF
+
+
+# ---------------------------------------------------------------- gather
+
+
+def _gather_fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
+    if _here(use) and zeros.sparsity > 0.5 and matrix.shape[1] <= COLUMNS:
+        yield ()
+
+
+def _gather_pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
+    row, column = (matrix != 0).nonzero(as_tuple=True)
+    counts = torch.bincount(row, minlength=len(matrix))
+    place = torch.arange(len(row), device=row.device)
+    rank = place - (counts.cumsum(0) - counts)[row]
+    leader = column[place - rank % GROUP] if len(row) else column
+    far = (column - leader) // 256  # a byte does not reach: the rest of the eight starts another group
+    new = torch.ones(len(row), dtype=torch.bool, device=row.device)
+    new[1:] = (rank % GROUP == 0)[1:] | (far[1:] != far[:-1]) | (row[1:] != row[:-1])
+    group = new.cumsum(0) - 1
+    begins = new.nonzero().flatten()
+    lane = place - begins[group]
+    values = matrix.new_zeros((len(begins), GROUP))
+    index = matrix.new_zeros((len(begins), GROUP), dtype=torch.uint8)
+    values[group, lane] = matrix[row, column]
+    index[group, lane] = (column - column[begins][group]).to(torch.uint8)
+    first = column[begins].to(torch.int16)
+    return values.flatten(), index.flatten(), first, _starts(torch.bincount(row[begins], minlength=len(matrix)))
+
+
+def _gather_unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
+    values, index, first, starts = buffers
+    row = torch.arange(rows, device=values.device).repeat_interleave(starts.diff().long())
+    column = _unsigned(first).unsqueeze(1) + index.view(-1, GROUP)
+    matrix = torch.zeros(rows, columns, dtype=values.dtype, device=values.device)
+    kept = values.view(-1, GROUP) != 0  # the rest fills up groups
+    matrix[row.unsqueeze(1).expand_as(column)[kept], column[kept]] = values.view(-1, GROUP)[kept]
+    return matrix
+
+
+def _gather_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
+    values, index, first, starts = buffers
+    if not kernels_for(x, values):
+        return None
+    body, threads = build.kernel("single.gather", DTYPES[values.dtype]), torch.get_num_threads()
+    held = [starts.data_ptr(), first.data_ptr(), index.data_ptr(), values.data_ptr()]
+    return _by_rows(x, bias, rows, lambda seen, b, y: build.run(body, [seen, rows, *held, b, y], threads))
+
+
+GATHER = register(
+    Format("gather", ("values", "index", "first", "starts"), _gather_fits, _gather_pack, _gather_unpack, _gather_linear)
+)
+
+# ---------------------------------------------------------------- runs
+
+
+def _runs_fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
+    if _here(use) and zeros.sparsity > 0.1 and matrix.shape[1] <= COLUMNS and fill(matrix != 0, 1, GROUP) > 0.6:
+        yield ()
+
+
+def _runs_pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
+    rows, columns = matrix.shape
+    parts = F.pad(matrix, (0, -columns % GROUP)).view(rows, -1, GROUP)
+    row, part = (parts != 0).any(-1).nonzero(as_tuple=True)
+    return parts[row, part].flatten(), (part * GROUP).to(torch.int16), _starts(torch.bincount(row, minlength=rows))
+
+
+def _runs_unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
+    values, first, starts = buffers
+    parts = torch.zeros(rows, -(-columns // GROUP), GROUP, dtype=values.dtype, device=values.device)
+    row = torch.arange(rows, device=values.device).repeat_interleave(starts.diff().long())
+    parts[row, _unsigned(first) // GROUP] = values.view(-1, GROUP)
+    return parts.flatten(1)[:, :columns].contiguous()
+
+
+def _runs_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
+    values, first, starts = buffers
+    if not kernels_for(x, values):
+        return None
+    body, threads = build.kernel("single.runs", DTYPES[values.dtype]), torch.get_num_threads()
+    held = [starts.data_ptr(), first.data_ptr(), values.data_ptr()]
+    return _by_rows(x, bias, rows, lambda seen, b, y: build.run(body, [seen, rows, *held, b, y], threads))
+
+
+RUNS = register(Format("runs", ("values", "first", "starts"), _runs_fits, _runs_pack, _runs_unpack, _runs_linear))
+
+# ---------------------------------------------------------------- panels
+
+
+def _panels_fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
+    if _here(use) and zeros.sparsity > 0.1 and matrix.shape[1] <= COLUMNS:
+        yield from ((height,) for height in (16, 8) if fill(matrix != 0, height, 1) > 0.6)
+
+
+def _panels_pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
+    (height,) = options
+    tall = matrix.reshape(-1, height, matrix.shape[1])
+    panel, column = (tall != 0).any(1).nonzero(as_tuple=True)
+    counts = torch.bincount(panel, minlength=len(tall))
+    return tall[panel, :, column].flatten(), column.to(torch.int16), _starts(counts)
+
+
+def _panels_unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
+    (height,), (values, index, starts) = options, buffers
+    panel = torch.arange(rows // height, device=values.device).repeat_interleave(starts.diff().long())
+    tall = torch.zeros(rows // height, columns, height, dtype=values.dtype, device=values.device)
+    tall[panel, _unsigned(index)] = values.view(-1, height)
+    return tall.transpose(1, 2).reshape(rows, columns)
+
+
+def _panels_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
+    (height,), (values, index, starts) = options, buffers
+    if not kernels_for(x, values):
+        return None
+    body, threads = build.kernel("single.panels", height, DTYPES[values.dtype]), torch.get_num_threads()
+    held = [starts.data_ptr(), index.data_ptr(), values.data_ptr()]
+    return _by_rows(x, bias, rows, lambda seen, b, y: build.run(body, [seen, rows // height, *held, b, y], threads))
+
+
+PANELS = register(
+    Format(
+        "panels", ("values", "index", "starts"), _panels_fits, _panels_pack, _panels_unpack, _panels_linear,
+        allowed=((16,), (8,)),
+    )
+)  # fmt: skip
+
+# ---------------------------------------------------------------- bitmask
+
+
+def _bitmask_fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
+    if (use.kind == "embedding" and zeros.sparsity > 0.1) or (_here(use, "avx2") and 0.1 < zeros.sparsity < 0.9):
+        yield ()
+
+
+def _bitmask_pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
+    kept = matrix != 0
+    values = F.pad(matrix[kept], (0, 16))  # room to read over the end
+    return values, _turns(pack_bits(kept)), F.pad(kept.sum(1).cumsum(0), (1, 0))
+
+
+def _turns(masks: Tensor) -> Tensor:
+    """Bytes of four rows in turns, which is how the kernel reads them; rows that are left over stay as they are."""
+    whole = len(masks) // 4 * 4
+    four = masks[:whole].view(-1, 4, masks.shape[1]).transpose(1, 2).reshape(whole, masks.shape[1])
+    return torch.cat([four, masks[whole:]])
+
+
+def _in_rows(masks: Tensor) -> Tensor:
+    whole = len(masks) // 4 * 4
+    rows = masks[:whole].view(-1, masks.shape[1], 4).transpose(1, 2).reshape(whole, masks.shape[1])
+    return torch.cat([rows, masks[whole:]])
+
+
+def _bitmask_unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
+    values, masks, _ = buffers
+    matrix = torch.zeros(rows, columns, dtype=values.dtype, device=values.device)
+    matrix[unpack_bits(_in_rows(masks), columns)] = values[:-16]
+    return matrix
+
+
+@cache
+def _table(kind: str) -> Tensor:
+    """How the values of a group are spread over its eight lanes, for each of the 256 masks."""
+    table = torch.zeros(256, 8, dtype=torch.int64, device="cpu")
+    for mask in range(256):
+        taken = 0
+        for lane in range(8):
+            there = mask >> lane & 1
+            if kind == "float32":
+                table[mask, lane] = taken if there else 0x80000000
+            else:  # four bytes of a shuffle: two zeros, then the value's two bytes; 0x80 makes a zero
+                table[mask, lane] = 0x8080 | (2 * taken << 16) | (2 * taken + 1 << 24) if there else 0x80808080
+            taken += there
+    return torch.where(table >= 1 << 31, table - (1 << 32), table).to(torch.int32).contiguous()
+
+
+def _bitmask_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
+    values, masks, starts = buffers
+    if not kernels_for(x, values) or values.dtype == torch.float16 or not build.has("avx2"):
+        return None
+    kind, threads = DTYPES[values.dtype], torch.get_num_threads()
+    body, table = build.kernel("single.bitmask", kind), _table(kind)
+    held = [masks.shape[1], starts.data_ptr(), masks.data_ptr(), values.data_ptr(), table.data_ptr()]
+    return _by_rows(x, bias, rows, lambda seen, b, y: build.run(body, [seen, rows, *held, b, y], threads))
+
+
+def _bitmask_embedding(x: Tensor, buffers: Buffers, columns: int, options: Options) -> Tensor:
+    values, masks, starts = buffers
+    four = x // 4 * 4  # where the bytes of this row begin, and how far apart they are
+    whole = four + 4 <= len(masks)
+    step = torch.where(whole, 4, 1).unsqueeze(1)
+    begin = torch.where(whole, four * masks.shape[1] + x % 4, x * masks.shape[1]).unsqueeze(1)
+    own = masks.flatten()[begin + step * torch.arange(masks.shape[1], device=x.device)]
+    kept = unpack_bits(own, columns)
+    place = starts[x].unsqueeze(1) + kept.cumsum(1) - 1
+    return torch.where(kept, values[place.clamp(min=0)], torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+BITMASK = register(
+    Format(
+        "bitmask", ("values", "masks", "starts"), _bitmask_fits, _bitmask_pack, _bitmask_unpack, _bitmask_linear,
+        embedding=_bitmask_embedding,
+    )
+)  # fmt: skip
+
+# ---------------------------------------------------------------- columns
+
+
+def _columns_fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
+    if _here(use) and use.input_zeros >= 0.25 and max(use.rows) == 1:
+        yield ()
+
+
+def _columns_pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
+    return (matrix.t().contiguous(),)
+
+
+def _columns_unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
+    return buffers[0].t().contiguous()
+
+
+def _columns_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
+    (weight,) = buffers
+    if len(x) != 1 or not kernels_for(x, weight):
+        return F.linear(x, weight.t().to(x.dtype), bias)
+    threads, inputs = torch.get_num_threads(), x.shape[1]
+    width = max(512, -(-rows // threads // 8) * 8)
+    memory = scratch(threads * (inputs + 1) * 2)
+    body = build.kernel("single.columns", DTYPES[weight.dtype])
+    held = [inputs, weight.data_ptr(), rows, width, memory.data_ptr(), (inputs + 1) * 8]
+    return _by_rows(x, bias, rows, lambda seen, b, y: build.run(body, [seen, *held, b, y], threads))
+
+
+BY_COLUMNS = register(Format("columns", ("values",), _columns_fits, _columns_pack, _columns_unpack, _columns_linear))

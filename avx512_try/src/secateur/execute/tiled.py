@@ -1,0 +1,201 @@
+"""The tiled format: any pattern, any number of input rows from about eight on, linear layers and convolutions.
+
+Columns come in blocks of 192 with a byte for the place in the block; `height` rows share a list of columns (1 or 4).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .find import Zeros, fill
+from .formats import Buffers, Format, Options, Use, Window, register
+from .native import build
+
+WIDTH = 192  # columns of a block (a byte counts those of a row): with 32 positions, most of the first-level cache
+CHUNK = 256  # rows that are worked on together: their sums stay in the second-level cache
+TOGETHER = 2
+LINE = 16  # floats of a line of the cache
+LAYING = 0.06  # laying inputs out, as a part of the time to multiply them with all rows
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_MINE = threading.local()
+
+
+def scratch(floats: int) -> Tensor:
+    """Memory that a call may write over, kept from call to call: fresh pages would cost more than the product."""
+    held: Tensor | None = getattr(_MINE, "memory", None)
+    if held is None or held.numel() < floats:
+        held = _MINE.memory = torch.empty(floats, dtype=torch.float32, device="cpu")
+    return held
+
+
+@lru_cache(maxsize=64)
+def no_bias(rows: int) -> Tensor:
+    return torch.zeros(rows, dtype=torch.float32, device="cpu")
+
+
+def as_float(bias: Tensor | None, rows: int) -> Tensor:
+    """As kernels read it. They take its address, so one on another device must not get this far."""
+    if bias is None:
+        return no_bias(rows)
+    if not bias.is_cpu:
+        raise RuntimeError(f"the bias is on {bias.device} and the inputs are on the CPU: move the model with .to()")
+    return bias.float().contiguous()
+
+
+def kernels_for(x: Tensor, values: Tensor) -> bool:
+    if not (x.is_cpu and values.is_cpu and x.dtype in DTYPES and values.dtype in DTYPES) or build.target() is None:
+        return False
+    return torch.float16 not in (x.dtype, values.dtype) or build.reads_halves()
+
+
+def _fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
+    if use.kind == "embedding" or use.device != "cpu" or build.target() is None or max(use.rows) < 4:
+        return
+    if zeros.sparsity > 0.1:
+        yield (1,)
+    if zeros.sparsity > 0.1 and fill(matrix != 0, 4, 1) > 0.6:
+        yield (4,)
+
+
+def _pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
+    (height,) = options
+    rows, columns = matrix.shape
+    panels, blocks, per_chunk = rows // height, -(-columns // WIDTH), CHUNK // height
+    chunks = -(-panels // per_chunk)
+    tall = matrix.reshape(panels, height, columns)
+    kept = (tall != 0).any(1)
+    panel, column = kept.nonzero(as_tuple=True)
+    lengths = matrix.new_zeros((chunks * per_chunk, blocks), dtype=torch.int64)
+    padded = F.pad(kept, (0, blocks * WIDTH - columns))
+    lengths[:panels] = padded.view(panels, blocks, WIDTH).sum(-1)
+    cells = lengths.view(chunks, per_chunk, blocks).transpose(1, 2)  # [chunk, block, panel]
+    counts, order = cells.sort(dim=-1, descending=True, stable=True)
+    ends = counts.flatten().cumsum(0)
+    begins = torch.empty_like(cells).scatter_(2, order, (ends - counts.flatten()).view_as(counts))
+    begins = begins.transpose(1, 2).reshape(-1)  # where each list (panel, block) goes; `lengths` says where it comes from
+    shift = begins - (lengths.flatten().cumsum(0) - lengths.flatten())
+    place = torch.arange(len(panel), device=panel.device) + shift.repeat_interleave(lengths.flatten())
+    index = matrix.new_empty(len(panel), dtype=torch.uint8)
+    index[place] = (column % WIDTH).to(torch.uint8)
+    values = matrix.new_empty((len(panel), height))
+    values[place] = tall[panel, :, column]
+    starts = ends.view(chunks * blocks, per_chunk)[:, -1].roll(1)
+    starts[0] = 0
+    used = (counts > 0).sum(-1).flatten().to(torch.int16)
+    return values.flatten(), index, counts.flatten().to(torch.uint8), order.flatten().to(torch.uint8), used, starts.contiguous()
+
+
+def _unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
+    (height,) = options
+    values, index, counts, order, *_ = buffers
+    panels, blocks, per_chunk = rows // height, -(-columns // WIDTH), CHUNK // height
+    each = counts.long()
+    cell = torch.arange(len(each), device=index.device) // per_chunk
+    panel = (cell // blocks * per_chunk + order).repeat_interleave(each)
+    column = (cell % blocks * WIDTH).repeat_interleave(each) + index
+    tall = torch.zeros(panels, columns, height, dtype=values.dtype, device=values.device)
+    tall[panel, column] = values.view(-1, height)
+    return tall.transpose(1, 2).reshape(rows, columns)
+
+
+def _tile_of(positions: int, height: int, *, images: bool = False) -> int:
+    """How many positions at a time: wide tiles use a weight more often and lay images out faster, narrow ones waste less at
+    the end and leave room in cache. The same for any number of threads, so that sums come out the same."""
+    if height > 1:
+        cost = {8: 1.5, 16: 1.0} | ({32: 1.1} if build.has("avx512f") else {})
+    elif images or build.has("avx512f"):
+        cost = {8: 1.5, 16: 1.25, 32: 1.1, 64: 1.0}
+    else:
+        cost = {8: 1.5, 16: 1.2, 32: 1.0}
+    return min(cost, key=lambda size: -(-positions // size) * size * cost[size])
+
+
+def _splits(tiles: int, rows: int, threads: int) -> int:
+    """Into how many pieces of work the rows of a tile go: few, since each lays the inputs out anew, but even over threads."""
+    chunks = -(-rows // CHUNK)
+    return min(
+        range(1, min(chunks, threads) + 1),
+        key=lambda splits: -(-tiles * splits // threads) * (-(-chunks // splits) / chunks + LAYING),
+    )
+
+
+def _shape(rows: int, columns: int, height: int) -> tuple[int, ...]:
+    return columns, WIDTH, -(-columns // WIDTH), rows // height, CHUNK // height
+
+
+def _places(buffers: Buffers) -> list[int]:
+    """Where the packed matrix is, in the order that kernels have it. The caller keeps the tensors alive."""
+    values, index, counts, order, used, starts = [each.data_ptr() for each in buffers]
+    return [starts, used, counts, order, index, values]
+
+
+@lru_cache(maxsize=1024)  # by shape; a layer is called with the same few again and again
+def _rows_plan(
+    batch: int, columns: int, rows: int, height: int, seen: str, stored: str, threads: int
+) -> tuple[Any, int, int, int, tuple[int, ...]]:
+    tile = _tile_of(batch, height)
+    together = TOGETHER
+    tiles, room = -(-batch // (tile * together)), (columns + CHUNK) * tile * together
+    multiply = build.kernel("tiled.multiply_rows", height, tile, seen, stored)
+    return multiply, together, _splits(tiles, rows, threads), room, _shape(rows, columns, height)
+
+
+def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
+    if not kernels_for(x, buffers[0]):
+        return None
+    y = product(x, buffers, bias, rows, options[0], DTYPES[x.dtype], DTYPES[buffers[0].dtype])
+    return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+
+def product(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, height: int, seen: str, stored: str) -> Tensor:
+    """x [batch, columns] times the packed matrix, as float32. "six": inputs are the six pairs of each two numbers of x."""
+    (batch, columns), threads = x.shape, torch.get_num_threads()
+    stride, one = x.stride()
+    if one != 1:
+        x, stride = x.contiguous(), columns
+    columns *= 3 if seen == "six" else 1
+    multiply, together, splits, room, shape = _rows_plan(batch, columns, rows, height, seen, stored, threads)
+    memory, y, extra = scratch(threads * room), x.new_empty((batch, rows), dtype=torch.float32), as_float(bias, rows)
+    work = (x.data_ptr(), stride * x.element_size(), memory.data_ptr(), room * 4, together, splits, y.data_ptr(), batch, rows)
+    build.run(multiply, (*shape, *_places(buffers), extra.data_ptr(), *work), threads)
+    return y
+
+
+@lru_cache(maxsize=1024)
+def _planes_plan(shape: tuple[int, ...], rows: int, height: int, stored: str, threads: int, window: Window) -> tuple[Any, ...]:
+    (images, channels, high, wide), (pad_y, pad_x) = shape, window.padding
+    out, size = window.out(high, wide), (high + 2 * pad_y, wide + 2 * pad_x)
+    columns, step = channels * window.kernel[0] * window.kernel[1], max(window.stride)
+    places = (out[0] - 1) * (size[1] if step == 1 else out[1]) + out[1]
+    tile = _tile_of(places, height, images=True)
+    room = (columns + CHUNK) * tile + LINE
+    image = -(-(images * channels * size[0] * size[1] + tile) // LINE) * LINE  # and what is read past the end
+    multiply = build.kernel("tiled.multiply_planes", height, tile, stored, min(step, 2))
+    padding = (images * channels, high, wide, pad_y, pad_x)
+    splits = _splits(images * -(-places // tile), rows, threads)
+    work = (images, rows, splits, *out, channels, *size, *window.kernel, *window.stride, *window.dilation)
+    return multiply, out, _shape(rows, columns, height), room, image, work, padding
+
+
+def _conv(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options, window: Window) -> Tensor | None:
+    if not kernels_for(x, buffers[0]):
+        return None
+    height, threads, images = options[0], torch.get_num_threads(), x.shape[0]
+    plan = _planes_plan(tuple(x.shape), rows, height, DTYPES[buffers[0].dtype], threads, window)
+    multiply, out, matrix, room, image, work, padding = plan
+    source, memory = x.float().contiguous(), scratch(image + threads * room).data_ptr()
+    y, bias = x.new_empty((images, rows, *out), dtype=torch.float32), as_float(bias, rows)
+    places = (*_places(buffers), bias.data_ptr(), memory, memory + image * 4, room * 4, y.data_ptr())
+    build.run_in_steps(multiply, (*matrix, *places, *work, source.data_ptr(), *padding), threads)
+    return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+
+BUFFERS = ("values", "index", "counts", "order", "used", "starts")
+TILED = register(Format("tiled", BUFFERS, _fits, _pack, _unpack, _linear, _conv, allowed=((1,), (4,))))

@@ -1,0 +1,357 @@
+"""Pruned models on disk: `save`, `load`, and `dense_state_dict` for those who have the tensors only. Never pickle.
+
+A saved model is a folder: `model.safetensors` (any reader of safetensors opens it) and the manifest `secateur.json`. Rooms:
+`files` (writing and reading whole files), `packed` (zeros as bits), `compressed` (layers in sparse formats), `manifest` (what
+is where), `hf` (Hugging Face).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._dist import sharded
+from .._tree import nearest
+from ..execute.choose import decompress_
+from ..execute.layers import Compressed
+from ..graph.slots import owned_tensors
+from ..plan import Plan
+from ..surgery import Shrunk, all_or_nothing
+from ..surgery.cut import Cuts, Passing, apply_cuts_, history, is_cut, remember_
+from . import compressed, hf, packed
+from .files import CODES, DTYPES, BadFile, Entry, Tensors, names_of, read_json, rename, replacing, write_tensors
+from .manifest import Layer, Manifest, Stored, about, check_file, from_text, shapes_of, to_text
+from .zeros import pattern_of
+
+__all__ = ["save", "load", "dense_state_dict", "BadFile"]
+
+TENSORS, MANIFEST, CONFIG = "model.safetensors", "secateur.json", "config.json"
+
+
+def save(
+    model: nn.Module, path: str | os.PathLike[str], *, packed: bool = False, plan: Plan | Shrunk | None = None
+) -> dict[str, Any]:
+    """Write the model to the folder `path`; returns what there is to say about it, as the manifest has it.
+
+    `packed`: tensors with many zeros are stored as a bit for every element and the values. Without it the file holds the
+    state dict as it is, zeros and all; only the weights of compressed layers are always packed. A model that `shrink` made
+    remembers its cuts, and `load` cuts a fresh model by them; `plan` is needed only where the model was rebuilt by other
+    means, or to put the recipe of `prune_` into the manifest.
+
+    A Hugging Face model gets its `config.json` too, with the numbers of the small model. Where those describe it (layers cut
+    alike), plain `from_pretrained(path)` loads it; `["from_pretrained"]` of the result says whether, or why not.
+    """
+    model = getattr(model, "_orig_mod", model)  # the module under torch.compile
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"save takes a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(plan, Plan | Shrunk | None):
+        raise TypeError(f"plan= is what prune_ or shrink returned, not {type(plan).__name__}")
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; save() writes a folder with {TENSORS} and {MANIFEST} in it")
+    tensors, tied = _tensors(model)
+    cuts = _cuts(model, plan)
+    layers = compressed.listed(model)
+    listed, entries = _described(model, tensors, packed)
+    said = about(model, plan.recipe if plan is not None else next((c.recipe for c in reversed(cuts) if c.recipe), None))
+    against = "is packed; save it without packed=True" if packed else "has compressed layers; decompress_ it first"
+    extra, note = hf.files(model, against if packed or layers else None)
+    if note is not None:
+        said["from_pretrained"] = note
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        new = {name: stack.enter_context(replacing(folder / name)) for name in (*extra, TENSORS, MANIFEST)}
+        written = write_tensors(new[TENSORS], entries, {"format": "pt"})
+        new[MANIFEST].write_bytes(to_text(Manifest(listed, tied, cuts, written, said, layers)))
+        for name, text in extra.items():
+            new[name].write_text(text, encoding="utf-8")
+    _put(folder, new)
+    return said
+
+
+def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module], *, as_: str | None = None) -> nn.Module:
+    """The model that was saved in the folder `path`, in eval or training mode as `into` is.
+
+    `into`: a function that builds the model as it was before any cut, or such a model, which is then changed in place (or one
+    that is cut already). It is cut as the saved one was, and loaded strictly. Every byte is checked first: whatever is wrong,
+    a `BadFile` (a ValueError) says what, and the model is as it was. Layers that were compressed are so again, in the same
+    format, wherever it was chosen; `as_="dense"`: in plain layers, whatever was saved.
+    """
+    if as_ not in (None, "dense"):
+        raise ValueError(f"as_={as_!r} must be 'dense' or left out.{nearest(str(as_), ['dense'])}")
+    with _opened(Path(path)) as (manifest, file):
+        model = into if isinstance(into, nn.Module) or not callable(into) else into()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"into= is a model or a function that builds one; this gave a {type(model).__name__}")
+        with all_or_nothing(model):
+            if compressed.layers_of(model):
+                decompress_(model)
+            if not (_fits(model, manifest) and all(is_cut(model, cuts) for cuts in manifest.cuts)):
+                for cuts in manifest.cuts:
+                    apply_cuts_(model, cuts)
+            remember_(model, manifest.cuts)
+            _fill(model, manifest, file, {} if as_ == "dense" else manifest.layers)
+    return model
+
+
+def dense_state_dict(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> dict[str, Tensor]:
+    """A dense state dict, without a model: from a folder that `save` wrote, or from what `safetensors.torch.load_file` read.
+
+    From a folder everything is checked, and tied tensors come back under all their names; the tensor file by itself holds
+    each once.
+    """
+    if isinstance(source, Mapping):
+        return _unpacked(source)
+    with _opened(Path(source)) as (manifest, file):
+        found = {name: _read(file, name, stored) for name, stored in manifest.tensors.items()}
+        found |= {other: found[name] for other, name in manifest.tied.items()}
+        return {name: tensor.to(DTYPES[_dtype_of(name, manifest)]) for name, tensor in found.items()}
+
+
+# --- saving ---------------------------------------------------------------------------------------------------------
+
+
+def _tensors(model: nn.Module) -> tuple[compressed.State, dict[str, str]]:
+    """The state dict without tied tensors, and the other names of those."""
+    found: compressed.State = {}
+    first: dict[Any, str] = {}
+    state, tied = compressed.dense_view(model)
+    names = sorted(state, key=lambda name: hf.is_tied_copy(model, name))  # where transformers cares which name stays
+    for name in names:
+        held = state[name]
+        tensor = held.get_buffer(held.names[0]) if isinstance(held, Compressed) else held
+        _check_tensor(name, tensor)
+        views = (tensor.is_conj(), tensor.is_neg())  # of the same numbers, and they mean others
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, str(tensor.device), views)
+        if held is tensor and tensor.numel() and key in first:
+            tied[name] = first[key]
+        else:
+            first[key] = name
+            found[name] = held
+    return found, {other: tied.get(name, name) for other, name in tied.items()}
+
+
+def _check_tensor(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name!r} in the state dict is a {type(tensor).__name__}; only tensors can be saved without pickle")
+    if sharded(tensor) or tensor.layout != torch.strided or tensor.dtype not in CODES or tensor.is_meta:
+        kind = "sharded" if sharded(tensor) else "on the meta device" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
+        raise TypeError(f"{name!r} is {kind}; a file holds whole strided tensors of {', '.join(sorted(CODES.values()))}")
+    if name.endswith(packed.PARTS) or name == "__metadata__":
+        raise ValueError(f"{name!r} means something else in a file, as do names that end in {packed.PARTS}; rename it")
+
+
+def _cuts(model: nn.Module, plan: Plan | Shrunk | None) -> list[Cuts]:
+    known = list(history(model))
+    if not isinstance(plan, Shrunk) or any(plan.cuts is cuts or plan.cuts == cuts for cuts in known):
+        return known
+    _check_cut(model, plan.cuts)
+    return [*known, plan.cuts]
+
+
+def _check_cut(model: nn.Module, cuts: Cuts) -> None:
+    """Raises unless the model has the sizes that these cuts leave: a file of another one could not be loaded."""
+    tensors = dict(owned_tensors(model).values())
+    for path in cuts.drop:
+        if not _without(model, path, cuts):
+            raise ValueError(f"plan= leaves modules of {path or 'the model'} out and this model holds them; {_NOT_CUT}")
+    for name, kept in cuts.tensors.items():
+        left = tuple(len(kept.get(d, range(size))) for d, size in enumerate(cuts.shapes[name]))
+        if name in tensors and tuple(tensors[name].shape) != left:
+            raise ValueError(f"plan= leaves {name!r} as {left} and this model holds {tuple(tensors[name].shape)}; {_NOT_CUT}")
+    if cuts.tensors and not cuts.tensors.keys() & tensors.keys() and not compressed.layers_of(model):
+        raise ValueError(f"plan= speaks of {next(iter(cuts.tensors))!r}, and this model has no such tensor; {_NOT_CUT}")
+
+
+_NOT_CUT = "save the small model that the plan was made with, or leave plan= out. Nothing was written."
+
+
+def _without(model: nn.Module, path: str, cuts: Cuts) -> bool:
+    """Whether a list of modules is as short as the cuts leave it; whether those that are held by name are replaced."""
+    try:
+        held = model.get_submodule(path)
+    except AttributeError:
+        return False
+    modules, gone = list(held._modules.values()), cuts.drop[path]
+    if isinstance(held, nn.ModuleList | nn.Sequential):
+        return len(modules) == cuts.lengths[path] - len(gone)
+    return len(modules) == cuts.lengths[path] and all(isinstance(modules[place], Passing) for place in gone)
+
+
+def _described(model: nn.Module, tensors: compressed.State, pack: bool) -> tuple[dict[str, Stored], dict[str, Entry]]:
+    listed: dict[str, Stored] = {}
+    entries: dict[str, Entry] = {}
+    for name, held in tensors.items():
+        again = partial(_whole, held)
+        tensor = again()
+        values = packed.count_values(tensor)
+        made = packed.entries(name, tensor, values, again) if pack or held is not tensor else None
+        kind = "dense" if made is None else "bitmask"
+        zeros = tensor.numel() - values
+        listed[name] = Stored(CODES[tensor.dtype], tuple(tensor.shape), kind, zeros, pattern_of(model, name, tensor, zeros))
+        entries |= made or {name: Entry(tensor.dtype, tuple(tensor.shape), again)}
+    return listed, entries
+
+
+def _whole(held: Tensor | Compressed) -> Tensor:
+    return held.weight if isinstance(held, Compressed) else held
+
+
+def _put(folder: Path, new: Mapping[str, Path]) -> None:
+    """Rename what was written. The new manifest waits under a name of its own until its tensors are in place.
+
+    So a crash at any moment leaves a pair that belongs together: see `_opened`.
+    """
+    waiting, stale = folder / f"{MANIFEST}.next", CONFIG not in new and _wrote_config(folder)
+    try:
+        rename(new[MANIFEST], waiting)
+        for name, beside in new.items():
+            if name != MANIFEST:
+                rename(beside, folder / name)
+        if stale:
+            (folder / CONFIG).unlink(missing_ok=True)
+        rename(waiting, folder / MANIFEST)
+    finally:
+        for beside in new.values():  # those that an error has left
+            beside.unlink(missing_ok=True)
+
+
+def _wrote_config(folder: Path) -> bool:
+    """Whether an earlier save wrote the config that lies here. transformers would fill a model of it with random numbers."""
+    try:
+        return read_json((folder / MANIFEST).read_bytes(), MANIFEST)["about"]["from_pretrained"] is True
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[tuple[Manifest, Tensors]]:
+    """The tensor file and the manifest that was written for it, both checked in full."""
+    names = [n for n in (MANIFEST, f"{MANIFEST}.next") if (folder / n).is_file()]
+    if not names or not (folder / TENSORS).is_file():
+        missing = TENSORS if names else MANIFEST
+        raise FileNotFoundError(f"{folder} holds no {missing}: it is not a folder that sc.save wrote")
+    with (folder / TENSORS).open("rb") as opened:
+        file = Tensors(opened, str(folder / TENSORS))
+        wrong: list[BadFile] = []
+        for name in names:
+            try:
+                manifest = from_text((folder / name).read_bytes(), str(folder / name), file.size)
+                check_file(manifest, file)
+            except BadFile as error:
+                wrong.append(error)
+                continue
+            yield manifest, file
+            return
+        raise wrong[0]
+
+
+def _read(file: Tensors, name: str, stored: Stored) -> Tensor:
+    if stored.format == "dense":
+        return file.read(name)
+    bits, values = (file.read(name + part) for part in (packed.BITMASK, packed.VALUES))
+    return packed.unpack(name, bits, values, stored.shape)
+
+
+def _unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        base, mark, part = name.rpartition("#")
+        if mark + part not in packed.PARTS:
+            found[name] = tensor
+            continue
+        if missing := [base + p for p in packed.PARTS if base + p not in tensors]:
+            raise BadFile(f"{name!r} has no {names_of(missing)} beside it")
+        if mark + part == packed.BITMASK:
+            shape, values = tensors[base + packed.SHAPE], tensors[base + packed.VALUES]
+            if shape.dtype != torch.int64 or shape.dim() != 1 or bool((shape < 0).any()):
+                raise BadFile(f"{base + packed.SHAPE!r} is no shape")
+            found[base] = packed.unpack(base, tensor.cpu(), values.cpu(), tuple(shape.tolist())).to(values.device)
+    return found
+
+
+def _fits(model: nn.Module, manifest: Manifest) -> bool:
+    state = model.state_dict(keep_vars=True)
+    return {name: tuple(t.shape) for name, t in state.items() if isinstance(t, Tensor)} == shapes_of(manifest)
+
+
+def _dtype_of(name: str, manifest: Manifest) -> str:
+    """The dtype that the model has there: a compressed layer may store its weight in a narrower one."""
+    layer = manifest.layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+    return manifest.tensors[manifest.tied.get(name, name)].dtype if layer is None else layer.dtype
+
+
+def _fill(model: nn.Module, manifest: Manifest, file: Tensors, layers: Mapping[str, Layer]) -> None:
+    """Check names, shapes and dtypes, and make the compressed layers, all before the first byte is written; then copy."""
+    state = model.state_dict(keep_vars=True)
+    expected = shapes_of(manifest)
+    if missing := expected.keys() - state.keys():
+        raise BadFile(f"the model has no {names_of(missing)}, which the file holds.{nearest(min(missing), state)}")
+    if extra := state.keys() - expected.keys():
+        raise BadFile(f"the file holds no {names_of(extra)}, which the model has.{nearest(min(extra), expected)}")
+    for name, tensor in state.items():
+        stored = manifest.tensors[manifest.tied.get(name, name)]
+        if tuple(tensor.shape) != stored.shape:
+            raise BadFile(f"{name!r} is {tuple(tensor.shape)} in the model and {stored.shape} in the file")
+        if CODES.get(tensor.dtype) != (dtype := _dtype_of(name, manifest)):
+            raise BadFile(f"{name!r} is {tensor.dtype} in the model and {dtype} in the file; build the model in that dtype")
+    filled = {id(tensor) for tensor in state.values()}
+    if left := [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta and id(t) not in filled]:
+        raise BadFile(f"{names_of(left)} are on the meta device and not in the file; build the model on a real device")
+
+    def weight(path: str) -> Tensor:
+        name = manifest.tied.get(f"{path}.weight", f"{path}.weight")
+        return _read(file, name, manifest.tensors[name])
+
+    made = compressed.made_again(model, layers, weight)
+    _copy(model, state, manifest, file, {f"{path}.weight" for path in layers})
+    compressed.put_(model, made)
+
+
+def _copy(model: nn.Module, state: Mapping[str, Tensor], manifest: Manifest, file: Tensors, done: set[str]) -> None:
+    """Tensor by tensor, but for those with no other name than that of a layer that is done already."""
+    names: dict[str, list[str]] = {name: [name] for name in manifest.tensors}
+    for other, name in manifest.tied.items():
+        names[name].append(other)
+    own = {id(t) for t in (*model.parameters(), *model.buffers())}
+    if any(id(tensor) not in own for tensor in state.values()):  # the model makes its state dict itself: let it read it too
+        whole = {n: _read(file, name, stored) for name, stored in manifest.tensors.items() for n in names[name]}
+        model.load_state_dict(whole)
+        return
+    packed_ones = {f"{path}.weight" for path in manifest.layers}
+    with torch.no_grad():
+        for name, stored in manifest.tensors.items():
+            if done.issuperset(names[name]):
+                continue
+            ids = {id(state[n]) for n in names[name]}
+            others = any(id(tensor) in ids for n, tensor in state.items() if n not in names[name])
+            apart = others and packed_ones.issuperset(names[name])  # rounded when it was compressed, so tied no more
+            _write(model, state, names[name], _read(file, name, stored), apart)
+
+
+def _write(model: nn.Module, state: Mapping[str, Tensor], names: Sequence[str], value: Tensor, apart: bool) -> None:
+    """Put a value under its names. A tensor on the meta device becomes a real one, the same one under every name.
+
+    So does one that is to be `apart` from a tensor that the model has under other names too.
+    """
+    made: dict[int, Tensor] = {}
+    for name in names:
+        tensor = state[name]
+        if not (tensor.is_meta or apart):
+            tensor.copy_(value)
+            continue
+        path, _, attribute = name.rpartition(".")
+        module, parameter = model.get_submodule(path), isinstance(tensor, nn.Parameter)
+        new = value.to(tensor.dtype) if tensor.is_meta else value.to(tensor)
+        new = made.setdefault(id(tensor), nn.Parameter(new, tensor.requires_grad) if parameter else new)
+        vars(module)["_parameters" if parameter else "_buffers"][attribute] = new

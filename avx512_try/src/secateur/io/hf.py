@@ -1,0 +1,220 @@
+"""Models of Hugging Face transformers: a config that describes the small model, found by building models from it.
+
+Nothing here knows a model by name. A config is right when the model that its class builds from it has the names, the shapes and
+the numbers of the one that is saved; where it is not, its numbers are changed one at a time, towards that.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import inspect
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..surgery.configs import Place, built_from, number_at, numbers_of, with_numbers
+from ..surgery.cut import history
+from ..surgery.verify import tensors_of
+
+Key = tuple[str, ...]
+Profile = dict[Key, Any]
+
+
+def is_hf(model: nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    return hasattr(model, "save_pretrained") and hasattr(config, "to_dict") and hasattr(config, "save_pretrained")
+
+
+def is_tied_copy(model: nn.Module, name: str) -> bool:
+    """Whether transformers leaves this name out of a file, because it ties it to another when it loads."""
+    keys = getattr(model, "_tied_weights_keys", None) or () if is_hf(model) else ()
+    return any(re.fullmatch(key, name) or name == key for key in keys)
+
+
+def files(model: nn.Module, against: str | None = None) -> tuple[dict[str, str], bool | str | None]:
+    """Further files for the folder, by name, and whether plain `from_pretrained` loads it; else why not. None: not for it."""
+    if not is_hf(model):
+        return {}, None
+    config, wrong = (model.config, against) if against else fitting_config(model)
+    made = {} if wrong else _written(model, config)
+    wrong = wrong or made.pop("error", None)
+    return ({}, f"no, only sc.load: the model {wrong}") if wrong else (made, True)
+
+
+def _written(model: nn.Module, config: Any) -> dict[str, str]:
+    """What transformers writes beside the tensors, as text; "error": why it would not."""
+    config.architectures = [type(model).__name__]
+    config.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    said = getattr(model, "generation_config", None)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            config.save_pretrained(folder)
+            if said is not None and getattr(model, "can_generate", lambda: False)():
+                said.save_pretrained(folder)
+        except Exception as error:  # it checks what it writes, and has its own opinion of sizes
+            return {"error": f"has a config that transformers refuses ({' '.join(str(error).split())})"}
+        return {file.name: file.read_text(encoding="utf-8") for file in Path(folder).iterdir() if file.suffix == ".json"}
+
+
+def fitting_config(model: nn.Module) -> tuple[Any, str | None]:
+    """A config from which the model's class builds a model like this one; else the model's own, and what differs."""
+    target, own = _profile(model, _changed(model)), copy.deepcopy(model.config)
+    best: Any = own
+    places = numbers_of(best)
+    found = _built(model, best)
+    while (wrong := _differences(found, target)) and all(key[0] in ("shape", "number") for key in wrong):
+        moved = {place: _moved(model, best, place, found, wrong, target) for place in places}
+        places = [place for place, values in moved.items() if values]  # what moves nothing that is wrong never will
+        movers = Counter(key for values in moved.values() for key in values)
+        if any(movers[key] == 0 for key in wrong):
+            break  # no number of the config has a say in it
+        alone = {p: [v for key, v in moved[p].items() if movers[key] == 1] for p in places}
+        trials = [{p: _most(values) for p, values in alone.items() if values}]  # only this number can put those right
+        trials += [{p: value} for p in places for value in _votes(moved[p].values())]  # several could: see which does
+        for changes in trials:
+            trial = with_numbers(best, {place: value for place, value in changes.items() if value})
+            result = _built(model, trial)
+            if len(_differences(result, target)) < len(wrong):
+                best, found = trial, result
+                places = [place for place in places if place not in changes]
+                break
+        else:
+            break
+    if not wrong or _says_nothing(model, {key: found.get(key) for key in wrong}):
+        return best, None
+    return own, _words(wrong)
+
+
+def _says_nothing(model: nn.Module, numbers: Mapping[Key, Any]) -> bool:
+    """Whether these integers, left over from before a cut, may be what the config makes them: the model answers the same."""
+    changed = _changed(model)
+    if any(key[0] != "number" or key[1:] in changed or type(value) is not int for key, value in numbers.items()):
+        return False
+    modules = dict(model.named_modules())
+    before = {key: vars(modules[key[1]])[key[2]] for key in numbers}
+    modes = {module: module.training for module in modules.values()}
+    try:
+        device = next(model.parameters()).device
+        inputs: Any = {name: t.to(device) for name, t in model.dummy_inputs.items()}  # type: ignore[operator, union-attr]
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            answer = tensors_of(model(**inputs))
+            for key, value in numbers.items():
+                vars(modules[key[1]])[key[2]] = value
+            return all(map(torch.equal, answer, tensors_of(model(**inputs))))
+    except Exception:
+        return False
+    finally:
+        for key, value in before.items():
+            vars(modules[key[1]])[key[2]] = value
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _moved(model: nn.Module, config: Any, place: Place, base: Profile, wrong: list[Key], target: Profile) -> dict[Key, Any]:
+    """What is wrong and moves when a number of the config is doubled, and the value of it that would put that right."""
+    old = number_at(config, place)
+    probe = 2 * old if old else 8
+    moved = _built(model, with_numbers(config, {place: probe}))
+    values: dict[Key, Any] = {}
+    for key in wrong:
+        now, then, want = (profile.get(key, "absent") for profile in (base, moved, target))
+        if not all(type(value) in (int, float) for value in (now, then, want)) or now == then:
+            continue
+        new = want if now == old or not old else old + (want - now) * (probe - old) / (then - now)
+        if not isinstance(old, float):  # a cut makes sizes smaller, and nothing that is no size
+            new = round(new) if new == round(new) and (old is None or new < old) else 0
+        values[key] = max(new, 0)
+    return values
+
+
+def _votes(values: Iterable[Any]) -> list[Any]:
+    return [value for value, _ in Counter(value for value in values if value).most_common(3)]
+
+
+def _most(values: list[Any]) -> Any:
+    return Counter(values).most_common(1)[0][0]
+
+
+# --- what a model looks like ----------------------------------------------------------------------------------------
+
+
+def _changed(model: nn.Module) -> set[tuple[str, str]]:
+    return {(a.path, a.name) for cuts in history(model) for a in cuts.attributes}
+
+
+def _profile(model: nn.Module, changed: set[tuple[str, str]]) -> Profile:
+    """Shapes of what is saved, values of the buffers that are not, and the numbers that may matter.
+
+    Those are all fractions (an epsilon, a scale), the integers that a cut changed, and those that code outside a constructor
+    speaks of; other integers may be left over from before the cut, unread.
+    """
+    state = model.state_dict()
+    found: Profile = {}
+    for name, tensor in state.items():
+        found["tensor", name] = tensor.dim()
+        found |= {("shape", name, str(d)): size for d, size in enumerate(tensor.shape)}
+    found |= {("buffer", name): tensor for name, tensor in model.named_buffers() if name not in state}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if type(value) is float or (path, name) in changed or (type(value) is int and name in _read_names(type(module))):
+                found["number", path, name] = value
+    return found
+
+
+@functools.cache
+def _read_names(kind: type) -> frozenset[str]:
+    """The attributes that the source of a class, and of the file around it, speaks of outside constructors."""
+    try:
+        tree = ast.parse(Path(inspect.getfile(kind)).read_text(encoding="utf-8"))
+    except (OSError, TypeError, SyntaxError):
+        return frozenset()
+    found: set[str] = set()
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            continue
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        waiting.extend(ast.iter_child_nodes(node))
+    return frozenset(found)
+
+
+def _differences(found: Profile, target: Profile) -> list[Key]:
+    def same(key: Key) -> bool:
+        a, b = found.get(key), target.get(key)
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return a.shape == b.shape and torch.equal(a.to(b), b)
+        return a == b and type(a) is type(b)
+
+    return [key for key in target.keys() | found.keys() if not same(key)]
+
+
+def _words(wrong: list[Key]) -> str | None:
+    if not wrong:
+        return None
+    order = ("error", "tensor", "buffer", "number", "shape")
+    kind, *names = min(wrong, key=lambda key: (order.index(key[0]), key))
+    name = ".".join(name for name in names[: 1 if kind == "shape" else 2] if name)
+    what = {"error": "cannot be built", "tensor": "has other tensors", "shape": "has other shapes"}.get(
+        kind, "has other values"
+    )
+    than = "from any config" if kind == "error" else "than any config gives it"
+    return f"{what} {than} ({name}); whole layers that go (depth=), or MLP channels cut alike (scope='tensor'), mostly fit one"
+
+
+def _built(model: nn.Module, config: Any) -> Profile:
+    """The profile of what the model's class builds from a config."""
+    try:
+        return _profile(built_from(type(model), config), _changed(model))
+    except Exception as error:
+        return {("error", type(error).__name__): str(error)}

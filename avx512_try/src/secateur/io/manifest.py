@@ -1,0 +1,313 @@
+"""The manifest: what is in the tensor file beside it, in which form, and by which cuts the model was made. JSON, checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..surgery.cut import Attribute, Cuts
+from .files import DTYPES, BadFile, Tensors, Written, counts, names_of, read_json
+from .packed import BITMASK, PARTS, SHAPE, VALUES
+from .packed import check as check_bits
+
+VERSION = 1
+_MAX = 100_000_000  # bytes
+_TAIL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
+
+
+@dataclass
+class Stored:
+    """A tensor in the file: as it is ("dense") or as a bit per element and values ("bitmask")."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    format: str
+    zeros: int
+    pattern: str | None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A compressed layer: the format of its weight in memory, and the dtype that its dense weight has."""
+
+    format: str
+    options: tuple[int, ...]
+    dtype: str
+
+
+@dataclass
+class Manifest:
+    """`tensors` by name, `tied`: other names of them, `cuts`: the first one first, `written`: digests of all in the file.
+
+    `layers`: by path, those that are compressed.
+    """
+
+    tensors: dict[str, Stored]
+    tied: dict[str, str]
+    cuts: list[Cuts]
+    written: Written
+    about: dict[str, Any] = field(default_factory=dict)
+    layers: dict[str, Layer] = field(default_factory=dict)
+
+
+def stored_names(name: str, stored: Stored) -> tuple[str, ...]:
+    """The names in the file of what makes up a tensor."""
+    return (name,) if stored.format == "dense" else tuple(name + part for part in PARTS)
+
+
+# --- to JSON --------------------------------------------------------------------------------------------------------
+
+
+def to_text(manifest: Manifest) -> bytes:
+    """The manifest as text; its last line is the digest of all that comes before."""
+    digests = manifest.written.tensors
+    tensors = {
+        name: {**vars(s), "sha256": [digests[part] for part in stored_names(name, s)]} for name, s in manifest.tensors.items()
+    }
+    content = {
+        "format": "secateur",
+        "version": VERSION,
+        "about": manifest.about,
+        "file": {"name": "model.safetensors", "bytes": manifest.written.size, "header": manifest.written.header},
+        "cuts": [_cuts_to_data(cuts) for cuts in manifest.cuts],
+        "tied": manifest.tied,
+        **({"layers": {path: vars(layer) for path, layer in manifest.layers.items()}} if manifest.layers else {}),
+        "tensors": tensors,
+    }
+    lines = [f" {json.dumps(key)}: {_lines(value)}" for key, value in content.items()]
+    body = ("{\n" + ",\n".join(lines)).encode()
+    return body + b',\n "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
+
+
+def _lines(value: Any) -> str:
+    """JSON with a line for each entry of the outermost object."""
+    if not isinstance(value, dict) or not value:
+        return json.dumps(value, ensure_ascii=False)
+    return "{\n" + ",\n".join(f"  {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in value.items()) + "\n }"
+
+
+def _cuts_to_data(cuts: Cuts) -> dict[str, Any]:
+    """Index lists that many tensors share are written once, as ranges; the tensors name them by their place."""
+    lists: dict[str, int] = {}
+    tensors = {
+        name: {str(d): lists.setdefault(_ranges(kept), len(lists)) for d, kept in dims.items()}
+        for name, dims in cuts.tensors.items()
+    }
+    for a in cuts.attributes:
+        if not _plain(a.index) or not _plain(a.new) or not _plain(a.old):
+            raise ValueError(f"the cut changes {a.path}.{a.name} from {a.old!r} to {a.new!r}, which a manifest cannot say")
+    return {
+        "recipe": cuts.recipe,
+        "drop": cuts.drop,
+        "lengths": cuts.lengths,
+        "kept": list(lists),
+        "tensors": tensors,
+        "shapes": {name: list(shape) for name, shape in cuts.shapes.items()},
+        "attributes": [list(a) for a in cuts.attributes],
+        "added": {name: list(shape) for name, shape in cuts.added.items()},
+    }
+
+
+def _ranges(indices: list[int]) -> str:
+    runs: list[list[int]] = []
+    for i in indices:
+        if runs and i == runs[-1][1] + 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in runs)
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_plain(v) for v in value)
+    return value is None or isinstance(value, int | float | str | bool)
+
+
+# --- from JSON ------------------------------------------------------------------------------------------------------
+
+
+def from_text(text: bytes, where: str, size: int) -> Manifest:
+    """Raises BadFile unless this is, to the last byte, what `to_text` wrote for a tensor file of this size."""
+    if len(text) > _MAX:
+        raise BadFile(f"{where} is {len(text)} bytes long, which no manifest is")
+    data = read_json(text, where)
+    if data.get("format") != "secateur":
+        raise BadFile(f"{where} is no manifest of secateur")
+    if data.get("version") != VERSION:
+        raise BadFile(f"{where} is of version {str(data.get('version'))[:20]}; this version of secateur reads {VERSION}")
+    tail = _TAIL.search(text)
+    if tail is None or hashlib.sha256(text[: tail.start()]).hexdigest().encode() != tail[1]:
+        raise BadFile(f"{where} is damaged: its content does not have the digest in its last line")
+    try:
+        return _from_data(data, size)
+    except BadFile as error:
+        raise BadFile(f"{where}: {error}") from None
+
+
+def _from_data(data: dict[str, Any], size: int) -> Manifest:
+    file, listed = _of(data, "file", dict), _of(data, "tensors", dict)
+    if _of(file, "bytes", int) != size:
+        raise BadFile(
+            f"the tensor file is {size} bytes long and should be {file['bytes']}: one of the two was replaced or cut short"
+        )
+    tensors: dict[str, Stored] = {}
+    digests: dict[str, str] = {}
+    for name, entry in listed.items():
+        if not isinstance(entry, dict) or entry.keys() != {*Stored.__annotations__, "sha256"}:
+            raise BadFile(f"{name!r} is not described as a tensor is")
+        found = entry.pop("sha256")
+        stored = tensors[name] = Stored(**entry)
+        if str(stored.dtype) not in DTYPES or not counts(stored.shape, 64) or stored.format not in ("dense", "bitmask"):
+            raise BadFile(f"{name!r} has an unknown dtype, shape or format")
+        stored.shape = tuple(stored.shape)
+        parts = stored_names(name, stored)
+        if not isinstance(found, list) or len(found) != len(parts) or not all(isinstance(d, str) for d in found):
+            raise BadFile(f"{name!r} has not one digest for each of its {len(parts)} parts")
+        digests |= dict(zip(parts, found))
+    tied = _of(data, "tied", dict)
+    for other, name in tied.items():
+        if not isinstance(name, str) or name not in tensors or other in tensors:
+            raise BadFile(f"{other!r} is tied to {str(name)[:80]!r}, which is not in the file, or is there itself")
+    room = [max(size, 1 << 20)]  # how many indices may still come: a kept one is at least an element of something
+    cuts = [_cuts_from_data(entry, room) for entry in _of(data, "cuts", list)]
+    layers = _layers(_of(data, "layers", dict), {*tensors, *tied}) if "layers" in data else {}
+    return Manifest(tensors, tied, cuts, Written(size, _of(file, "header", str), digests), _of(data, "about", dict), layers)
+
+
+def _layers(data: dict[str, Any], names: set[str]) -> dict[str, Layer]:
+    found: dict[str, Layer] = {}
+    for path, entry in data.items():
+        if not isinstance(entry, dict) or entry.keys() != Layer.__annotations__.keys() or f"{path}.weight" not in names:
+            raise BadFile(f"{path!r} is not described as a compressed layer is, or its weight is not in the file")
+        form, options, dtype = entry["format"], entry["options"], entry["dtype"]
+        if not isinstance(form, str) or not counts(options, 8) or not isinstance(dtype, str) or dtype not in DTYPES:
+            raise BadFile(f"{path!r} has an unknown format or dtype")
+        found[path] = Layer(form, tuple(options), dtype)
+    return found
+
+
+def _of(data: Any, key: str, kind: type) -> Any:
+    value = data.get(key) if isinstance(data, dict) else None
+    if type(value) is not kind:
+        raise BadFile(f"{key!r} should be a {kind.__name__}")
+    return value
+
+
+def _cuts_from_data(data: Any, room: list[int]) -> Cuts:
+    shapes = {name: tuple(shape) for name, shape in _shapes(data, "shapes").items()}
+    lists = _of(data, "kept", list)
+    read: dict[tuple[int, int], list[int]] = {}
+    tensors: dict[str, dict[int, list[int]]] = {}
+    for name, dims in _of(data, "tensors", dict).items():
+        if not isinstance(dims, dict) or name not in shapes:
+            raise BadFile(f"the cut of {name!r} is not described as a cut is")
+        for dim, place in dims.items():
+            d = int(dim) if re.fullmatch("[0-9]{1,2}", dim) else len(shapes[name])
+            if d >= len(shapes[name]) or type(place) is not int or not 0 <= place < len(lists):
+                raise BadFile(f"the cut of {name!r} speaks of dim {dim[:20]}, or of a list that is not there")
+            key = place, shapes[name][d]
+            if key not in read:
+                read[key] = _indices(lists[place], shapes[name][d], name, room)
+            tensors.setdefault(name, {})[d] = read[key]
+    attributes = []
+    for entry in _of(data, "attributes", list):
+        if not isinstance(entry, list) or len(entry) != 6 or not _plain(entry[2:5]):
+            raise BadFile("an attribute is not described as one")
+        attribute = Attribute(*entry)
+        if not all(isinstance(s, str) and "__" not in s for s in attribute[:2]) or type(attribute.own) is not bool:
+            raise BadFile("an attribute is not described as one")
+        attributes.append(attribute)
+    drop = _of(data, "drop", dict)
+    if not all(counts(places, _MAX) for places in drop.values()):
+        raise BadFile("blocks that go are named by their places")
+    lengths = _of(data, "lengths", dict)
+    if not counts(list(lengths.values()), _MAX):
+        raise BadFile("lengths should be whole numbers")
+    added = {name: tuple(shape) for name, shape in _shapes(data, "added").items()}
+    return Cuts(tensors, shapes, attributes, added, drop, lengths, _of(data, "recipe", str))
+
+
+def _shapes(data: Any, key: str) -> dict[str, list[int]]:
+    found = _of(data, key, dict)
+    for name, shape in found.items():
+        if not counts(shape, 64):
+            raise BadFile(f"{key} of {name!r} should be whole numbers")
+    return found
+
+
+def _indices(text: Any, size: int, name: str, room: list[int]) -> list[int]:
+    """Indices below `size`, in order, from the text of their ranges; no more of them than there is room for."""
+    found: list[int] = []
+    for part in text.split(",") if isinstance(text, str) else [""]:
+        ends = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", part)
+        first, last = (int(ends[1]), int(ends[2] or ends[1])) if ends else (0, -1)
+        if not (found[-1] if found else -1) < first <= last < size:
+            raise BadFile(f"what is kept of {name!r} ({str(text)[:60]}) are no indices below {size} in order")
+        room[0] -= last + 1 - first
+        if room[0] < 0:
+            raise BadFile(f"the cuts keep more units than the file can hold ({name!r})")
+        found.extend(range(first, last + 1))
+    return found
+
+
+# --- against the tensor file ----------------------------------------------------------------------------------------
+
+
+def check_file(manifest: Manifest, file: Tensors) -> None:
+    """Raises BadFile unless the file holds exactly what the manifest says, to the last bit."""
+    where, written = file.where, manifest.written
+    if file.header != written.header:
+        raise BadFile(f"{where} is not the file that its manifest was written for: one of the two was replaced or damaged")
+    if odd := file.entries.keys() ^ written.tensors.keys():
+        raise BadFile(f"{where} and its manifest do not speak of the same tensors: {names_of(odd)}")
+    for name, stored in manifest.tensors.items():
+        dtype, shape, *_ = file.entries[name + (VALUES if stored.format == "bitmask" else "")]
+        if dtype != DTYPES[stored.dtype] or (stored.format == "dense" and shape != stored.shape):
+            raise BadFile(f"{name!r} is {dtype} of shape {shape} in {where} and otherwise in the manifest")
+        if stored.format == "bitmask" and not _parts_fit(file, name, stored):
+            raise BadFile(f"the bitmask, values and shape of {name!r} in {where} do not make a tensor of {stored.shape}")
+    for name, digest in written.tensors.items():
+        if file.digest(name) != digest:
+            raise BadFile(f"{name!r} in {where} is damaged: its bytes do not have the digest in the manifest")
+    for name, stored in manifest.tensors.items():
+        if stored.format == "bitmask":
+            check_bits(name, file.read(name + BITMASK), file.entries[name + VALUES][1][0], stored.shape)
+            if file.read(name + SHAPE).tolist() != list(stored.shape):
+                raise BadFile(f"{name!r} has another shape in {where} than in the manifest")
+
+
+def _parts_fit(file: Tensors, name: str, stored: Stored) -> bool:
+    (bits, bits_shape, *_), (_, values_shape, *_), (sizes, sizes_shape, *_) = (
+        file.entries[name + part] for part in (BITMASK, VALUES, SHAPE)
+    )
+    right = (DTYPES["U8"], (-(-math.prod(stored.shape) // 8),), DTYPES["I64"], (len(stored.shape),))
+    return (bits, bits_shape, sizes, sizes_shape) == right and len(values_shape) == 1
+
+
+def about(model: Any, recipe: str | None) -> dict[str, Any]:
+    """Who wrote it: the class of the model, what was asked for, the versions of the libraries."""
+    from importlib.metadata import version
+
+    import torch
+
+    import secateur
+
+    return {
+        "model": type(model).__name__,
+        "recipe": recipe,
+        "secateur": secateur.__version__,
+        "torch": torch.__version__,
+        "safetensors": version("safetensors"),
+    }
+
+
+def shapes_of(manifest: Manifest) -> Mapping[str, tuple[int, ...]]:
+    """Every name that a state dict of the model has, ties too, with its shape."""
+    own = {name: stored.shape for name, stored in manifest.tensors.items()}
+    return own | {other: own[name] for other, name in manifest.tied.items()}

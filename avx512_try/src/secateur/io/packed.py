@@ -1,0 +1,76 @@
+"""A tensor with many zeros as a bit for every element, and the values that are not zero."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .files import BadFile, Entry, shaped
+
+BITMASK, VALUES, SHAPE = "#bitmask", "#values", "#shape"
+PARTS = (BITMASK, VALUES, SHAPE)
+_OVERHEAD = 512  # what three entries in a header take instead of one, about
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SLAB = 1 << 20
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The tensor as one row of whole numbers: only an exact +0 is zero there, so -0.0 and NaN come back as they were."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(_WHOLE[tensor.dtype.itemsize])
+
+
+def count_values(tensor: Tensor) -> int:
+    """How many elements are anything but an exact +0."""
+    return int(torch.count_nonzero(bits_of(tensor))) if tensor.numel() else 0
+
+
+def entries(name: str, tensor: Tensor, values: int, again: Callable[[], Tensor] | None = None) -> dict[str, Entry] | None:
+    """What to write instead of a tensor with so many values; None where that would not be smaller.
+
+    `again` makes the tensor when its turn comes to be written, for one that is too large to be kept until then.
+    """
+    size, item, shape = tensor.numel(), tensor.dtype.itemsize, tuple(tensor.shape)
+    if -(-size // 8) + values * item + _OVERHEAD >= size * item:
+        return None
+    read = again or (lambda: tensor)
+    mask: Callable[[], Tensor] = lambda: _pack(bits_of(read()) != 0)  # noqa: E731
+    return {
+        name + BITMASK: Entry(torch.uint8, (-(-size // 8),), mask),
+        name + VALUES: Entry(tensor.dtype, (values,), lambda: _values(read())),
+        name + SHAPE: Entry(torch.int64, (len(shape),), lambda: torch.tensor(shape, dtype=torch.int64)),
+    }
+
+
+def _values(tensor: Tensor) -> Tensor:
+    flat = bits_of(tensor)
+    return flat[flat != 0].view(tensor.dtype)
+
+
+def _pack(mask: Tensor) -> Tensor:
+    return torch.from_numpy(np.packbits(mask.cpu().numpy(), bitorder="little"))
+
+
+def check(name: str, mask: Tensor, values: int, shape: tuple[int, ...]) -> None:
+    """Raises BadFile unless the bitmask is one of this shape with so many values."""
+    size = math.prod(shape)
+    if mask.dtype != torch.uint8 or mask.dim() != 1 or mask.numel() != -(-size // 8):
+        raise BadFile(f"the bitmask of {name!r} should hold {-(-size // 8)} bytes for shape {shape}, not {tuple(mask.shape)}")
+    raw = mask.numpy()
+    if size % 8 and raw[-1] >> (size % 8):
+        raise BadFile(f"the bitmask of {name!r} has bits beyond its {size} elements")
+    ones = sum(int(np.unpackbits(raw[i : i + _SLAB]).sum(dtype=np.int64)) for i in range(0, raw.size, _SLAB))
+    if ones != values:
+        raise BadFile(f"the bitmask of {name!r} keeps {ones} elements and there are {values} values")
+
+
+def unpack(name: str, mask: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The tensor that was packed, bit for bit."""
+    check(name, mask, values.numel(), shape)
+    kept = torch.from_numpy(np.unpackbits(mask.numpy(), count=math.prod(shape), bitorder="little").view(np.bool_))
+    whole = torch.zeros(kept.numel(), dtype=_WHOLE[values.dtype.itemsize])
+    whole[kept] = bits_of(values)
+    return shaped(whole.view(values.dtype), shape, name)

@@ -1,0 +1,219 @@
+"""The arithmetic of ranking, for the device a slab lies on: numpy on the CPU, torch elsewhere, Triton where it helps.
+
+numpy because it compares, counts and partitions vectorised, in one pass over slabs that fit the cache, with nothing to
+compile. Every function means the same on every device; `select` decides what to ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .arrays import (
+    BITS,
+    PART,
+    Magnitudes,
+    NaNFound,
+    array,
+    compilable,
+    compile_now,
+    in_threads,
+    infinity_bits,
+    readable_by_triton,
+    triton_installed,
+    view,
+    workspace,
+)  # fmt: skip
+from .blocks import WIDEST_BLOCK, fold, fold_magnitudes, runs, spread_, unite_
+from .groups import keep_groups, keep_rows
+
+__all__ = [
+    "LARGEST_STEP", "PART", "WIDEST_BLOCK", "Magnitudes", "NaNFound", "compilable", "compile_now", "count_equal", "drop_ties",
+    "fold", "fold_magnitudes", "has_nan", "in_threads", "infinity_bits", "keep_above", "keep_groups", "keep_magnitudes",
+    "keep_rows", "kth", "magnitude", "magnitude_bits", "ordered", "readable_by_triton", "runs", "slab_elements", "spread_",
+    "tally", "unite_", "zero_",
+]  # fmt: skip
+
+LARGEST_STEP = 1 << 28  # elements of a mask that the kernels of a step can write
+
+
+def slab_elements(device: torch.device) -> int:
+    """How many elements to look at in one go: what fits the caches of a CPU, what fills a GPU."""
+    return 1 << 18 if device.type == "cpu" else 1 << 26
+
+
+def magnitude(slab: Tensor, under: Tensor | None = None, power: float = 1, *, scratch: bool = False) -> Tensor:
+    """|slab| ** power, or |slab * under| ** power. To the power 1 it is exact; half precision is raised in float32.
+
+    On the CPU bfloat16 comes out as float32, in which it is ranked. With `scratch` the result is good until the next call.
+    """
+    if slab.device.type != "cpu" or slab.dtype == torch.float16:
+        slab = slab if under is None else slab * under
+        slab = slab.float() if power != 1 and slab.dtype in (torch.float16, torch.bfloat16) else slab
+        return slab.abs() if power == 1 else slab.abs().pow_(power)
+    with np.errstate(over="ignore", under="ignore"):  # a square may be infinite, or zero; it is ranked as that
+        return _numpy_magnitude(slab, under, power, scratch)
+
+
+def _numpy_magnitude(slab: Tensor, under: Tensor | None, power: float, scratch: bool) -> Tensor:
+    wide = np.dtype(np.float64 if slab.dtype == torch.float64 else np.float32)
+    out = workspace("magnitude", tuple(slab.shape), wide) if scratch else np.empty(slab.shape, wide)
+    if slab.dtype == torch.bfloat16:  # the upper half of a float32; its sign is shifted out
+        bits = view((slab if under is None else slab * under).view(torch.int16))
+        words = np.left_shift(bits, np.uint32(17), dtype=np.uint32, casting="unsafe", out=out.view(np.uint32))
+        np.right_shift(words, np.uint32(1), out=words)
+    elif under is not None:
+        np.abs(np.multiply(view(slab), view(under), out=out, casting="unsafe"), out=out)
+    elif power == 2:
+        return torch.from_numpy(np.square(view(slab), out=out))
+    else:
+        np.abs(view(slab), out=out)
+    return torch.from_numpy(out if power == 1 else np.square(out, out=out) if power == 2 else np.power(out, power, out=out))
+
+
+def magnitude_bits(slab: Tensor) -> Tensor:
+    """The magnitudes of half precision as the integers that their bits are: the same order, and half the bytes to compare."""
+    bits = view(slab.view(torch.int16)) & np.int16(0x7FFF)
+    if bits.size and bits.max() > infinity_bits(slab.dtype):
+        raise NaNFound(0)
+    return torch.from_numpy(bits)
+
+
+def has_nan(slab: Tensor) -> bool:
+    """Whether any element is NaN: the maximum is, then."""
+    if slab.numel() == 0:
+        return False
+    return bool(np.isnan(array(slab).max())) if slab.device.type == "cpu" else bool(slab.max().isnan())
+
+
+def ordered(values: Tensor) -> Tensor:
+    """The values in rising order."""
+    return torch.from_numpy(np.sort(view(values))) if values.device.type == "cpu" else values.sort().values
+
+
+def _limit(x: np.ndarray, value: float) -> np.floating | np.int16:
+    """The value to compare an array with; in the array's own precision unless that would round it."""
+    if x.dtype == np.int16:  # infinity, when no bound is known, is beyond all of them here too
+        return np.int16(min(max(value, -1), 0x7FFF))
+    own = x.dtype.type(value)
+    return own if float(own) == value else np.float64(value)
+
+
+def _exact(slab: Tensor, *values: float) -> Tensor:
+    """The slab in a precision in which none of the values is rounded when it is compared with them."""
+    return slab if all(torch.tensor(v, dtype=slab.dtype).item() == v for v in values) else slab.double()
+
+
+def _count(flags: np.ndarray) -> int:
+    return int(np.count_nonzero(flags))
+
+
+def tally(slab: Tensor | Magnitudes, low: float, high: float) -> tuple[int, int, Tensor]:
+    """How many are at most low, how many above it, and the values strictly between low and high. NaN is in none."""
+    if isinstance(slab, Magnitudes):
+        from . import compiled
+
+        x, under = slab.arrays
+        inside = np.empty(x.size + 1, x.dtype)
+        upto, above, number = compiled.tally(x, under, _limit(x, low), _limit(x, high), inside)
+        return upto, above, torch.from_numpy(inside[:number].copy())
+    if slab.device.type == "cpu":
+        x = array(slab)
+        flags, above = (workspace(use, x.shape, np.bool_) for use in ("flags", "above"))
+        upto = _count(np.less_equal(x, _limit(x, low), out=flags))
+        number = _count(np.greater(x, _limit(x, low), out=above))
+        between = x[np.logical_and(above, np.less(x, _limit(x, high), out=flags), out=flags)]
+        return upto, number, torch.from_numpy(between)
+    own, slab = slab, _exact(slab, low, high)
+    upto, above = torch.stack([(slab <= low).sum(), (slab > low).sum()]).tolist()
+    return upto, above, own[(slab > low) & (slab < high)]
+
+
+def count_equal(slab: Tensor | Magnitudes, value: float) -> int:
+    """How many elements equal the value."""
+    if isinstance(slab, Magnitudes):
+        from . import compiled
+
+        x, under = slab.arrays
+        return compiled.count_equal(x, under, _limit(x, value))
+    if slab.device.type == "cpu":
+        x = array(slab)
+        return _count(x == _limit(x, value))
+    return int((_exact(slab, value) == value).sum())
+
+
+def kth(values: Tensor, k: int) -> float:
+    """The k-th smallest of the values, counted from 1."""
+    if values.device.type == "cpu":
+        return float(np.partition(values.numpy(), k - 1)[k - 1])
+    return float(ordered(values)[k - 1])
+
+
+def keep_above(slab: Tensor | Magnitudes, threshold: float, kept: Tensor, *, ties: bool) -> None:
+    """Marks in `kept` what is above the threshold, and with `ties` what equals it."""
+    if isinstance(slab, Magnitudes):
+        from . import compiled
+
+        x, under = slab.arrays
+        (compiled.keep_from if ties else compiled.keep_above)(x, under, _limit(x, threshold), kept.numpy().reshape(-1))
+    elif slab.device.type == "cpu":
+        x = array(slab)
+        (np.greater_equal if ties else np.greater)(x, _limit(x, threshold), out=kept.numpy())
+    else:
+        (torch.ge if ties else torch.gt)(_exact(slab, threshold), threshold, out=kept)
+
+
+def drop_ties(slab: Tensor, threshold: float, kept: Tensor, goes: int) -> int:
+    """Unmarks the first `goes` of those that equal the threshold; gives how many are still to go after this slab."""
+    number = count_equal(slab, threshold)
+    if number <= goes:  # all of them, which are many when pruned weights score zero
+        keep_above(slab, threshold, kept, ties=False)
+        return goes - number
+    if slab.device.type == "cpu":
+        x = array(slab)
+        equal = torch.from_numpy(np.flatnonzero(x == _limit(x, threshold)))
+    else:
+        equal = (_exact(slab, threshold) == threshold).reshape(-1).nonzero().reshape(-1)
+    kept.view(-1)[equal[:goes]] = False
+    return 0
+
+
+def keep_magnitudes(
+    weights: Sequence[tuple[Tensor, Tensor | None]], sample: Callable[[], Tensor], drop: int
+) -> list[Tensor] | None:
+    """The masks of a pool of magnitudes in two passes, where there is a kernel for it; None where there is not.
+
+    Each weight comes with the mask it is multiplied with, or None.
+    """
+    if not 0 < drop < sum(weight.numel() for weight, _ in weights):
+        return None
+    if not readable_by_triton([tensor for pair in weights for tensor in pair if tensor is not None]):
+        return None
+    from . import cuda
+
+    return cuda.keep_magnitudes(weights, sample, drop)
+
+
+_ZERO_CHUNK = 1 << 19
+
+
+def zero_(weight: Tensor, mask: Tensor) -> None:
+    """Writes +0 wherever the mask is False, also over NaN and infinity, and leaves every other bit alone.
+
+    Multiplying the bits as integers does that in one vectorised pass; chunks keep the widened mask in the cache.
+    """
+    bits = weight.view(BITS[weight.element_size()])
+    if not (weight.is_contiguous() and mask.is_contiguous()):
+        bits.mul_(mask)
+    elif weight.device.type == "cuda" and triton_installed():
+        from . import cuda
+
+        cuda.zero_(bits, mask)
+    elif weight.device.type == "cpu":
+        for part, kept in zip(bits.view(-1).split(_ZERO_CHUNK), mask.view(-1).split(_ZERO_CHUNK), strict=True):
+            part.mul_(kept)
+    else:
+        bits.mul_(mask)

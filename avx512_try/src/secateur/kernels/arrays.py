@@ -1,0 +1,147 @@
+"""Tensors as numpy arrays, memory to work in, threads: what the arithmetic on a CPU stands on."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS: dict[int, type[np.unsignedinteger]] = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+LARGE = 1 << 20  # elements, from which on compiled loops are faster
+ENOUGH = 1 << 28  # elements looked at, from which on a process gets the second back that loading the loops takes
+PART = 1 << 18  # elements that one thread looks at in one go
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """`work` for every item, in order, on as many threads as torch uses: numpy lets go of the interpreter while it works."""
+    results: dict[int, Result] = {}
+    left = deque(enumerate(items))
+
+    def some() -> None:
+        while left:
+            try:
+                i, item = left.popleft()
+            except IndexError:  # another thread was faster
+                return
+            results[i] = work(item)
+
+    others = min(torch.get_num_threads(), len(items)) - 1
+    with ThreadPoolExecutor(max(others, 1)) as pool:  # starts a thread when it is given something to do, not before
+        tasks = [pool.submit(some) for _ in range(others)]
+        some()
+    for task in tasks:
+        task.result()  # an error in there is one here
+    return [results[i] for i in range(len(items))]
+
+
+class _Buffers(threading.local):
+    def __init__(self) -> None:
+        self.of: dict[str, np.ndarray] = {}
+
+
+_buffers = _Buffers()
+
+
+def workspace(use: str, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> np.ndarray:
+    """Memory for one use at a time in this thread: fresh pages for every slab would take longer than the arithmetic."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if use not in _buffers.of or _buffers.of[use].size < size:
+        _buffers.of[use] = np.empty(size, np.uint8)
+    return _buffers.of[use][:size].view(dtype).reshape(shape)
+
+
+class Magnitudes(NamedTuple):
+    """The magnitudes of a matrix, or of its product with `under`, not worked out: compiled loops do that as they go."""
+
+    matrix: Tensor
+    under: Tensor | None
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray | None]:
+        return view(self.matrix).reshape(-1), None if self.under is None else view(self.under).reshape(-1)
+
+
+def compilable(*tensors: Tensor | None) -> bool:
+    """Whether the compiled loops can read these tensors, and whether the first is large enough to be worth loading them."""
+    first, *_ = there = [tensor for tensor in tensors if tensor is not None]
+    fits = all(t.device.type == "cpu" and t.is_contiguous() and t.dtype == first.dtype for t in there)
+    return fits and first.dtype in (torch.float32, torch.float64) and worth_compiling(first)
+
+
+def worth_compiling(tensor: Tensor) -> bool:
+    """Whether the tensor is large, and the loops are loaded, or the work so far says that loading them will pay."""
+    if tensor.numel() < LARGE or not numba_installed():
+        return False
+    _work.elements += tensor.numel()
+    return _work.elements >= ENOUGH
+
+
+def compile_now() -> None:
+    """Uses the compiled loops for large tensors from now on."""
+    _work.elements = ENOUGH
+
+
+class _Work:
+    elements = 0  # of large tensors that this process has looked at
+
+
+_work = _Work()
+
+
+def view(slab: Tensor) -> np.ndarray:
+    """The slab's memory as an array. `Tensor.numpy` would pin the storage to its size, which sharding frameworks change."""
+    return np.from_dlpack(slab.detach())
+
+
+def array(slab: Tensor) -> np.ndarray:
+    """The slab as a numpy array of float32, float64 or int16, whose order and equality are those of the slab."""
+    return view(slab.float() if slab.dtype in (torch.bfloat16, torch.float16) else slab)
+
+
+def product(slab: Tensor, under: Tensor, out: Tensor | None = None) -> Tensor:
+    """slab * under; numpy's, where it can, does not start threads inside a thread."""
+    if slab.device.type == "cpu" and slab.dtype == under.dtype and slab.dtype in (torch.float32, torch.float64):
+        return torch.from_numpy(np.multiply(view(slab), view(under), out=None if out is None else view(out)))
+    return torch.mul(slab, under, out=out)
+
+
+def infinity_bits(dtype: torch.dtype) -> int:
+    """The bits of infinity in half precision, as an integer: what is above is NaN."""
+    return 0x7F80 if dtype == torch.bfloat16 else 0x7C00
+
+
+class NaNFound(ValueError):
+    """A kernel met NaN in the tensor at this position."""
+
+    def __init__(self, position: int):
+        super().__init__(f"NaN in tensor {position}")
+        self.position = position
+
+
+def readable_by_triton(weights: Sequence[Tensor]) -> bool:
+    """Whether the Triton kernels can read these tensors."""
+    fits = all(w.device.type == "cuda" and w.is_contiguous() and w.dtype in KERNEL_DTYPES for w in weights)
+    return fits and len({w.device for w in weights}) == 1 and triton_installed()
+
+
+@functools.cache
+def triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def numba_installed() -> bool:
+    return importlib.util.find_spec("numba") is not None

@@ -1,0 +1,159 @@
+"""Loops over large arrays on a CPU, compiled by numba: what numpy would do in many passes, in one.
+
+numba is slow to import and compiles each function once per machine, so this file is loaded by a process that has done enough
+work to expect more; before, and without numba, numpy does the same. Every function lets go of the interpreter, so parts run in
+threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+
+_TILE = 32  # so many are compared at once
+
+
+def _compiled(function: Callable[..., Any]) -> Any:
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # nowhere to keep what was compiled
+        return numba.njit(**options)(function)
+
+
+@_compiled
+def _magnitude(x, under, i):
+    return abs(x[i]) if under is None else abs(x[i] * under[i])
+
+
+@_compiled
+def tally(x, under, low, high, inside):
+    """How many magnitudes are at most `low`, how many above it, and how many lie between: those are copied to `inside`."""
+    upto, above, number = 0, 0, np.uint64(0)
+    for first in range(0, x.size - x.size % _TILE, _TILE):
+        few, many, more = np.int32(0), np.int32(0), np.int32(0)
+        for i in range(first, first + _TILE):
+            v = _magnitude(x, under, i)
+            few += np.int32(v <= low)
+            many += np.int32(v > low)
+            more += np.int32(v >= high)
+        upto += few
+        above += many
+        if many != more:
+            for i in range(first, first + _TILE):
+                v = _magnitude(x, under, i)
+                inside[number] = v
+                number += np.uint64((v > low) & (v < high))
+    for i in range(x.size - x.size % _TILE, x.size):
+        v = _magnitude(x, under, i)
+        upto += v <= low
+        above += v > low
+        inside[number] = v
+        number += np.uint64((v > low) & (v < high))
+    return upto, above, number
+
+
+@_compiled
+def count_equal(x, under, value):
+    number = 0
+    for i in range(x.size):
+        number += _magnitude(x, under, i) == value
+    return number
+
+
+@_compiled
+def keep_above(x, under, threshold, kept):
+    for i in range(x.size):
+        kept[i] = _magnitude(x, under, i) > threshold
+
+
+@_compiled
+def keep_from(x, under, threshold, kept):
+    for i in range(x.size):
+        kept[i] = _magnitude(x, under, i) >= threshold
+
+
+@_compiled
+def keep_of_four(x, under, drop, kept):
+    """Of every four neighbours the `drop` lowest magnitudes go, the first among equals; how many of them are NaN.
+
+    `kept` has one word for each group: four bytes, zero or one, in the order of the machine.
+    """
+    nan, drop = np.int32(0), np.int32(drop)
+    for group in range(kept.size):
+        a, b = _magnitude(x, under, 4 * group), _magnitude(x, under, 4 * group + 1)
+        c, d = _magnitude(x, under, 4 * group + 2), _magnitude(x, under, 4 * group + 3)
+        ab, ac, ad = np.int32(a > b), np.int32(a > c), np.int32(a > d)
+        bc, bd, cd = np.int32(b > c), np.int32(b > d), np.int32(c > d)
+        first = np.int32(ab + ac + ad >= drop) | np.int32(np.int32(1) - ab + bc + bd >= drop) << np.int32(8)
+        second = np.int32(np.int32(2) - ac - bc + cd >= drop) | np.int32(np.int32(3) - ad - bd - cd >= drop) << np.int32(8)
+        kept[group] = first | second << np.int32(16)
+        nan += np.int32(a != a) + np.int32(b != b) + np.int32(c != c) + np.int32(d != d)
+    return nan
+
+
+@_compiled
+def _add_row(x, under, square, sums):
+    """Adds the magnitudes of a row, or their squares, to the sums of its columns."""
+    for i in range(x.size):
+        v = _magnitude(x, under, i)
+        sums[i] += np.float64(v * v if square else v)
+
+
+@_compiled
+def _mean_of_four(x, under, square, means):
+    for unit in range(means.size):
+        total = 0.0
+        for i in range(4):
+            v = _magnitude(x, under, 4 * unit + i)
+            total += np.float64(v * v if square else v)
+        means[unit] = total / 4
+
+
+@_compiled
+def fold(x, under, square, height, width, means):
+    """The mean magnitude, or square, of each block of a matrix; blocks at its edges may be smaller."""
+    rows, cols = x.shape
+    sums = np.empty(cols, np.float64)
+    for down in range(means.shape[0]):
+        top, bottom = down * height, min((down + 1) * height, rows)
+        if height == 1 and width == 4 and cols % 4 == 0:  # the usual one
+            _mean_of_four(x[down], None if under is None else under[down], square, means[down])
+            continue
+        sums[:] = 0
+        for row in range(top, bottom):
+            _add_row(x[row], None if under is None else under[row], square, sums)
+        for unit in range(means.shape[1]):
+            left, right = unit * width, min((unit + 1) * width, cols)
+            means[down, unit] = sums[left:right].sum() / ((bottom - top) * (right - left))
+
+
+@_compiled
+def _repeat(kept, width, one, out):
+    for unit in range(kept.size):
+        v = one if kept[unit] else out.dtype.type(0)
+        for i in range(unit * width, min((unit + 1) * width, out.size)):
+            out[i] = v
+
+
+@_compiled
+def _repeat_four(kept, one, out):
+    for unit in range(kept.size):
+        v = one if kept[unit] else out.dtype.type(0)
+        for i in range(4):
+            out[4 * unit + i] = v
+
+
+@_compiled
+def spread(kept, height, width, one, out, first, last):
+    """Writes `one` into the rows of a matrix wherever the grid of units keeps the block, and zero elsewhere."""
+    for row in range(first, last):
+        if row > first and row % height:
+            out[row] = out[row - 1]
+        elif width == 4 and out.shape[1] % 4 == 0:
+            _repeat_four(kept[row // height], one, out[row])
+        else:
+            _repeat(kept[row // height], width, one, out[row])

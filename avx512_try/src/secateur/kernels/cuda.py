@@ -1,0 +1,346 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
+"""Triton kernels for magnitudes on a GPU: the threshold of a pool, its mask with ties in order, and n:m.
+
+The threshold is found by counting at a ladder of values, block by block. The counts of each block also say how many ties come
+before it, so the mask needs one more pass and no sort. bfloat16 has so few values that one ladder is enough.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import radix
+from .arrays import NaNFound, infinity_bits
+
+_TILE = 1024  # what a program of the counting kernel reads at a time
+_TURNS = 32  # how often: its counters have a byte per rung, so at most 255
+_BLOCK = _TILE * _TURNS
+_MASK_TILE = 2048
+_FEW = 1 << 18
+_ONE = 1 << 26  # up to so many, waiting for the host would take longer than the counting
+
+
+@triton.jit
+def _magnitude(x, under, at, inside, other, UNDER: tl.constexpr):
+    """|x|, or |x * under| in x's own precision, as float32; `other` outside."""
+    v = tl.load(x + at, mask=inside, other=other)
+    if UNDER:
+        v = v * tl.load(under + at, mask=inside, other=1.0)
+    return tl.abs(v.to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["start"])
+def _count_kernel(
+    x, under, ladder, counts, start, n, UNDER: tl.constexpr, RUNGS: tl.constexpr, TILE: tl.constexpr, TURNS: tl.constexpr
+):
+    """How many magnitudes of each block are below each rung, and how many are NaN. RUNGS is 4 or 8."""
+    block = tl.program_id(0).to(tl.int64)
+    t0, t1, t2, t3 = tl.load(ladder), tl.load(ladder + 1), tl.load(ladder + 2), tl.load(ladder + 3)
+    lower = tl.zeros([TILE], tl.int32)  # four counters of a byte each, for the first four rungs
+    if RUNGS == 8:
+        t4, t5, t6, t7 = tl.load(ladder + 4), tl.load(ladder + 5), tl.load(ladder + 6), tl.load(ladder + 7)
+        upper = tl.zeros([TILE], tl.int32)
+    nan = tl.zeros([TILE], tl.int32)
+    first = block * (TILE * TURNS)
+    for turn in range(TURNS):
+        at = first + turn * TILE + tl.arange(0, TILE)
+        s = _magnitude(x, under, at, at < n, float("inf"), UNDER)
+        lower += (
+            tl.where(s < t0, 1, 0) + tl.where(s < t1, 1 << 8, 0) + tl.where(s < t2, 1 << 16, 0) + tl.where(s < t3, 1 << 24, 0)
+        )
+        if RUNGS == 8:
+            upper += (
+                tl.where(s < t4, 1, 0)
+                + tl.where(s < t5, 1 << 8, 0)
+                + tl.where(s < t6, 1 << 16, 0)
+                + tl.where(s < t7, 1 << 24, 0)
+            )
+        nan += (s != s).to(tl.int32)
+    row = counts + (start + block) * (RUNGS + 1)
+    tl.store(row + RUNGS, tl.sum(nan))
+    for j in tl.static_range(4):
+        tl.store(row + j, tl.sum((lower >> (8 * j)) & 255))
+        if RUNGS == 8:
+            tl.store(row + 4 + j, tl.sum((upper >> (8 * j)) & 255))
+
+
+@triton.jit
+def _gather_kernel(x, under, ends, found, cursor, n, UNDER: tl.constexpr, TILE: tl.constexpr):
+    """The magnitudes from the first of `ends` to below the second, in no order."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    s = _magnitude(x, under, at, at < n, float("inf"), UNDER)
+    inside = (s >= tl.load(ends)) & (s < tl.load(ends + 1))
+    number = tl.sum(inside.to(tl.int32))
+    if number > 0:
+        place = tl.atomic_add(cursor, number) + tl.cumsum(inside.to(tl.int32), 0) - 1
+        tl.store(found + place, s, mask=inside)
+
+
+@triton.jit(do_not_specialize=["first_block"])
+def _mask_kernel(
+    x, under, kept, before, first_block, threshold, goes, n, UNDER: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr
+):
+    kept = kept.to(tl.pointer_type(tl.int8), bitcast=True)
+    tile = tl.program_id(0)
+    block = first_block + tile // TILES
+    first = tile.to(tl.int64) * TILE
+    at = first + tl.arange(0, TILE)
+    s = _magnitude(x, under, at, at < n, 0.0, UNDER)
+    t = tl.load(threshold)
+    start = tl.load(before + block)
+    left = tl.load(goes) - start  # how many ties of this block go
+    if left <= 0:
+        keep = s >= t
+    elif left >= tl.load(before + block + 1) - start:
+        keep = s > t
+    else:  # the one block in which some ties go and some stay: count those in the tiles before this one
+        for earlier in range(tile % TILES):
+            there = first - (earlier + 1) * TILE + tl.arange(0, TILE)
+            left -= tl.sum((_magnitude(x, under, there, there >= 0, 0.0, UNDER) == t).to(tl.int32))
+        equal = (s == t) & (at < n)
+        keep = (s > t) | (equal & (tl.cumsum(equal.to(tl.int32), 0) > left))
+    tl.store(kept + at, keep.to(tl.int8), mask=at < n)
+
+
+@triton.jit
+def _group_kernel(x, under, kept, nan, groups, drop, UNDER: tl.constexpr, M: tl.constexpr, GROUPS: tl.constexpr):
+    g = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    i = tl.arange(0, M)
+    at = g[:, None] * M + i[None, :]
+    inside = (g < groups)[:, None]
+    s = _magnitude(x, under, at, inside, 0.0, UNDER)
+    rank = tl.zeros([GROUPS, M], tl.int32)
+    for j in tl.static_range(M):
+        other = _magnitude(x, under, g * M + j, g < groups, 0.0, UNDER)[:, None]
+        rank += ((other < s) | ((other == s) & (j < i)[None, :])).to(tl.int32)
+    tl.store(kept + at, (rank >= drop).to(tl.int8), mask=inside)
+    bad = tl.max(tl.max((s != s).to(tl.int32), 1), 0)
+    if bad > 0:
+        tl.atomic_max(nan, bad)
+
+
+@triton.jit
+def _quad_kernel(x, kept, nan, groups, drop, INFINITY: tl.constexpr, TILE: tl.constexpr):
+    """n of 4 in two bytes each: a group is one 64-bit word, its mask one 32-bit word, magnitudes compare as 15-bit integers."""
+    x = x.to(tl.pointer_type(tl.int64), bitcast=True)
+    kept = kept.to(tl.pointer_type(tl.int32), bitcast=True)
+    g = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    v = tl.load(x + g, mask=g < groups, other=0)
+    a = (v & 0x7FFF).to(tl.int32)
+    b = ((v >> 16) & 0x7FFF).to(tl.int32)
+    c = ((v >> 32) & 0x7FFF).to(tl.int32)
+    d = ((v >> 48) & 0x7FFF).to(tl.int32)
+    ab, ac, ad = (a > b).to(tl.int32), (a > c).to(tl.int32), (a > d).to(tl.int32)
+    bc, bd, cd = (b > c).to(tl.int32), (b > d).to(tl.int32), (c > d).to(tl.int32)
+    first = (ab + ac + ad >= drop).to(tl.int32) | ((1 - ab + bc + bd >= drop).to(tl.int32) << 8)
+    second = ((2 - ac - bc + cd >= drop).to(tl.int32) << 16) | ((3 - ad - bd - cd >= drop).to(tl.int32) << 24)
+    tl.store(kept + g, first | second, mask=g < groups)
+    if tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), 0) > INFINITY:
+        tl.atomic_max(nan, 1)
+
+
+@triton.jit
+def _fold_kernel(
+    x, under, means, rows, cols, across, height, width,
+    UNDER: tl.constexpr, POWER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """The means of UNITS blocks side by side, added up in float64; WIDTH is `width` if EXACT, else the next power of two."""
+    down = tl.program_id(0).to(tl.int64)
+    unit = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
+    i = tl.arange(0, WIDTH)
+    if EXACT:  # neighbours in memory, which the compiler then sees
+        col = unit[:, None] * WIDTH + i[None, :]
+        inside = col < cols
+    else:
+        col = unit[:, None] * width + i[None, :]
+        inside = (i[None, :] < width) & (col < cols)
+    total = tl.zeros([UNITS], tl.float64)
+    for k in range(height):
+        row = down * height + k
+        s = _magnitude(x, under, row * cols + col, inside & (row < rows), 0.0, UNDER)
+        total += tl.sum((s * s if POWER == 2 else s).to(tl.float64), 1)
+    size = tl.minimum(height, rows - down * height) * tl.minimum(width, cols - unit * width)
+    tl.store(means + down * across + unit, (total / size.to(tl.float64)).to(tl.float32), mask=unit < across)
+
+
+def fold_magnitudes(weight: Tensor, under: Tensor | None, power: int, height: int, width: int, means: Tensor) -> None:
+    """The mean magnitude, to a power, of each block of a contiguous matrix, or of its product with `under`."""
+    (rows, cols), (down, across) = weight.shape, means.shape
+    if not means.numel():
+        return
+    wide = triton.next_power_of_2(width)
+    units = min(max(1024 // wide, 1), triton.next_power_of_2(across))
+    arguments = weight, weight if under is None else under, means, rows, cols, across, height, width, under is not None
+    _fold_kernel[(down, triton.cdiv(across, units))](*arguments, power, wide, wide == width, units, num_warps=4)
+
+
+@triton.jit
+def _spread_kernel(kept, mask, rows, cols, across, height, width, UNITE: tl.constexpr, TILE: tl.constexpr):
+    """Writes into one row of a mask whether the blocks are kept; with UNITE, what is marked there stays."""
+    kept = kept.to(tl.pointer_type(tl.int8), bitcast=True)
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = col < cols
+    v = tl.load(kept + (row // height) * across + col // width, mask=inside, other=0)
+    if UNITE:
+        v = v | tl.load(mask + row * cols + col, mask=inside, other=0)
+    tl.store(mask + row * cols + col, v.to(mask.dtype.element_ty), mask=inside)
+
+
+def spread(kept: Tensor, height: int, width: int, mask: Tensor, *, unite: bool) -> None:
+    """A grid of units to a contiguous mask of elements, of any dtype; with `unite` it is one of bool."""
+    rows, cols = mask.shape
+    out = mask.view(torch.int8) if mask.dtype == torch.bool else mask
+    if mask.numel():
+        grid = (rows, triton.cdiv(cols, 2048))
+        _spread_kernel[grid](kept, out, rows, cols, kept.shape[1], height, width, unite, 2048, num_warps=4)
+
+
+@triton.jit
+def _zero_kernel(bits, mask, n, TILE: tl.constexpr):
+    mask = mask.to(tl.pointer_type(tl.int8), bitcast=True)
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    kept = tl.load(mask + at, mask=at < n, other=0) != 0
+    tl.store(bits + at, tl.where(kept, tl.load(bits + at, mask=at < n, other=0), 0), mask=at < n)
+
+
+def zero_(bits: Tensor, mask: Tensor) -> None:
+    """Writes 0 over contiguous integers wherever the mask is False."""
+    if bits.numel():
+        _zero_kernel[(triton.cdiv(bits.numel(), 4096),)](bits, mask, bits.numel(), 4096, num_warps=8)
+
+
+def _keys(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Non-negative values of a dtype as integers in the same order, neighbours one apart."""
+    if dtype == torch.float16:
+        return values.astype(np.float16).view(np.uint16).astype(np.int64)
+    bits = values.astype(np.float32).view(np.uint32).astype(np.int64)
+    return bits >> 16 if dtype == torch.bfloat16 else bits
+
+
+def _values(keys: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    if dtype == torch.float16:
+        return keys.astype(np.uint16).view(np.float16).astype(np.float32)
+    return ((keys << 16) if dtype == torch.bfloat16 else keys).astype(np.uint32).view(np.float32)
+
+
+def keep_magnitudes(
+    pairs: Sequence[tuple[Tensor, Tensor | None]], sample: Callable[[], Tensor], drop: int
+) -> list[Tensor] | None:
+    """Masks of contiguous tensors on one device without the `drop` lowest magnitudes of all, the lowest index first.
+
+    Each comes with a mask that it is multiplied with first, or None. `drop` is at least 1 and less than all. Gives None when
+    the threshold is infinite, which a ladder cannot bracket.
+    """
+    weights = [weight for weight, _ in pairs]
+    if len(weights) == 1 and weights[0].numel() <= _ONE:
+        return [radix.keep_largest(*pairs[0], drop)]
+    factors = [(weight if mask is None else mask, mask is not None) for weight, mask in pairs]
+    device = weights[0].device
+    dtypes = {weight.dtype for weight in weights}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    rungs = 8 if dtype == torch.float32 else 4
+    starts = np.concatenate([[0], np.cumsum([triton.cdiv(weight.numel(), _BLOCK) for weight in weights])]).tolist()
+    parts = [part for part in zip(weights, factors, starts, starts[1:], strict=False) if part[2] < part[3]]
+    counts = torch.empty(starts[-1], rungs + 1, dtype=torch.int32, device=device)
+    total, infinity = sum(weight.numel() for weight in weights), int(_keys(np.array([np.inf]), dtype)[0])
+    low, high, under, upto = 0, infinity + 1, 0, total  # under < drop are below low, upto >= drop below high
+    ladder = _sampled_rungs(sample(), drop / total, dtype, infinity, rungs)
+    while True:
+        values = torch.from_numpy(_values(ladder, dtype)).to(device)
+        for weight, (factor, has), start, end in parts:
+            arguments = weight, factor, values, counts, start, weight.numel(), has, rungs
+            _count_kernel[(end - start,)](*arguments, _TILE, _TURNS, num_warps=4)
+        *below, nan = counts.sum(0, dtype=torch.int64).tolist()
+        if nan:
+            block = int(counts[:, -1].nonzero()[0, 0])
+            raise NaNFound(int(np.searchsorted(starts, block, side="right")) - 1)
+        at = int(np.searchsorted(below, drop))  # the first rung with at least `drop` below it
+        low, under = (int(ladder[at - 1]), below[at - 1]) if at > 0 else (low, under)
+        high, upto = (int(ladder[at]), below[at]) if at < rungs else (high, upto)
+        if low == infinity:
+            return None
+        if 0 < at < rungs and high - low == 1:
+            break
+        if low < high - 1 and upto - under <= _FEW and high <= infinity:  # few are left: look at them
+            key = _kth_between(parts, low, high, upto - under, drop - under, dtype)
+            ladder = np.minimum(key + np.arange(rungs), infinity)
+        else:
+            ladder = _rungs(low, high, under, upto, drop, infinity, rungs)
+    before = torch.zeros(starts[-1] + 1, dtype=torch.int64, device=device)
+    torch.cumsum(counts[:, at] - counts[:, at - 1], 0, out=before[1:])
+    threshold, goes = values[at - 1 :], torch.tensor([drop - under], device=device)
+    masks = [torch.empty(weight.shape, dtype=torch.bool, device=device) for weight in weights]
+    for weight, (factor, has), mask, start in zip(weights, factors, masks, starts, strict=False):
+        grid = (triton.cdiv(weight.numel(), _MASK_TILE),)
+        if not weight.numel():
+            continue
+        arguments = weight, factor, mask, before, start, threshold, goes, weight.numel(), has
+        _mask_kernel[grid](*arguments, _MASK_TILE, _BLOCK // _MASK_TILE, num_warps=8)
+    return masks
+
+
+def _kth_between(parts: Sequence, low: int, high: int, number: int, k: int, dtype: torch.dtype) -> int:
+    """The key of the k-th lowest of the `number` magnitudes with keys from `low` to below `high`."""
+    device = parts[0][0].device
+    ends = torch.from_numpy(_values(np.array([low, high]), dtype)).to(device)
+    found, cursor = torch.empty(number, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    for weight, (factor, has), *_ in parts:
+        grid = (triton.cdiv(weight.numel(), _MASK_TILE),)
+        _gather_kernel[grid](weight, factor, ends, found, cursor, weight.numel(), has, _MASK_TILE, num_warps=8)
+    return int(_keys(found.sort().values[k - 1 : k].cpu().numpy(), dtype)[0])
+
+
+def _sampled_rungs(sample: Tensor, share: float, dtype: torch.dtype, infinity: int, rungs: int) -> np.ndarray:
+    """Rungs around the sampled quantile, about as wide as its error."""
+    ordered, size = sample.sort().values, sample.numel()
+    spread = 3 * (share * (1 - share) / size) ** 0.5 + 1 / size
+    ends = [min(max(int((share + sign * spread) * size), 0), size - 1) for sign in (-1, 1)]
+    first, last = _keys(ordered[ends].float().cpu().numpy(), dtype).tolist()
+    if first == 0:  # zeros, as of weights that are pruned already, may be all that goes: count them by themselves
+        keys = np.concatenate([[0], np.linspace(1, max(last + 1, rungs - 1), rungs - 1)])
+    else:
+        keys = first + np.arange(rungs) if last + 1 - first < rungs else np.linspace(first, last + 1, rungs)
+    return np.minimum(keys.astype(np.int64), infinity)
+
+
+def _rungs(low: int, high: int, under: int, upto: int, drop: int, infinity: int, rungs: int) -> np.ndarray:
+    """Low, high, and between them every key where there are few; else rungs close to where counts interpolate to `drop`, and
+    as many spread evenly, so that the range shrinks whatever the counts are like."""
+    if high - low < rungs:
+        keys = low + np.arange(rungs)
+    else:
+        per_count, half = (high - low) / (upto - under), (rungs - 2) // 2
+        middle, width = low + (drop - under) * per_count, 2 + 4 * per_count * (upto - under) ** 0.5
+        near = np.linspace(max(middle - width, low + 1), min(middle + width, high - 1), rungs - 2 - half)
+        keys = np.sort(np.concatenate([[low], near, np.linspace(low, high, half + 2)[1:-1], [high]]))
+    return np.minimum(keys.astype(np.int64), infinity)
+
+
+@functools.cache
+def _flag(device: torch.device) -> Tensor:
+    """A number on the device that is zero between calls; a kernel sets it where it meets NaN."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def keep_groups(weight: Tensor, under: Tensor | None, size: int, drop: int, kept: Tensor) -> None:
+    """n:m over a contiguous matrix whose rows `size` divides: of every `size` neighbours the `drop` lowest magnitudes go."""
+    groups = weight.numel() // size
+    nan = _flag(weight.device)
+    if size == 4 and weight.element_size() == 2 and under is None:
+        arguments = weight, kept, nan, groups, drop, infinity_bits(weight.dtype)
+        _quad_kernel[(triton.cdiv(groups, 1024),)](*arguments, 1024, num_warps=4)
+    else:
+        tile = 2048 // size
+        arguments = weight, weight if under is None else under, kept.view(torch.int8), nan, groups, drop, under is not None
+        _group_kernel[(triton.cdiv(groups, tile),)](*arguments, size, tile, num_warps=8)
+    if nan.item():
+        nan.zero_()
+        raise NaNFound(0)

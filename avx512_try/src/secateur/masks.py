@@ -1,0 +1,124 @@
+"""Masks: which elements of which tensors are kept. They live here, outside the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ._dist import count, local, sharded
+from ._tree import nearest
+
+
+class Masks(Mapping[str, Tensor]):
+    """A mapping from tensor name to a bool tensor of that tensor's shape, True where an element is kept.
+
+    Masks of the same tensors combine element by element: `a & b` keeps what both keep, `a | b` what either keeps,
+    `~a` what `a` prunes, `a - b` what `a` keeps and `b` does not.
+    """
+
+    def __init__(self, masks: Mapping[str, Tensor]):
+        for name, mask in masks.items():
+            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+                given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+                raise TypeError(f"the mask of {name!r} must be a bool tensor (True = kept), not {given}")
+        self._masks = dict(masks)
+
+    def __getitem__(self, name: str) -> Tensor:
+        try:
+            return self._masks[name]
+        except KeyError:
+            raise KeyError(f"no mask for {name!r}.{nearest(name, self._masks)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._masks)
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._masks
+
+    def _with(self, other: Masks, combine: Callable[[Tensor, Tensor], Tensor]) -> Masks:
+        if not isinstance(other, Masks):
+            return NotImplemented
+        if odd := self.keys() ^ other.keys():
+            raise ValueError(f"masks combine only over the same tensors; only one side has {sorted(odd)}")
+        for name in self:
+            if self[name].shape != other[name].shape:
+                raise ValueError(f"the masks of {name!r} differ: {tuple(self[name].shape)}, {tuple(other[name].shape)}")
+        return Masks({name: combine(self[name], other[name]) for name in self})
+
+    def __and__(self, other: Masks) -> Masks:
+        return self._with(other, torch.logical_and)
+
+    def __or__(self, other: Masks) -> Masks:
+        return self._with(other, torch.logical_or)
+
+    def __sub__(self, other: Masks) -> Masks:
+        return self._with(other, lambda a, b: a & ~b)
+
+    def __invert__(self) -> Masks:
+        return Masks({name: ~mask for name, mask in self.items()})
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Masks):
+            return NotImplemented
+        return self.keys() == other.keys() and all(torch.equal(self[n], other[n]) for n in self)
+
+    __hash__ = None  # type: ignore[assignment]  # mutable tensors inside
+
+    @property
+    def total(self) -> int:
+        """How many elements the masks speak of."""
+        return sum(mask.numel() for mask in self.values())
+
+    @property
+    def kept(self) -> int:
+        """How many of them are kept."""
+        return sum(count(mask) for mask in self.values())
+
+    @property
+    def density(self) -> float:
+        """The kept fraction, 1.0 for no elements at all."""
+        return self.kept / self.total if self.total else 1.0
+
+    @property
+    def sparsity(self) -> float:
+        """The pruned fraction, `1 - density`."""
+        return 1.0 - self.density
+
+    def to(self, device: torch.device | str) -> Masks:
+        """The same masks on another device."""
+        return Masks({name: mask.to(device) for name, mask in self.items()})
+
+    def pack(self) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+        """One bit per element: name to (uint8 tensor on the CPU, shape). The rest of the last byte is zero."""
+        return {name: (_bits(local(mask)), tuple(local(mask).shape)) for name, mask in self.items()}
+
+    @staticmethod
+    def unpack(packed: Mapping[str, tuple[Tensor, tuple[int, ...]]], device: torch.device | str = "cpu") -> Masks:
+        """The masks that `pack` packed, bit for bit."""
+        return Masks({name: _unbits(bits, tuple(shape), name).to(device) for name, (bits, shape) in packed.items()})
+
+    def __repr__(self) -> str:
+        if any(sharded(mask) for mask in self.values()):  # counting takes every process, and one alone may print this
+            return f"Masks({len(self)} tensors, {self.total:,} elements, sharded)"
+        return f"Masks({len(self)} tensors, {self.kept:,} of {self.total:,} elements kept, {self.sparsity:.2%} sparse)"
+
+
+def _bits(mask: Tensor) -> Tensor:
+    return torch.from_numpy(np.packbits(mask.cpu().numpy().reshape(-1), bitorder="little"))
+
+
+def _unbits(bits: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
+    size = int(np.prod(shape, dtype=np.int64))
+    if bits.dtype != torch.uint8 or bits.numel() != -(-size // 8):
+        raise ValueError(
+            f"the packed mask of {name!r} should hold {-(-size // 8)} bytes (uint8) for shape {shape}, "
+            f"not {bits.numel()} of {bits.dtype}"
+        )
+    flat = np.unpackbits(bits.cpu().numpy(), count=size, bitorder="little")
+    return torch.from_numpy(flat.view(np.bool_)).reshape(shape)

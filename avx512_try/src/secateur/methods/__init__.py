@@ -1,0 +1,1 @@
+"""Methods: how the weights answer a budget, beyond ranking once. One file for each."""

@@ -1,0 +1,173 @@
+"""Large pools: one tensor, or all of them, cut at one exact threshold.
+
+Scores are never laid side by side: a small sample brackets the threshold, one pass counts what lies below the bracket and
+gathers the little that lies inside, and the threshold is exact. So a global magnitude mask reads the weights twice and needs
+no memory but the mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from ._dist import Comm
+from .scores import Scores, nan_in
+
+_SAMPLE = 1 << 17  # brackets the cut to about 1 % of the pool, or less
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a pool is cut: everything below `threshold` goes, and the first `ties` of the `equal` that equal it."""
+
+    threshold: float
+    ties: int
+    equal: int
+
+
+def keep_pool(pool: Mapping[str, Scores], drop: int, comm: Comm) -> dict[str, Tensor]:
+    """The masks of a pool without its `drop` lowest scores."""
+    magnitudes = [(one.magnitude_of, one.under) for one in pool.values() if one.magnitude_of is not None]
+    if len(magnitudes) == len(pool):
+        try:
+            masks = kernels.keep_magnitudes(magnitudes, lambda: _sample(pool, _count(pool)), drop) if comm.alone else None
+        except kernels.NaNFound as found:
+            raise nan_in(list(pool)[found.position]) from None
+        if masks is not None:
+            return dict(zip(pool, masks, strict=True))
+        alike = len({(matrix.dtype, matrix.device.type) for matrix, _ in magnitudes}) == 1
+        pool = {name: _ranked(name, one, alike) for name, one in pool.items()}
+    cut = find_cut(pool, drop, comm)
+    if cut.ties == cut.equal:  # of those that equal the threshold, none stays
+        return {name: _keep_above(one, cut.threshold, ties=False) for name, one in pool.items()}
+    left = _ties_to_go(pool, cut, comm)
+    masks = {}
+    for name, one in pool.items():
+        masks[name] = _keep_above(one, cut.threshold, ties=True)
+        for first, last in one.slabs():
+            if not left[name]:
+                break
+            left[name] = kernels.drop_ties(one.rows(first, last), cut.threshold, masks[name][first:last], left[name])
+    return masks
+
+
+def _count(pool: Mapping[str, Scores]) -> int:
+    return sum(one.numel for one in pool.values())
+
+
+def _ranked(name: str, scores: Scores, alike: bool) -> Scores:
+    """Magnitudes in the form that compares fastest: those of half precision on the CPU as integers in the same order."""
+    matrix, under = scores.magnitude_of, scores.under
+    assert matrix is not None
+    if not alike or matrix.device.type != "cpu" or matrix.dtype not in (torch.bfloat16, torch.float16):
+        return Scores.magnitude(matrix, scores.layout, under=under)
+
+    def rows(first: int, last: int) -> Tensor:
+        try:
+            slab = matrix[first:last]
+            return kernels.magnitude_bits(slab if under is None else slab * under[first:last])
+        except kernels.NaNFound:
+            raise nan_in(name) from None
+
+    return replace(scores, rows=rows, magnitude_of=None)
+
+
+def _keep_above(scores: Scores, threshold: float, *, ties: bool) -> Tensor:
+    kept = torch.empty(scores.layout.rows, scores.layout.cols, dtype=torch.bool, device=scores.device)
+    scores.each(lambda slab, a, b: kernels.keep_above(slab, threshold, kept[a:b], ties=ties), raw=True)
+    return kept
+
+
+def _ties_to_go(pool: Mapping[str, Scores], cut: Cut, comm: Comm) -> dict[str, int]:
+    """Of the ties that go, how many lie in each tensor of this process."""
+    if len(pool) == 1 and comm.alone:
+        return dict.fromkeys(pool, cut.ties)
+    equal = [_equal({name: one}, cut.threshold) for name, one in pool.items()]
+    before = comm.before(equal)
+    return {name: min(max(cut.ties - b, 0), here) for name, b, here in zip(pool, before, equal, strict=True)}
+
+
+def find_cut(pool: Mapping[str, Scores], drop: int, comm: Comm) -> Cut:
+    """The exact cut that prunes `drop` of the pool."""
+    (total,) = comm.sum(_count(pool))
+    sample = kernels.ordered(comm.cat(_sample(pool, total)))
+    if comm.alone and drop > 0 and sample.numel() == total and not bool(sample[-1].isnan()):  # it is the whole pool
+        threshold = sample[drop - 1]
+        under, upto = (int(torch.searchsorted(sample, threshold, right=right)) for right in (False, True))
+        return Cut(float(threshold), drop - under, upto - under)
+    share, width = drop / max(total, 1), 4.0
+    low = high = torch.nan  # not known
+    while True:
+        spread = width * (share * (1 - share) / max(sample.numel(), 1)) ** 0.5 + 2 / max(sample.numel(), 1)
+        low = _quantile(sample, share - spread) if math.isnan(low) else low
+        high = _quantile(sample, share + spread) if math.isnan(high) else high
+        upto, inside = _tally(pool, low, high, comm)
+        if drop <= upto:
+            none_below = low == 0 and all(one.magnitude_of is not None for one in pool.values())
+            (equal,) = (upto,) if none_below else comm.sum(_equal(pool, low))
+            if drop > upto - equal or drop == 0:
+                return Cut(low, max(drop - (upto - equal), 0), equal)
+            low, high = torch.nan, low
+        elif drop <= upto + inside.numel():
+            threshold = kernels.kth(inside, drop - upto)
+            under, equal = int((inside < threshold).count_nonzero()), int((inside == threshold).count_nonzero())
+            return Cut(threshold, drop - upto - under, equal)
+        else:
+            low, high = high, torch.nan
+        width *= 8
+
+
+def _equal(pool: Mapping[str, Scores], value: float) -> int:
+    return sum(sum(one.each(lambda slab, *_: kernels.count_equal(slab, value), raw=True)) for one in pool.values())
+
+
+def _sample(pool: Mapping[str, Scores], total: int) -> Tensor:
+    on_cpu = next(iter(pool.values())).device.type == "cpu"
+    size = _SAMPLE if on_cpu else max(_SAMPLE >> 3, total >> 10)  # small ones sort with few launches, large pools repay more
+    raw = [one.magnitude_of for one in pool.values() if one.magnitude_of is not None and one.magnitude_of.is_contiguous()]
+    masks = [one.under for one in pool.values() if one.under is not None and one.under.is_contiguous()]
+    if len(raw) == len(pool) and len(masks) in (0, len(pool)) and len({(m.device, m.dtype) for m in raw}) == 1:
+        stride = max(total // size, 1) | 1  # odd, so that all columns are visited
+        some = torch.cat([_every(matrix, stride, on_cpu) for matrix in raw])
+        under = torch.cat([_every(mask, stride, on_cpu) for mask in masks]) if masks else None
+        return kernels.magnitude(some, under)  # few launches for many tensors
+    parts = [one.sample(max(size * one.numel // max(total, 1), 1)) for one in pool.values() if one.numel]
+    wide = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
+    device = parts[0].device if parts else torch.device("cpu")
+    return torch.cat([part.to(device, wide) for part in parts]) if parts else torch.empty(0)
+
+
+def _every(matrix: Tensor, stride: int, in_runs: bool) -> Tensor:
+    """One element in `stride`; in runs of eight, which a CPU fetches from memory together anyway."""
+    flat, run = matrix.view(-1), 8
+    if not in_runs or flat.numel() < run * run * stride:
+        return flat[::stride]
+    return flat[: flat.numel() // run * run].view(-1, run)[::stride].reshape(-1)
+
+
+def _quantile(ordered: Tensor, share: float) -> float:
+    at = int(share * ordered.numel())
+    if ordered.numel() == 0 or at <= 0:
+        return -torch.inf
+    return float(ordered[at]) if at < ordered.numel() else torch.inf
+
+
+def _tally(pool: Mapping[str, Scores], low: float, high: float, comm: Comm) -> tuple[int, Tensor]:
+    """How many scores are at most `low`, and the values strictly between `low` and `high`."""
+    upto = 0
+    inside: list[Tensor] = []
+    for name, one in pool.items():
+        found = one.each(lambda slab, *_: kernels.tally(slab, low, high), raw=True)
+        if sum(at_most + above for at_most, above, _ in found) != one.numel:
+            raise nan_in(name)
+        upto += sum(at_most for at_most, _, _ in found)
+        inside += [between for _, _, between in found]
+    (upto,) = comm.sum(upto)
+    wide = torch.float64 if any(part.dtype == torch.float64 for part in inside) else torch.float32
+    device = inside[0].device if inside else torch.device("cpu")
+    return upto, comm.cat(torch.cat([part.to(device, wide) for part in inside]) if inside else torch.empty(0))

@@ -1,0 +1,151 @@
+"""A recipe: what to prune by, in which pattern, how much. Checked when it is made, before any model is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from numbers import Integral, Real
+
+from torch import Tensor
+
+from ._tree import nearest
+from .budgets import Spread, hold, owl
+from .criteria import Criterion, criterion
+from .patterns import Pattern
+from .schedules import Joined, Number, Schedule
+from .scores import Scores
+from .select import SCOPES
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Criterion, pattern, scope and budget, which fit each other."""
+
+    criterion: Criterion
+    pattern: Pattern
+    scope: str
+    sparsity: Number | None
+    count: int | None
+    spread: Spread | Mapping[str, Number] | None
+
+    @staticmethod
+    def of(
+        by: Criterion | Callable[..., Tensor],
+        pattern: str | Pattern,
+        scope: str | None,
+        sparsity: Number | None,
+        count: int | None,
+        spread: Spread | Mapping[str, Number] | None,
+    ) -> Recipe:
+        """The recipe these arguments describe; a conflict among them is an error that says what to do."""
+        shape = Pattern.parse(pattern)
+        if scope is not None and scope not in SCOPES:
+            raise ValueError(f"scope={scope!r} is not one of {', '.join(map(repr, SCOPES))}")
+        if sparsity is not None:
+            sparsity = _fraction("sparsity", sparsity)
+        if count is not None and (not isinstance(count, Integral) or isinstance(count, bool) or count < 0):
+            raise ValueError(
+                f"count={count!r} must be a whole number of units to prune, 0 or more; for a fraction use sparsity="
+            )
+        if shape.keep:
+            _fits_n_of_m(shape, scope, sparsity, count, spread)
+        else:
+            _one_budget(sparsity, count, spread)
+        if spread is not None and (scope == "global" or count is not None):
+            rival = 'scope="global"' if scope == "global" else "count="
+            raise ValueError(f"spread= gives each tensor its own sparsity, and {rival} decides that too; drop one of them")
+        if spread is owl:
+            raise TypeError("spread=sc.owl is made by calling it: spread=sc.owl()")
+        if spread is not None and not callable(spread) and not isinstance(spread, Mapping):
+            raise TypeError(f"spread= is sc.uniform, sc.erk, sc.owl() or a mapping of name to sparsity, not {spread!r}")
+        if isinstance(spread, Mapping):
+            for name, share in spread.items():
+                _fraction(f"spread[{name!r}]", share)
+        if scope == "row" and shape.unit == "out":
+            raise ValueError(
+                'pattern "out" with scope="row": each row is one unit, with nothing to compete with; use scope="tensor"'
+            )
+        return Recipe(criterion(by), shape, scope or "tensor", sparsity, count, spread)
+
+    @property
+    def scheduled(self) -> list[Schedule | Joined]:
+        """The numbers of the budget that change with the step."""
+        numbers = [self.sparsity, *(self.spread.values() if isinstance(self.spread, Mapping) else ())]
+        return [number for number in numbers if isinstance(number, Schedule | Joined)]
+
+    def at(self, step: int) -> float | None:
+        """The sparsity at a step."""
+        return _at(self.sparsity, step)
+
+    def due(self, step: int) -> bool:
+        """Whether masks are to be made anew at this step."""
+        return any(number.due(step) for number in self.scheduled) or (step == 0 and not self.scheduled)
+
+    def shares(
+        self, scores: Mapping[str, Scores], step: int, pruned: Mapping[str, float] | None = None
+    ) -> float | dict[str, float] | None:
+        """The sparsity of each tensor, or the one number that holds for all. What is `pruned` already stays, and counts."""
+        sparsity = self.at(step)
+        if self.pattern.keep or self.count is not None or self.spread is None:
+            return sparsity
+        if isinstance(self.spread, Mapping):
+            return _by_name({glob: _at(share, step) for glob, share in self.spread.items()}, list(scores), sparsity)
+        assert sparsity is not None
+        shares = self.spread(scores, sparsity)
+        if not isinstance(shares, Mapping) or shares.keys() != scores.keys():
+            raise ValueError(f"spread= must give a mapping of every tensor's name to its sparsity; it gave {shares!r}")
+        own = {name: _at(_fraction(f"the spread= of {name!r}", share), step) or 0.0 for name, share in shares.items()}
+        return own if pruned is None else hold(own, pruned, {name: one.numel for name, one in scores.items()}, sparsity)
+
+
+def _at(number: Number | None, step: int) -> float | None:
+    return number(step) if isinstance(number, Schedule | Joined) else number
+
+
+def _fraction(name: str, value: object) -> Number:
+    if isinstance(value, Schedule | Joined):
+        return value
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be a number from 0 to 1, or a schedule such as sc.cubic(0.9, end=1000)")
+    if not 0 <= float(value) <= 1:  # NaN is outside too
+        raise ValueError(f"{name}={value!r} must be a fraction of the original from 0 to 1; for a number of units use count=")
+    return float(value)
+
+
+def _fits_n_of_m(pattern: Pattern, scope: str | None, sparsity: Number | None, count: int | None, spread: object) -> None:
+    assert pattern.keep
+    n, m = pattern.keep
+    given = {"scope": scope, "count": count, "spread": spread}
+    if conflicts := [f"{key}=" for key, value in given.items() if value is not None]:
+        raise ValueError(
+            f"pattern {str(pattern)!r} says how many of each {m} are kept, so {' and '.join(conflicts)} cannot be set too"
+        )
+    if sparsity is not None and (not isinstance(sparsity, Real) or abs(float(sparsity) - (1 - n / m)) > 1e-9):
+        raise ValueError(
+            f"pattern {str(pattern)!r} is {1 - n / m:g} sparse and sparsity={sparsity} was asked; drop sparsity=, "
+            "or use another pattern"
+        )
+
+
+def _one_budget(sparsity: Number | None, count: int | None, spread: object) -> None:
+    if sparsity is not None and count is not None:
+        raise ValueError(f"sparsity={sparsity} and count={count} both say how much to prune; give one of them")
+    if sparsity is None and count is None and not isinstance(spread, Mapping):
+        raise ValueError(
+            "say how much to prune: sparsity= (a fraction of the original), count= (units), or a pattern such as '2:4'"
+        )
+
+
+def _by_name(spread: Mapping[str, float | None], names: list[str], rest: float | None) -> dict[str, float]:
+    """A mapping of names or globs to numbers, over the targets; what it does not name gets `rest`."""
+    for glob in spread:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise ValueError(f"spread={{{glob!r}: ...}} matches no tensor that is pruned.{nearest(glob, names)}")
+    shares = {}
+    for name in names:
+        found = [share for glob, share in spread.items() if fnmatchcase(name, glob)]
+        if not found and rest is None:
+            raise ValueError(f"spread= has no number for {name!r}; add it, exclude the tensor, or pass sparsity= for the rest")
+        shares[name] = float((found[-1] if found else rest) or 0.0)
+    return shares

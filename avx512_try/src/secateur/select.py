@@ -1,0 +1,259 @@
+"""`select`: the only function that ranks anything.
+
+Units compete in pools. In each pool the lowest scores go, as many as asked, to the last one; among equal scores the lowest
+index goes first. That order is the same for every dtype and on every device. NaN cannot be ranked and is an error.
+Small pools (rows, n:m, the inside of a block) are ranked here, large ones are cut by their threshold in `pools`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from ._axes import Layout
+from ._dist import Comm
+from .patterns import Pattern
+from .pools import keep_pool
+from .scores import RANKED, Scores, nan_in
+
+SCOPES = ("tensor", "global", "row")
+_COLUMNS = 4096  # slabs are whole rows, so a tensor of any shape is ranked in rows of this length
+
+
+def select(
+    scores: Mapping[str, Scores],
+    pattern: Pattern,
+    *,
+    scope: str = "tensor",
+    sparsity: float | Mapping[str, float] | None = None,
+    count: int | Mapping[str, int] | None = None,
+    previous: Mapping[str, Tensor] | None = None,
+    comm: Comm | None = None,
+) -> dict[str, Tensor]:
+    """Bool matrices, True where an element is kept.
+
+    `sparsity` is the fraction of all elements to prune, `count` the number of units to prune in each pool; a mapping gives
+    each tensor its own. With n:m the pattern itself is the budget. `previous` holds matrices of what may be kept: what is
+    False there stays pruned, and counts.
+    """
+    comm = comm or Comm()
+    if not comm.alone:
+        _no_nan_anywhere(scores, comm)
+    if previous is not None:
+        scores = {name: _held(one, previous[name]) for name, one in scores.items()}
+    kept: dict[str, Tensor | None] = {}
+    if pattern.keep or scope == "row":
+        for name, one in scores.items():
+            units = fold(one, pattern)
+            drop = _surplus(pattern.keep[0]) if pattern.keep else _row_budget(name, one.layout, pattern, sparsity, count)
+            kept[name] = _keep_each(name, units, pattern.keep[1] if pattern.keep else units.layout.cols, drop)
+    else:
+        for names in [list(scores)] if scope == "global" else [[name] for name in scores]:
+            kept |= _keep_units({name: scores[name] for name in names}, pattern, sparsity, count, comm)
+    masks = {name: _elements(name, scores[name], pattern, units) for name, units in kept.items()}
+    return masks if previous is None else {name: mask & previous[name] for name, mask in masks.items()}
+
+
+def keep_largest(scores: Tensor, drop: int, *, magnitude: bool = False) -> Tensor:
+    """The mask of one tensor on its own: its `drop` lowest scores (or magnitudes) go."""
+    of = Scores.magnitude if magnitude else Scores.of
+    flat = scores.detach().reshape(-1)
+    if not (flat.is_complex() or flat.dtype in RANKED):  # whole numbers, and floats of eight bits
+        flat = flat.double()
+    whole = flat.numel() - flat.numel() % _COLUMNS
+    parts = {"scores": of(flat[:whole].view(-1, _COLUMNS)), "scores at the end": of(flat[whole:].view(1, -1))}
+    kept = select({name: part for name, part in parts.items() if part.numel}, Pattern(), scope="global", count=drop)
+    flats = [part.view(-1) for part in kept.values()]
+    return (flats[0] if len(flats) == 1 else torch.cat(flats) if flats else flat > 0).view(scores.shape)
+
+
+# --- units and budgets ----------------------------------------------------------------------------------------------
+
+
+def _held(scores: Scores, allowed: Tensor) -> Scores:
+    """The same scores, with what is not allowed below everything else."""
+
+    def rows(first: int, last: int) -> Tensor:
+        slab = scores.rows(first, last)
+        if bool((slab == -torch.inf).any()):  # stays below every number, and above what is not allowed
+            slab = slab.double().clamp(min=torch.finfo(torch.float64).min)
+        return slab.masked_fill(~allowed[first:last], -torch.inf)
+
+    return replace(scores, rows=rows, magnitude_of=None, under=None)
+
+
+def fold(scores: Scores, pattern: Pattern) -> Scores:
+    """Element scores to unit scores: the mean over each block, added up in float64 so that every device agrees."""
+    if pattern.elementwise:
+        return scores
+    height, width = pattern.block(scores.layout)
+    dtype = torch.float64 if scores.rows(0, 0).dtype == torch.float64 else torch.float32
+    grid = torch.empty(pattern.grid(scores.layout), dtype=dtype, device=scores.device)
+    matrix = scores.magnitude_of
+    if matrix is None or not kernels.fold_magnitudes(matrix, scores.under, scores.power, height, width, grid):
+        scores.each(lambda slab, a, b: kernels.fold(slab, height, width, grid[a // height : -(-b // height)]), multiple=height)
+    return replace(Scores.of(grid), magnitude_of=None if scores.magnitude_of is None else grid)  # such means are not negative
+
+
+def _keep_units(
+    pool: Mapping[str, Scores],
+    pattern: Pattern,
+    sparsity: float | Mapping[str, float] | None,
+    count: int | Mapping[str, int] | None,
+    comm: Comm,
+) -> Mapping[str, Tensor | None]:
+    """Which units of one pool stay, as grids; None where none does."""
+    (total,) = comm.sum(sum(math.prod(pattern.grid(one.layout)) for one in pool.values()))
+    units = functools.cache(lambda: {name: fold(one, pattern) for name, one in pool.items()})
+    first = next(iter(pool))
+    if count is not None:
+        drop = count[first] if isinstance(count, Mapping) else count
+        if not 0 <= drop <= total:
+            raise ValueError(
+                f"count={drop} units cannot be pruned from {', '.join(map(repr, list(pool)[:3]))}, which has {total}"
+            )
+    else:
+        assert sparsity is not None
+        share = sparsity[first] if isinstance(sparsity, Mapping) else sparsity
+        drop = round(share * total) if pattern.elementwise else _units_to_drop(pool, pattern, share, total, units, comm)
+    if pattern.lose is not None and drop == total:  # every block loses some, so that none has to be ranked
+        return dict.fromkeys(pool)
+    return keep_pool(units(), drop, comm)
+
+
+def _units_to_drop(
+    pool: Mapping[str, Scores],
+    pattern: Pattern,
+    share: float,
+    total: int,
+    units: Callable[[], Mapping[str, Scores]],
+    comm: Comm,
+) -> int:
+    """How many units bring the number of pruned elements nearest to a share of all."""
+    sizes = torch.cat([pattern.sizes(one.layout).reshape(-1) for one in pool.values()])
+    every = comm.cat(sizes)  # decided alike on every process, also on one that has few units or none
+    elements, most = comm.sum(sum(one.numel for one in pool.values()), int(sizes.sum()))
+    if share * elements > most + 0.5:
+        raise ValueError(
+            f"pattern {str(pattern)!r} prunes at most {most / elements:.4g} of {', '.join(map(repr, list(pool)[:3]))}, and "
+            f"sparsity={share:g} was asked"
+        )
+    if every.numel() == 0 or bool((every == every[0]).all()):
+        return min(round(share * total * (elements / max(most, 1))), total)
+    if not comm.alone:
+        raise NotImplementedError(
+            "blocks that do not divide a sharded tensor evenly cannot share a budget; choose a block that does"
+        )
+    # Units of different sizes: in order of score, as many as bring the number of elements nearest to the budget.
+    order = torch.cat([one.rows(0, one.layout.rows).reshape(-1).cpu() for one in units().values()]).sort(stable=True).indices
+    gone = torch.cat([sizes.new_zeros(1), sizes[order].cumsum(0)])
+    return int((gone - share * elements).abs().argmin())
+
+
+def _surplus(keep: int) -> Callable[[int], int]:
+    """How many go from a pool that keeps so many."""
+    return lambda size: size - keep
+
+
+def _row_budget(
+    name: str,
+    layout: Layout,
+    pattern: Pattern,
+    sparsity: float | Mapping[str, float] | None,
+    count: int | Mapping[str, int] | None,
+) -> Callable[[int], int]:
+    def budget(size: int) -> int:
+        if count is not None:
+            asked = count[name] if isinstance(count, Mapping) else count
+            if not 0 <= asked <= size:
+                raise ValueError(f"count={asked} cannot be pruned from each row of {name!r}, which has {size} units")
+            return asked
+        assert sparsity is not None
+        share = sparsity[name] if isinstance(sparsity, Mapping) else sparsity
+        reach = 1.0 if pattern.lose is None else int(pattern.sizes(layout).sum()) / (layout.rows * layout.cols)
+        drop = round(share * size / reach)
+        if drop > size:
+            raise ValueError(f"pattern {str(pattern)!r} cannot make each row of {name!r} {share:g} sparse")
+        return drop
+
+    return budget
+
+
+def _elements(name: str, scores: Scores, pattern: Pattern, kept: Tensor | None) -> Tensor:
+    """The mask of elements that a mask of units stands for; None is one of pruned units only."""
+    if kept is not None and pattern.lose is None:
+        return kept if pattern.elementwise else pattern.unfold(kept, scores.layout)
+    assert pattern.lose is not None
+    height, width = pattern.block(scores.layout)
+    mask = _keep_in_blocks(name, scores, height, width, pattern.lose)
+    if kept is not None:  # blocks that are kept stay whole
+        for first, last in scores.slabs(height):
+            kernels.unite_(mask[first:last], kept[first // height : -(-last // height)], height, width)
+    return mask
+
+
+# --- small pools: rows and n:m --------------------------------------------------------------------------------------
+
+
+def _keep_each(name: str, units: Scores, size: int, drop: Callable[[int], int]) -> Tensor:
+    """Each run of `size` neighbours in a row is a pool; the last may be shorter. `drop` says how many go from a pool."""
+    rows, cols = units.layout.rows, units.layout.cols
+    kept = torch.empty(rows, cols, dtype=torch.bool, device=units.device)
+    size = max(size, 1)
+    try:
+        if units.magnitude_of is not None and kernels.keep_groups(units.magnitude_of, size, drop(size), kept, units.under):
+            return kept
+    except kernels.NaNFound:
+        raise nan_in(name) from None
+
+    def keep(slab: Tensor, first: int, last: int) -> None:
+        if kernels.has_nan(slab):
+            raise nan_in(name)
+        for begin, end, pool in kernels.runs(cols, size):
+            groups = slab[:, begin:end].reshape(-1, pool)
+            if end - begin == cols:
+                kernels.keep_rows(groups, drop(pool), kept[first:last].view(-1, pool))
+            else:
+                part = torch.empty(groups.shape, dtype=torch.bool, device=kept.device)
+                kernels.keep_rows(groups, drop(pool), part)
+                kept[first:last, begin:end] = part.view(last - first, end - begin)
+
+    units.each(keep)
+    return kept
+
+
+def _keep_in_blocks(name: str, scores: Scores, height: int, width: int, lose: int) -> Tensor:
+    """Each block is a pool, from which `lose` go, or all of a block that has fewer."""
+    if height == 1:
+        return _keep_each(name, scores, width, lambda size: min(lose, size))
+    rows, cols = scores.layout.rows, scores.layout.cols
+    mask = torch.empty(rows, cols, dtype=torch.bool, device=scores.device)
+
+    def keep(slab: Tensor, first: int, last: int) -> None:
+        if kernels.has_nan(slab):
+            raise nan_in(name)
+        for top, bottom, h in kernels.runs(last - first, height):
+            for left, right, w in kernels.runs(cols, width):
+                grid = ((bottom - top) // h, h, (right - left) // w, w)
+                blocks = slab[top:bottom, left:right].reshape(grid).transpose(1, 2).reshape(-1, h * w)
+                part = torch.empty(blocks.shape, dtype=torch.bool, device=mask.device)
+                kernels.keep_rows(blocks, min(lose, h * w), part)
+                part = part.view(grid[0], grid[2], h, w).transpose(1, 2)
+                mask[first + top : first + bottom, left:right] = part.reshape(bottom - top, right - left)
+
+    scores.each(keep, multiple=height)
+    return mask
+
+
+def _no_nan_anywhere(scores: Mapping[str, Scores], comm: Comm) -> None:
+    """NaN on one process is an error on all of them: the others would wait for it forever."""
+    found = [sum(one.each(lambda slab, *_: int(slab.isnan().sum()))) for one in scores.values()]
+    for name, number in zip(scores, comm.sum(*found), strict=True):
+        if number:
+            raise nan_in(name)

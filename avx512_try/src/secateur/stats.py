@@ -1,0 +1,316 @@
+"""Evidence: what a criterion knows of each tensor, collected once, in one pass over the data.
+
+The model comes out as it went in: mode, gradients, buffers and hooks. Where evidence is missing, the error says what to pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import Event
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrize
+
+from ._axes import Layout
+from ._dist import local, row_offset, sharded
+from ._tree import Loose
+from .targets import Target
+
+Loss = Callable[[Any, Any], Tensor]
+Table = dict[str, dict[str, Tensor]]
+
+
+@dataclass
+class TensorEvidence:
+    """What is known of one target: its weight, and what `collect` found, as matrices."""
+
+    target: Target
+    table: Mapping[str, Tensor]
+    step: int = 0
+    drawn: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.target.name
+
+    @property
+    def layout(self) -> Layout:
+        return self.target.layout
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.weight.device
+
+    def rows(self, leaf: str, first: int, last: int) -> Tensor:
+        if leaf == "weight":
+            return self.layout.matrix(self.target.weight)[first:last]
+        found = self.table[leaf]
+        if leaf != "input_norm":
+            return found[first:last]
+        per_group = self.layout.rows // found.shape[0]  # one row of norms for each group of outputs
+        return found[torch.arange(first, last, device=found.device) // per_group]
+
+    def random(self, seed: int, first: int, last: int) -> Tensor:
+        if seed not in self.drawn:
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{self.step}:{self.target.name}".encode()))
+            skip = row_offset(self.target.tensor)  # a shard sees the rows that the whole tensor would
+            whole = torch.rand(skip + self.layout.rows, self.layout.cols, generator=generator, dtype=torch.float32)
+            self.drawn[seed] = whole[skip:].to(self.device)
+        return self.drawn[seed][first:last]
+
+
+def collect(
+    model: nn.Module, targets: Sequence[Target], needs: Iterable[str], data: Iterable[Any] | None, loss: Loss | None
+) -> Table:
+    """Target name to evidence name to matrix, for the evidence that is needed.
+
+    A batch of `data` is a tensor (`model(batch)`), a mapping (`model(**batch)`) or a pair (inputs, target); `loss` gets the
+    model's output and the target, or the batch itself when it is no pair. Gradients are averaged over batches.
+    """
+    needs = frozenset(needs)
+    table: Table = {target.name: {} for target in targets}
+    if not needs:
+        return table
+    if any(sharded(target.tensor) for target in targets):
+        raise NotImplementedError(
+            f"{_list(needs)} cannot be collected from data= on a sharded model; prune before sharding it, use a criterion "
+            "without data, or let a Pruner take the gradients of the training"
+        )
+    check_evidence(needs, data, loss)
+    assert data is not None
+    if isinstance(model, Loose):
+        raise TypeError(f"{_list(needs)} is collected by running a model, and these are tensors without one")
+    with torch.inference_mode(False), as_it_was(model):
+        if "linear_grad" in needs:
+            data = iter(data)
+            batch = next(data, None)
+            if batch is None:
+                raise ValueError("data= gave no batch; one is needed for the shape of the model's input")
+            _linearised(model, targets, batch, table)
+            data = itertools.chain([batch], data)
+        if needs - {"linear_grad"}:
+            _one_pass(model, targets, needs, data, loss, table)
+    return table
+
+
+def check_evidence(needs: frozenset[str], data: object, loss: object) -> None:
+    """Raises, and says what to pass, unless this evidence can be collected from this data and loss."""
+    if data is None:
+        raise ValueError(f"this criterion needs {_list(needs)}, so pass data= (an iterable of batches)")
+    if isinstance(data, Tensor | Mapping | str):
+        raise TypeError(f"data= is an iterable of batches, not one {type(data).__name__}; pass [batch]")
+    if not isinstance(data, Iterable):
+        raise TypeError(f"data= is an iterable of batches, not {type(data).__name__}")
+    if needs & {"grad", "grad_square"} and loss is None:
+        raise ValueError(
+            f"this criterion needs {_list(needs)}, so pass loss= (a function of the model's output and the target, "
+            "such as torch.nn.functional.cross_entropy)"
+        )
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss={loss!r} must be a function of the model's output and the target")
+
+
+def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """A batch as (positional inputs, keyword inputs, target)."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch), batch
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        inputs, target = batch
+        if isinstance(inputs, Mapping):
+            return (), dict(inputs), target
+        return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}, target
+    if isinstance(batch, tuple | list) and len(batch) == 1:  # what a loader over inputs alone gives
+        batch = batch[0]
+    if isinstance(batch, Tensor):
+        return (batch,), {}, batch
+    raise TypeError(f"a batch is a tensor, a mapping or a pair (inputs, target), not {type(batch).__name__}")
+
+
+def _list(needs: Iterable[str]) -> str:
+    return " and ".join(sorted(needs))
+
+
+@contextlib.contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; mode and buffers as they were afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in modes
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        with torch.no_grad():
+            for module, name, buffer, before in buffers:
+                module._buffers[name] = buffer.copy_(before)
+
+
+def _one_pass(
+    model: nn.Module,
+    targets: Sequence[Target],
+    needs: frozenset[str],
+    data: Iterable[Any],
+    loss: Loss | None,
+    table: Table,
+) -> None:
+    gradients = needs & {"grad", "grad_square"}
+    parameters = [target.tensor for target in targets]
+    frozen = [p for p in parameters if not p.requires_grad] if gradients else []
+    batches, listening = 0, Event()
+    with contextlib.ExitStack() as stack:
+        for parameter in frozen:
+            stack.callback(parameter.requires_grad_, False)
+            parameter.requires_grad_(True)
+        if "input_norm" in needs:
+            for target in targets:
+                for owner, attribute in target.slot.owners:
+                    stack.enter_context(_input_squares(owner, attribute, target, table[target.name], listening))
+        stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
+        for batch in data:
+            batches += 1
+            args, kwargs, target_value = split_batch(batch)
+            listening.set()
+            output = model(*args, **kwargs)
+            listening.clear()  # checkpointed layers run again in the backward pass
+            if gradients:
+                assert loss is not None
+                value = _differentiable(loss(output, target_value))
+                found = torch.autograd.grad(value, parameters, allow_unused=True)
+                for one, gradient in zip(targets, found, strict=True):
+                    if gradient is None:
+                        hint = "exclude it, or use a criterion without gradients"
+                        raise ValueError(f"the loss does not depend on {one.name!r}; {hint}")
+                    add_gradient(one, gradient, gradients, table[one.name])
+    if not batches:
+        raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
+    for target in targets:
+        _finish(target, needs, batches, table[target.name])
+
+
+def _differentiable(value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"loss= must give one number that depends on the weights; it gave {given}")
+    return value
+
+
+def add_gradient(target: Target, gradient: Tensor, kinds: Iterable[str], entry: dict[str, Tensor]) -> None:
+    """Adds one gradient of a target to the sums that its evidence is made of."""
+    whole = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+    matrix = target.layout.matrix(local(whole)).float()
+    for kind, value in (("grad", matrix), ("grad_square", matrix**2 if "grad_square" in kinds else matrix)):
+        if kind in kinds:
+            entry[kind] = entry[kind].add_(value) if kind in entry else value.clone()
+
+
+def _finish(target: Target, needs: frozenset[str], batches: int, entry: dict[str, Tensor]) -> None:
+    """Sums become means and norms."""
+    for kind in needs & {"grad", "grad_square"}:
+        entry[kind] /= batches
+    if "input_norm" in needs:
+        if "input_norm" not in entry:
+            raise ValueError(f"{target.name!r} saw no input while the data ran through; exclude it, or use another criterion")
+        entry["input_norm"] = entry["input_norm"].sqrt_()
+
+
+@contextlib.contextmanager
+def _input_squares(
+    module: nn.Module, attribute: str, target: Target, entry: dict[str, Tensor], listening: Event
+) -> Iterator[None]:
+    """While inside, add up the squares of what the module multiplies each weight of the target with.
+
+    For a layer that is linear in its weight, that sum is the derivative of its summed output by the weight, when the squares
+    of the inputs go in. One output per group is enough. So no layer type needs a branch here.
+    """
+    layout = target.layout
+
+    def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+        if not listening.is_set() or not any(_is_float(value) for value in (*args, *kwargs.values())):
+            return  # a look-up by index: nothing is multiplied here
+        try:
+            inputs = tuple(_squared(value) for value in args)
+            named = {key: _squared(value) for key, value in kwargs.items()}
+            probe = layout.probe(torch.empty(layout.shape, device="meta"))
+            ones = torch.ones(probe.shape, dtype=torch.float32, device=target.weight.device, requires_grad=True)
+            with torch.enable_grad(), torch.autocast(target.weight.device.type, enabled=False), _own_graph():
+                output = _twin(module, {attribute: ones}).forward(*inputs, **named)
+                (squares,) = torch.autograd.grad(output.sum(), ones)
+        except Exception as error:
+            kind = type(module).__name__
+            raise ValueError(f"the input norm of {target.name!r} cannot be measured: {kind} is not linear in it") from error
+        matrix = Layout(tuple(probe.shape), layout.flip, layout.groups).matrix(squares)
+        entry["input_norm"] = entry["input_norm"] + matrix if "input_norm" in entry else matrix
+
+    handle = module.register_forward_hook(see, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _twin(module: nn.Module, parameters: dict[str, Tensor]) -> nn.Module:
+    """The same layer with these parameters instead, without bias, hooks and parametrizations; the layer is not touched."""
+    twin = object.__new__(parametrize.type_before_parametrizations(module))
+    twin.__dict__.update(module.__dict__)
+    twin._parameters = {**module._parameters, **parameters} | ({"bias": None} if "bias" in module._parameters else {})
+    twin._modules = {name: child for name, child in module._modules.items() if name != "parametrizations"}
+    return twin
+
+
+def _own_graph() -> torch.autograd.graph.saved_tensors_hooks:
+    """Inside a checkpointed block nothing is saved for the backward pass; what is measured here has its own."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _squared(value: Any) -> Any:
+    return value.detach().float() ** 2 if _is_float(value) else value
+
+
+def _linearised(model: nn.Module, targets: Sequence[Target], batch: Any, table: Table) -> None:
+    """SynFlow's pass (Tanaka et al., 2020): weights made positive, an input of ones, the output's sum differentiated."""
+
+    def positive(tensor: Tensor) -> Tensor:
+        return tensor.detach().abs().double() if tensor.is_floating_point() else tensor.detach()
+
+    def ones(value: Any) -> Any:
+        return (
+            torch.ones_like(value[:1], dtype=torch.float64)
+            if isinstance(value, Tensor) and value.is_floating_point()
+            else value
+        )
+
+    state = {name: positive(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    leaves = [state[names[id(target.tensor)]].requires_grad_() for target in targets]
+    args, kwargs, _ = split_batch(batch)
+    with torch.enable_grad():
+        output = functional_call(model, state, tuple(map(ones, args)), {key: ones(value) for key, value in kwargs.items()})
+        gradients = torch.autograd.grad(_total(output), leaves, allow_unused=True)
+    for target, gradient in zip(targets, gradients, strict=True):
+        if gradient is None:
+            raise ValueError(f"the output does not depend on {target.name!r}; exclude it")
+        table[target.name]["linear_grad"] = target.layout.matrix(gradient)
+
+
+def _total(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output.sum()
+    values = output.values() if isinstance(output, Mapping) else output
+    return torch.stack([_total(v) for v in values if isinstance(v, Tensor | tuple | list | Mapping)]).sum()

@@ -1,0 +1,121 @@
+"""Taking units away from the layers that read them, one after the other, each time the one that is missed least.
+
+Three kinds of reader: one that is fitted to what is left, one that stays as it is, and one whose outputs are normalised anew.
+All need the second moments of its inputs only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+RIDGE = 1e-4  # of the mean variance of the inputs
+
+
+class Order(NamedTuple):
+    """Units in the order in which they leave, and the error when each has left."""
+
+    units: list[int]
+    errors: list[float]
+
+
+class State(Protocol):
+    """One reader that loses units: what its error would rise by for each, and the loss of one."""
+
+    def rise(self) -> Tensor: ...
+    def remove(self, unit: int) -> None: ...
+
+
+def eliminate(states: Sequence[State], size: int) -> Order:
+    """Take units away until one is left, each time the one with the smallest rise."""
+    alive, order, total = torch.ones(size, dtype=torch.bool), Order([], []), 0.0
+    while len(order.units) < size - 1:
+        rise = torch.stack([state.rise() for state in states]).sum(0).masked_fill(~alive, torch.inf)
+        unit = int(rise.argmin())
+        alive[unit] = False
+        total = max(total, total + float(rise[unit]))
+        for state in states:
+            state.remove(unit)
+        order.units.append(unit)
+        order.errors.append(total)
+    return order
+
+
+class Surgeon:
+    """A least-squares fit that loses units: w_u (P_uu)^-1 w_u' is what the error rises by, P the inverse of the moments."""
+
+    def __init__(self, spread: Tensor, weight: Tensor, columns: Tensor, ridge: float = RIDGE) -> None:
+        spread = spread.clone()
+        level = float(spread.diagonal().mean())
+        spread.diagonal().add_(ridge * level if level > 0 else 1.0)
+        self.inverse, self.weight, self.columns = torch.linalg.inv(spread), weight.clone(), columns
+        self.gone: list[int] = []
+
+    def rise(self) -> Tensor:
+        c = self.columns
+        if c.shape[1] == 1:  # the same without a system to solve
+            return (self.weight.square().sum(0) / self.inverse.diagonal().clamp(min=1e-300))[c[:, 0]]
+        blocks, weights = self.inverse[c[:, :, None], c[:, None, :]], self.weight[:, c].permute(1, 2, 0)
+        blocks[self.gone] = torch.eye(c.shape[1], dtype=blocks.dtype)
+        return (weights * torch.linalg.solve(blocks, weights)).sum((1, 2))
+
+    def remove(self, unit: int) -> None:
+        c = self.columns[unit]
+        rows = torch.linalg.solve(self.inverse[c][:, c], self.inverse[c])
+        self.weight.addmm_(self.weight[:, c], rows, alpha=-1)
+        self.inverse.addmm_(self.inverse[:, c], rows, alpha=-1)
+        self.weight[:, c] = 0
+        self.gone.append(unit)
+
+
+class Plain:
+    """A reader that stays as it is: the error is the squared sum of all that is missing."""
+
+    def __init__(self, moments: Tensor, weight: Tensor, columns: Tensor) -> None:
+        (size, span), flat = columns.shape, columns.reshape(-1)
+        joint = (weight.T @ weight) * moments
+        self.joint = joint[flat][:, flat].reshape(size, span, size, span).sum((1, 3))
+        self.missing = torch.zeros(size, dtype=joint.dtype)
+
+    def rise(self) -> Tensor:
+        return self.joint.diagonal() + 2 * self.missing
+
+    def remove(self, unit: int) -> None:
+        self.missing += self.joint[unit]
+
+
+class Normed:
+    """A reader whose outputs get mean and variance back: for each, 2 var (1 - correlation with what it was)."""
+
+    def __init__(self, spread: Tensor, weight: Tensor, columns: Tensor) -> None:
+        self.spread, self.weight, self.columns = spread, weight, columns
+        whole = (weight @ spread) * weight
+        self.share = self._by_unit(whole)  # covariance of each unit's part with the whole output
+        self.left = self.share.clone()  # and with what is left of it
+        inner = [(weight[:, c] @ spread[c][:, c] * weight[:, c]).sum(1) for c in columns]
+        self.own = torch.stack(inner, 1)
+        self.full = whole.sum(1)  # of all columns: not every one has to belong to these units
+        self.common, self.variance = self.full.clone(), self.full.clone()
+        self.error = torch.zeros_like(self.full)
+
+    def _by_unit(self, values: Tensor) -> Tensor:
+        return values[:, self.columns].sum(2)
+
+    def _lost(self, common: Tensor, variance: Tensor) -> Tensor:
+        full = self.full.view(-1, *[1] * (common.dim() - 1))
+        scale = (full * torch.maximum(variance, full * 1e-9)).sqrt()
+        return 2 * full * (1 - (common / scale).nan_to_num(0, 0, 0).clamp(-1, 1))  # an output that never varies has no error
+
+    def rise(self) -> Tensor:
+        after = self._lost(self.common[:, None] - self.share, self.variance[:, None] - 2 * self.left + self.own)
+        return (after - self.error[:, None]).sum(0)
+
+    def remove(self, unit: int) -> None:
+        c = self.columns[unit]
+        self.variance = self.variance - 2 * self.left[:, unit] + self.own[:, unit]
+        self.common = self.common - self.share[:, unit]
+        self.error = self._lost(self.common, self.variance)
+        self.left -= self._by_unit((self.weight[:, c] @ self.spread[c]) * self.weight)

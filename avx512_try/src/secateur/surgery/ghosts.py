@@ -1,0 +1,386 @@
+"""What removed units say on their way through the traced run: nothing, a constant, or something that varies.
+
+Nothing is run but single operators on a few numbers: what varies is stood for by samples, what is constant along a dim is kept
+once (a dim of stride 0). Where a removed unit is summed away, its contribution is what the sum loses by the cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..graph import Atom, Trace, atoms
+from ..graph.axes import Fam
+from ..graph.rules import lookup, pointwise
+from ..graph.rules_math import SPATIAL
+from ..graph.trace import GIVEN
+from ..graph.tracer import Ref, Step
+from .operands import Ghost, Loss, aliases, call, extent, first, once, pads_with_more, same, where, wide
+from .products import RULES
+from .wiring import Keep, Silence, reduced, tensors_in
+
+# Layouts and sums for which zeros in are zeros out; indices move entries, never units.
+_ZERO_TO_ZERO = (
+    *("cat", "stack", "view", "reshape", "index", "gather", "scatter", "sum", "mean", "pool", "upsample", "col2im", "im2col"),
+    *(
+        "roll",
+        "flip",
+        "sort",
+        "topk",
+        "repeat",
+        "embedding",
+        "pad",
+        "fft",
+        "select",
+        "slice",
+        "vector_norm",
+        "unfold",
+        "diagonal",
+    ),
+    *("split", "chunk", "unbind", "amax", "amin"),
+)
+# These take units as they are; what they leave out is not summed away.
+_PICKS = ("index", "select", "slice", "gather", "split", "chunk", "unbind", "narrow", "take", "topk", "sort")
+# Over more of the same, these give another number.
+_LONGER = ("sum", "nansum", "logsumexp", "linalg_vector_norm")
+
+
+class Ghosts:
+    """Follows the removed units of `keep` through the trace; `losses` is what came of it."""
+
+    def __init__(self, trace: Trace, keep: Keep, silence: Silence, counted: Mapping[Atom, Iterable[str]]) -> None:
+        """`counted`: the kinds of operators that run over an atom and mix its units, so that none of them is constant after."""
+        self.trace, self.silence = trace, silence
+        self.keep = {a: m for a, m in keep.items() if not bool(m.all())}
+        self.counted = {a: tuple(counted.get(a, ())) for a in self.keep}
+        self.found: dict[int, Ghost] = {}
+        self.losses: list[Loss] = []
+        self.roots: dict[int, int] = {}  # views of one memory
+        self.families: dict[int, list[int]] = {}
+        self.cut: dict[int, tuple[Atom, ...]] = {}
+        self.zeros: dict[Any, bool] = {}
+        self.written: set[int] = set()  # whose memory was written to by another name
+        for i, step in enumerate(trace.steps):
+            if i in silence.idle:
+                continue
+            if step.weights:
+                self.share(step, None)
+                self.sum_weights_away(i, step, tensors_in(step))
+            else:
+                self.follow(i, step)
+
+    # ------------------------------------------------------------ facts
+
+    def cut_atoms(self, number: int) -> tuple[Atom, ...]:
+        if number not in self.cut:
+            found = dict.fromkeys(a for e in self.trace.axes[number] for a in atoms(e) if a in self.keep)
+            self.cut[number] = tuple(found)
+        return self.cut[number]
+
+    def dims(self, number: int, atom: Atom) -> int:
+        """How many dims of a tensor carry an atom."""
+        return sum(atom in atoms(e) for e in self.trace.axes[number]) if atom in self.cut_atoms(number) else 0
+
+    def ghost(self, number: int) -> Ghost:
+        if number not in self.found and self.silence.made_of_weights(number):
+            self.found[number] = self.of_weights(number)
+        return self.found.get(number) or Ghost(bad=dict.fromkeys(self.cut_atoms(number), "is given"))
+
+    def of_weights(self, number: int) -> Ghost:
+        cut = self.cut_atoms(number)
+        axes = self.trace.axes[number]
+        zero = {a for a in cut if all(self.silence.zero(number, d, a) for d, e in enumerate(axes) if a in atoms(e))}
+        return Ghost(frozenset(zero), {}, None if len(zero) == len(cut) else wide(self.silence.value(number)))
+
+    def gone(self, number: int, dim: int, atom: Atom) -> Tensor | None:
+        """The indices that an atom's removed units have in a dim; None where they depend on another dim."""
+        e = self.trace.axes[number][dim]
+        if isinstance(e, Fam) or any(isinstance(p, Fam) for p in getattr(e, "parts", ())):
+            return None
+        return self.silence.gone(e, atom)
+
+    def removed(self, value: Tensor, number: int, atom: Atom) -> list[tuple[int, Tensor]]:
+        """The entries of an atom's removed units, for each dim that carries them; once, along dims of stride 0."""
+        found, value = [], once(value)
+        for d, e in enumerate(self.trace.axes[number]):
+            if atom in atoms(e):
+                gone = self.gone(number, d, atom)
+                found.append((d, value if gone is None or value.shape[d] == 1 else value.index_select(d, gone)))
+        return found
+
+    # ------------------------------------------------------------ one step
+
+    def follow(self, i: int, step: Step) -> None:
+        inputs = tensors_in(step)
+        cut = dict.fromkeys(a for n in (*inputs, *step.outs) for a in self.cut_atoms(n))
+        if not cut:
+            self.share(step, None)
+            return
+        kind = step.name.partition("::")[2]
+        rule = RULES.get(kind)
+        made = None if rule is None else rule(self, i, step)
+        if made is None:
+            self.sum_away(i, step, inputs)
+            self.longer(i, step)
+            mixed = self.mixed(step, inputs)
+            lost = {**self.lost(inputs), **mixed}
+            if all(a in lost for n in step.outs for a in self.cut_atoms(n)):
+                made = [Ghost(bad={a: lost[a] for a in self.cut_atoms(n)}) for n in step.outs]
+            else:
+                made = self.elementwise(step) if lookup(step.func) is pointwise else self.other(step, kind)
+                for number, ghost in zip(step.outs, made) if mixed else ():
+                    ghost.zero -= mixed.keys()
+                    ghost.bad |= {a: mixed[a] for a in self.cut_atoms(number) if a in mixed}
+        self.share(step, made[0] if made else None)
+        for number, ghost in zip(step.outs, made):
+            self.settle(step, number, ghost, inputs)
+
+    def mixed(self, step: Step, inputs: Sequence[int]) -> dict[Atom, str]:
+        """Atoms whose units this step makes depend on each other: a normalisation, a softmax over their axis."""
+        kind, found = step.name.partition("::")[2], dict.fromkeys(a for n in inputs for a in self.cut_atoms(n))
+        alone = set(atoms(self.trace.axes[inputs[0]][1])) if "batch_norm" in kind else ()
+        why = f"varies with the inputs, from {where(step)} on"
+        return {a: why for a in found if a not in alone and any(name in kind for name in self.counted[a])}
+
+    def longer(self, i: int, step: Step) -> None:
+        """A constant that is summed over places is another one for inputs of another size, unless a mean is made of it."""
+        kind, axes = step.name.partition("::")[2], reduced(self.trace, step) if step.name.partition("::")[2] in _LONGER else []
+        if not any(a.frozen in (GIVEN, SPATIAL) for e in axes for a in atoms(e)):
+            return
+        divides = [self.trace.steps[j] for j in self.silence.readers.get(step.outs[0], ())]
+        size = math.prod(e.size for e in axes)
+        if divides and all(s.name == "aten::div" and s.args[1] == size for s in divides):
+            return
+        ghost = self.ghost(tensors_in(step)[0])
+        for atom in self.cut_atoms(step.outs[0]):
+            if atom not in ghost.bad and (kind == "logsumexp" or atom not in ghost.zero):
+                why = f"what its removed units give grows with the size of the inputs, in {where(step)}"
+                self.losses.append(Loss(i, atom, why))
+
+    def lost(self, inputs: Sequence[int]) -> dict[Atom, str]:
+        """Atoms that vary in one of these tensors, and are silent in none."""
+        quiet = {a for n in inputs for a in self.ghost(n).zero}
+        return {a: why for n in inputs for a, why in self.ghost(n).bad.items() if a not in quiet}
+
+    def settle(self, step: Step, number: int, ghost: Ghost, inputs: Sequence[int]) -> None:
+        uneven = ghost.value is not None and any(
+            ghost.value.stride(d) and e.size > 1 and not any(a in self.keep for a in atoms(e))
+            for d, e in enumerate(self.trace.axes[number])
+        )
+        if uneven:
+            ghost.since = next((s for n in inputs if n in self.found and (s := self.found[n].since)), where(step))
+        self.found[number] = ghost
+
+    def share(self, step: Step, ghost: Ghost | None) -> None:
+        """Others see the memory that a step writes to; zeros over zeros change nothing."""
+        writes, shares = aliases(step.func)
+        inputs = tensors_in(step) if shares else ()
+        if not inputs or not step.outs:
+            return
+        root = self.roots.get(inputs[0], inputs[0])
+        family = self.families.setdefault(root, [root])
+        for number in family if writes else ():
+            cut = self.cut_atoms(number)
+            old = self.ghost(number)
+            self.written.add(number)
+            same = ghost is not None and old.zero.issuperset(cut) and ghost.zero.issuperset(self.cut_atoms(step.outs[0]))
+            self.found[number] = old if same else Ghost(bad=dict.fromkeys(cut, f"is written to in place ({where(step)})"))
+        for number in step.outs:
+            self.roots[number] = root
+            family.append(number)
+
+    def sum_away(self, i: int, step: Step, inputs: Sequence[int]) -> None:
+        """Atoms that no output has any more (as often) were summed over, by something that has no bias."""
+        kind = step.name.partition("::")[2]
+        if aliases(step.func)[1] or any(k in kind for k in _PICKS):
+            return
+        for n in inputs:
+            ghost = self.ghost(n)
+            for atom in self.cut_atoms(n):
+                left = max((self.dims(out, atom) for out in step.outs), default=0)
+                if left < self.dims(n, atom) and step.outs and atom not in ghost.zero:
+                    why = f"its removed units give a constant to {where(step)}, which has no bias to take it"
+                    self.losses.append(Loss(i, atom, self.reason(atom, ghost) or why))
+
+    def sum_weights_away(self, i: int, step: Step, inputs: Sequence[int]) -> None:
+        """The same among weights alone: a sum of products needs one factor that is zero."""
+        left = {a for n in step.outs for a in self.cut_atoms(n)}
+        for atom in dict.fromkeys(a for n in inputs for a in self.cut_atoms(n) if a not in left):
+            bearers = [n for n in inputs if atom in self.cut_atoms(n)]
+            if step.outs and not any(atom in self.ghost(n).zero for n in bearers):
+                self.losses.append(Loss(i, atom, f"its removed units are part of a number that {where(step)} makes of weights"))
+
+    def reason(self, atom: Atom, ghost: Ghost) -> str | None:
+        return f"what its removed units give {ghost.bad[atom]}" if atom in ghost.bad else None
+
+    # ------------------------------------------------------------ element by element
+
+    def elementwise(self, step: Step) -> list[Ghost]:
+        """The operator on constants, with samples for whatever varies; what differs between samples varies."""
+        inputs = list(dict.fromkeys(tensors_in(step)))
+        number = step.outs[0]
+        cut = self.cut_atoms(number)
+        bearers = [n for n in inputs if self.cut_atoms(n)]
+        pairs = self.pairs(step, bearers)
+        silent = all(a in self.ghost(n).zero for n in bearers for a in self.cut_atoms(n))
+        if silent and not pairs and self.zero_stays(step, bearers):
+            return [Ghost(frozenset(self.cut_atoms(n))) for n in step.outs]
+        bad = {a: why for n in bearers for a, why in self.ghost(n).bad.items()} | pairs
+        known = {n: self.known(n) for n in inputs}
+        axes = self.trace.axes[number]
+        full = [
+            any(a in self.keep for a in atoms(e)) or any(t is not None and extent(t, d, len(axes)) > 1 for t in known.values())
+            for d, e in enumerate(axes)
+        ]
+        stand = {n: once(t) if t is not None else self.samples(n, full) for n, t in known.items()}
+        try:
+            out = first(call(step, stand))
+        except Exception as error:
+            return self.unknown(step, f"cannot be followed through {where(step)} ({type(error).__name__})")
+        mixed = [n for n in bearers if any(a in self.ghost(n).zero for a in self.cut_atoms(n)) or self.ghost(n).bad]
+        if mixed:  # zero times what varies is zero, unit by unit
+            bad = {a: why for a, why in bad.items() if a in pairs or not self.absorbed(step, a, bearers)}
+        single = [n for n, t in known.items() if t is None and (stand[n].numel() == 1 or not stand[n].is_floating_point())]
+        return self.judged(step, out, cut, self.moved(step, stand, out, single) | bad if single else bad)
+
+    def pairs(self, step: Step, bearers: Sequence[int]) -> dict[Atom, str]:
+        """Atoms of which every unit meets every other here, removed ones kept ones: only a product with zero is zero."""
+        found: dict[Atom, str] = {}
+        for atom in self.cut_atoms(step.outs[0]):
+            meets = [n for n in bearers if atom in self.cut_atoms(n)]
+            alone = meets and self.dims(step.outs[0], atom) == min(self.dims(n, atom) for n in meets)
+            product = step.name.partition("::")[2].rstrip("_") == "mul" and all(atom in self.ghost(n).zero for n in meets)
+            if meets and not alone and not product:
+                found[atom] = f"meets the kept units in {where(step)}"
+        return found
+
+    def moved(self, step: Step, stand: Mapping[int, Tensor], out: Tensor, single: Sequence[int]) -> dict[Atom, str]:
+        """Atoms that differ when what varies is another number; of a single one no two samples can be compared."""
+        others = {n: ~t if t.dtype == torch.bool else t + 1 for n, t in stand.items() if n in single}
+        again, number = first(call(step, {**stand, **others})), step.outs[0]
+        pairs = {a: zip(self.removed(out, number, a), self.removed(again, number, a)) for a in self.cut_atoms(number)}
+        differ = [a for a, each in pairs.items() if any(not torch.equal(one, two) for (_, one), (_, two) in each)]
+        return dict.fromkeys(differ, f"varies with the inputs, from {where(step)} on")
+
+    def absorbed(self, step: Step, atom: Atom, bearers: Sequence[int]) -> bool:
+        """Whether the units are zero in one factor of a product, so that the other does not matter."""
+        kind = step.name.partition("::")[2].rstrip("_")
+        return kind == "mul" and any(atom in self.ghost(n).zero for n in bearers)
+
+    def zero_stays(self, step: Step, bearers: Sequence[int]) -> bool:
+        """Whether the operator makes zero of zero, whatever the other operands are."""
+        plain = tuple((k, v) for k, v in (*enumerate(step.args), *step.kwargs.items()) if not isinstance(v, Ref | tuple | list))
+        loose = any(isinstance(v, tuple | list) for v in step.args)
+        key = None if loose else (step.func, repr(plain), tuple(isinstance(v, Ref) and v.number in bearers for v in step.args))
+        if key is None or key not in self.zeros:
+            stand = {n: torch.zeros(2) if n in bearers else self.sample(n, (2,)) for n in tensors_in(step)}
+            try:
+                out = first(call(step, stand))
+                answer = out.dtype == torch.bool or not bool(out.any())
+            except Exception:
+                answer = False
+            self.zeros[key] = answer
+        return self.zeros[key]
+
+    def known(self, number: int) -> Tensor | None:
+        """The value at removed units, or of a tensor made of weights; None for what varies."""
+        cut = self.cut_atoms(number)
+        sizes = [e.size for e in self.trace.axes[number]]
+        if not math.prod(sizes):  # a cache that is empty still
+            return torch.zeros(sizes, dtype=torch.float64)
+        if not cut:
+            fixed = self.silence.made_of_weights(number) and number not in self.written
+            return wide(self.silence.value(number)) if fixed else None
+        ghost = self.ghost(number)
+        if ghost.value is None:
+            return None if not ghost.zero else torch.zeros(()).double().expand([e.size for e in self.trace.axes[number]])
+        return ghost.value
+
+    def sample(self, number: int, shape: Sequence[int]) -> Tensor:
+        kind = self.silence.whole.get(number, torch.float64)
+        if kind == torch.bool:
+            return torch.arange(math.prod(shape)).remainder(2).bool().reshape(tuple(shape))
+        made = torch.rand(tuple(shape), generator=torch.Generator().manual_seed(number), dtype=torch.float64) + 0.5
+        return made if kind.is_floating_point else torch.zeros(tuple(shape), dtype=kind)
+
+    def samples(self, number: int, full: Sequence[bool]) -> Tensor:
+        axes = self.trace.axes[number]
+        at = len(full) - len(axes)
+        return self.sample(number, [e.size if full[at + d] or e.size == 1 else 2 for d, e in enumerate(axes)])
+
+    def judged(self, step: Step, out: Tensor, cut: Sequence[Atom], bad: Mapping[Atom, str]) -> list[Ghost]:
+        """The outcome as a ghost: dims of samples have to be constant over the removed units of each atom."""
+        number = step.outs[0]
+        axes, bad = self.trace.axes[number], {a: why for a, why in bad.items() if a in cut}
+        for d, e in enumerate(axes):
+            if out.dim() == len(axes) and out.shape[d] not in (1, e.size):  # samples
+                for atom in cut:
+                    for _, entries in self.removed(out, number, atom):
+                        if not same(entries, d):
+                            bad.setdefault(atom, f"varies with the inputs, from {where(step)} on")
+                out = out.narrow(d, 0, 1)
+        zero = {a for a in cut if a not in bad and not any(bool(t.any()) for _, t in self.removed(out, number, a))}
+        value = (
+            None if len(zero) == len(cut) else (out if out.dtype == torch.bool else out.double()).expand([e.size for e in axes])
+        )
+        ghost = Ghost(frozenset(zero), dict(bad), value)
+        return [ghost, *(Ghost(bad=dict.fromkeys(self.cut_atoms(n), f"varies, from {where(step)} on")) for n in step.outs[1:])]
+
+    def unknown(self, step: Step, why: str) -> list[Ghost]:
+        return [Ghost(bad=dict.fromkeys(self.cut_atoms(n), why)) for n in step.outs]
+
+    # ------------------------------------------------------------ anything else
+
+    def other(self, step: Step, kind: str) -> list[Ghost]:
+        """Layouts, pools and the like: zeros stay zeros; constants go through the operator itself."""
+        inputs = [n for n in dict.fromkeys(tensors_in(step)) if self.cut_atoms(n)]
+        ghosts = {n: self.ghost(n) for n in inputs}
+        passes = (aliases(step.func)[1] or any(k in kind for k in _ZERO_TO_ZERO)) and not pads_with_more(step, kind)
+        if passes and all(a in ghosts[n].zero for n in inputs for a in self.cut_atoms(n)):
+            return [Ghost(frozenset(self.cut_atoms(n))) for n in step.outs]
+        bad = {a: why for g in ghosts.values() for a, why in g.bad.items()}
+        zero = {a for n in inputs for a in self.cut_atoms(n)}
+        zero = {a for a in zero if all(a in ghosts[n].zero for n in inputs if a in self.cut_atoms(n))}
+        try:
+            outs = self.through(step, kind)
+        except Exception as error:
+            return self.unknown(step, f"cannot be followed through {where(step)} ({type(error).__name__})")
+        found = []
+        for number, out in zip(step.outs, outs):
+            cut, axes = self.cut_atoms(number), self.trace.axes[number]
+            if not aliases(step.func)[1] and "view" not in kind:
+                out = self.flattened(out, number, axes)
+            silent = {a for a in cut if not any(bool(once(t).any()) for _, t in self.removed(out, number, a))}
+            known = {a: bad[a] for a in cut if a in bad and not (a in zero and a in silent)}
+            strange = {a: f"varies, from {where(step)} on" for a in cut if not any(a in self.cut_atoms(n) for n in inputs)}
+            found.append(Ghost(frozenset(silent - known.keys() - strange.keys()), {**strange, **known}, out))
+        return found
+
+    def through(self, step: Step, kind: str) -> list[Tensor]:
+        """The operator on values in full size, what varies as random numbers."""
+        stand: dict[int, Tensor] = {}
+        few = any(k in kind for k in ("pool", "upsample", "pad"))  # a sample of the batch is enough
+        for n in dict.fromkeys(tensors_in(step)):
+            value = self.known(n)
+            if value is None:
+                value = self.sample(n, [e.size for e in self.trace.axes[n]])
+            value = value.contiguous() if "group_norm" in kind else torch.ops.aten.alias(value)
+            stand[n] = value[:1] if few and value.dim() > 2 else value
+        name = {"view": "reshape", "_unsafe_view": "reshape"}.get(kind)
+        out = call(step, stand, None if name is None else getattr(torch.ops.aten, name).default)
+        outs = [o for o in (out if isinstance(out, list | tuple) else [out]) if isinstance(o, Tensor)]
+        sizes = [[e.size for e in self.trace.axes[n]] for n in step.outs]
+        return [o.expand(s) if o.dim() == len(s) else o.double() for o, s in zip(outs, sizes)]
+
+    def flattened(self, out: Tensor, number: int, axes: Sequence[Any]) -> Tensor:
+        """Dims along which the removed units are constant after all, kept once."""
+        cut = self.cut_atoms(number)
+        for d, e in enumerate(axes):
+            free = out.stride(d) and out.shape[d] > 1 and not any(a in self.keep for a in atoms(e))
+            if free and all(same(t, d) for a in cut for _, t in self.removed(out, number, a)):
+                out = out.narrow(d, 0, 1)
+        return out.expand([e.size for e in axes])

@@ -1,0 +1,108 @@
+"""Single operators of the run on stand-ins for their tensors, and the values that go into them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..graph import Atom
+from ..graph.tracer import Ref, Step
+
+PASSING = ("clone", "_to_copy", "contiguous", "detach", "alias", "lift_fresh", "dropout", "native_dropout")
+
+
+@dataclass
+class Ghost:
+    """The removed units of a tensor: the atoms that say zero, those that vary (with why), and the values of all others."""
+
+    zero: frozenset[Atom] = frozenset()
+    bad: dict[Atom, str] = field(default_factory=dict)
+    value: Tensor | None = None  # in the shape of the tensor, dims along which it is constant of stride 0; None: all zero
+    since: str = ""  # the operator from which on it differs from place to place
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What the kept outputs of a step lose with an atom's removed units: a number for each channel, or why there is none."""
+
+    step: int
+    atom: Atom
+    value: Tensor | str
+
+
+def where(step: Step) -> str:
+    return f"{step.name.partition('::')[2]} in {step.module or 'the model'}"
+
+
+def first(out: Any) -> Tensor:
+    return out[0] if isinstance(out, list | tuple) else out
+
+
+@functools.cache
+def aliases(func: Any) -> tuple[bool, bool]:
+    """Whether the operator writes to what it is given (views in place do not), and whether its result shares its memory."""
+    returns = getattr(getattr(func, "_schema", None), "returns", ())
+    shares = any(r.alias_info is not None for r in returns)
+    writes = any(r.alias_info is not None and r.alias_info.is_write for r in returns)
+    return writes and torch.Tag.inplace_view not in func.tags, shares
+
+
+def call(step: Step, stand: Mapping[int, Tensor], func: Any = None) -> Any:
+    """The operator on stand-ins for its tensors; `func` instead of it, on its first two arguments."""
+
+    def value(v: Any) -> Any:
+        if isinstance(v, Ref):
+            return stand[v.number].clone() if aliases(step.func)[0] else stand[v.number]
+        if isinstance(v, tuple) and any(isinstance(x, Ref | tuple) for x in v):
+            return [value(x) for x in v]
+        return list(v) if isinstance(v, tuple) else v
+
+    kwargs = {k: value(v) for k, v in step.kwargs.items() if k not in ("dtype", "device", "layout", "pin_memory")}
+    kind = step.name.partition("::")[2]
+    if func is None and kind in PASSING:
+        return value(step.args[0])
+    args = [value(v) for v in (step.args if func is None else step.args[:2])]
+    if aliases(step.func)[0] and isinstance(args[0], Tensor):
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        args[0] = args[0].expand(torch.broadcast_shapes(*(t.shape for t in tensors))).clone()
+    return (func or step.func)(*args, **kwargs)
+
+
+def once(t: Tensor) -> Tensor:
+    """Dims of stride 0 as one entry."""
+    return t[tuple(slice(0, 1) if t.stride(d) == 0 and t.shape[d] > 1 else slice(None) for d in range(t.dim()))]
+
+
+def once_along(t: Tensor, dim: int) -> Tensor | None:
+    if t.stride(dim) and t.shape[dim] > 1 and not same(t, dim):
+        return None
+    return t.narrow(dim, 0, 1)
+
+
+def extent(t: Tensor, d: int, rank: int) -> int:
+    at = d - (rank - t.dim())
+    return 1 if at < 0 or t.stride(at) == 0 else t.shape[at]
+
+
+def same(t: Tensor, dim: int) -> bool:
+    """Whether all entries along the dim are equal, as far as double precision can tell."""
+    if t.shape[dim] <= 1 or not t.numel():
+        return True
+    t = once(t)
+    if t.shape[dim] == 1:
+        return True
+    spread = (t - t.narrow(dim, 0, 1)).abs().max()
+    return bool(spread <= 64 * torch.finfo(torch.float64).eps * t.abs().max()) if t.is_floating_point() else bool(spread == 0)
+
+
+def wide(t: Tensor) -> Tensor:
+    return t.detach().cpu().double() if t.is_floating_point() else t.detach().cpu()
+
+
+def pads_with_more(step: Step, kind: str) -> bool:
+    return "pad" in kind and len(step.args) > 2 and isinstance(step.args[2], int | float) and step.args[2] != 0

@@ -1,0 +1,284 @@
+"""Fewer units where a formula knows how many there are: RMSNorm's mean, and sizes in scales such as 1/sqrt(head dimension).
+
+What changes with the size is made good in weights. A guess at which weights is not trusted: that the factors cancel is followed
+through the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..graph import Atom, Cat, Expr, Prod, atoms, new_size, norm, solve_attributes
+from ..graph.provenance import Attr, Dim, SizeUse, evaluate, leaves
+from ..graph.tracer import Step
+from .degrees import balanced
+from .wiring import Silence, reduced, tensors_in
+
+_EXPONENTS = (-0.5, 0.5, -0.25, 0.25, -1.0, 1.0)  # of a size, as it enters formulas
+
+
+class Refused(Exception):
+    """There is no exact answer; the text is the reason."""
+
+
+class Scale(NamedTuple):
+    """Parameter p becomes `factor * (p + offset) - offset`: what is used is p + offset (1 + weight in some norms).
+
+    `rows`: the indices of `dim` that are scaled; None for all of it.
+    """
+
+    name: str
+    factor: float
+    offset: float = 0.0
+    dim: int = 0
+    rows: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Edit:
+    """A change to the model for the sake of some atoms, right as long as their removed units are silent in step `over`."""
+
+    atoms: set[Atom]
+    scales: list[Scale] = field(default_factory=list)
+    attributes: list[tuple[str, str, float]] = field(default_factory=list)
+    over: int | None = None
+    why: str = ""  # it is not exact, if so
+
+
+# ---------------------------------------------------------------- RMSNorm
+
+
+def mean_of_squares(flow: Silence, atom: Atom, done: set[int]) -> list[Edit]:
+    """x / sqrt(mean(x^2) + eps) * w over N of M units, the others zero, is the same with eps * M / N and w * sqrt(M / N)."""
+    return [_rms(flow, i, done) for i in _steps_over(flow, atom, "aten::mean") if i not in done | flow.idle]
+
+
+def _steps_over(flow: Silence, atom: Atom, name: str) -> list[int]:
+    found = []
+    for i, step in enumerate(flow.trace.steps):
+        if step.name == name and any(atom in atoms(e) for e in reduced(flow.trace, step)):
+            found.append(i)
+    return found
+
+
+def _rms(flow: Silence, i: int, done: set[int]) -> Edit:
+    steps, where = flow.trace.steps, flow.trace.steps[i].module or "the model"
+    refused = Refused(f"mean in {where} runs over the cut axis and is no RMSNorm: over fewer units it is another number")
+    made = steps[flow.makers.get(tensors_in(steps[i])[0], i)]
+    power = made.name == "aten::pow" and made.args[1] == 2
+    if not power and not (made.name == "aten::mul" and len(set(tensors_in(made))) == 1 and len(made.args) == 2):
+        raise refused
+    chain = _chain(flow, steps[i].outs[0], 8)
+    names = [steps[j].name.partition("::")[2].rstrip("_") for j in chain]
+    if names[:2] != ["add", "rsqrt"] or "mul" not in names[2:]:
+        raise refused
+    eps = next((v for v in steps[chain[0]].args if isinstance(v, int | float)), None)
+    scaled = [j for j in (*chain[2:], *_factors_of(flow, chain[2:])) if _multiplies(flow, j)]
+    if eps is None or not scaled:
+        raise Refused(f"the RMSNorm {where} has no weight that could take the factor sqrt(old / new)")
+    axes = reduced(flow.trace, steps[i])
+    counts = {a: int(m.sum()) for a, m in flow.keep.items()}
+    ratio = math.prod(e.size for e in axes) / math.prod(new_size(e, counts) for e in axes)
+    done.add(i)
+    cut = {a for e in axes for a in atoms(e) if a in flow.keep}
+    scale = _scale_of(flow, scaled[0], math.sqrt(ratio))
+    try:
+        return Edit(cut, [scale], [(*_eps_attribute(flow, steps[i].module, float(eps)), float(eps) * ratio)], i)
+    except Refused as near:  # by far the larger part is made good all the same
+        return Edit(cut, [scale], [], i, str(near))
+
+
+def _multiplies(flow: Silence, i: int) -> bool:
+    return flow.trace.steps[i].name.startswith("aten::mul") and _weight(flow, flow.trace.steps[i]) is not None
+
+
+def _factors_of(flow: Silence, chain: list[int]) -> list[int]:
+    """Steps that make the other factor of a product in the chain, for it alone: w * x in w * x * rsqrt(...)."""
+    product = next((i for i in chain if flow.trace.steps[i].name.startswith("aten::mul")), None)
+    found = [n for n in tensors_in(flow.trace.steps[product]) if n in flow.makers] if product is not None else []
+    return [flow.makers[n] for n in found if flow.readers.get(n) == [product]]
+
+
+def _chain(flow: Silence, number: int, most: int) -> list[int]:
+    """The steps that follow a tensor as long as exactly one reads it."""
+    found: list[int] = []
+    while len(found) < most and len(flow.readers.get(number, ())) == 1:
+        found.append(flow.readers[number][0])
+        outs = flow.trace.steps[found[-1]].outs
+        if not outs:
+            break
+        number = outs[0]
+    return found
+
+
+def _weight(flow: Silence, step: Step) -> tuple[int, str] | None:
+    """The operand that is made of one parameter, and its name."""
+    for n in tensors_in(step):
+        names = flow.origin.get(n, frozenset())
+        if len(names) == 1:
+            return n, next(iter(names))
+    return None
+
+
+def _scale_of(flow: Silence, i: int, factor: float) -> Scale:
+    found = _weight(flow, flow.trace.steps[i])
+    assert found is not None
+    number, name = found
+    parameter = flow.parameters.get(name)
+    if parameter is None:
+        raise Refused(f"the RMSNorm with {name} has no trainable weight that could take the factor sqrt(old / new)")
+    if number in flow.trace.names:
+        return Scale(name, factor)
+    offset = (flow.value(number).to(parameter).reshape(parameter.shape) - flow.value(flow.numbers[name])).double()
+    if float((offset - offset.mean()).abs().max()) > 1e-6:
+        raise Refused(f"{name} enters its RMSNorm through a formula other than a sum with a number")
+    return Scale(name, factor, round(float(offset.mean()), 6))
+
+
+def _eps_attribute(flow: Silence, path: str, eps: float) -> tuple[str, str]:
+    module = flow.trace.model.get_submodule(path)
+    names = [k for k, v in vars(module).items() if isinstance(v, float) and v == eps]
+    if not names and vars(module).get("eps", 0) is None:  # torch picks the machine's own epsilon
+        names = ["eps"]
+    if len(names) != 1:
+        raise Refused(
+            f"the RMSNorm in {path or 'the model'}: eps = {eps:g} is no attribute of the module, so it cannot grow by old / new"
+        )
+    return path, names[0]
+
+
+# ---------------------------------------------------------------- sizes in formulas
+
+
+class _Use(NamedTuple):
+    """A size in formulas of one module: the sites (step -> exponent of the size there), old and new size, whose units."""
+
+    module: str
+    how: str
+    old: int
+    new: int
+    atoms: frozenset[Atom]
+    sites: dict[int, float]
+
+
+def sizes_in_formulas(flow: Silence, bad: dict[Atom, str]) -> list[Edit]:
+    """Scale one factor of each product whose scale 1/sqrt(size) changes with the cut, so that the product stays what it was."""
+    edits: list[Edit] = []
+    for use in _uses(flow):
+        scales = next((s for s, shares in _candidates(flow, use) if balanced(flow, s, shares)), None)
+        if scales is not None:
+            edits.append(Edit(set(use.atoms), scales))
+            continue
+        where = use.module or "the model"
+        for atom in use.atoms:
+            bad.setdefault(atom, f"its size enters a formula in {where} ({use.how}), and no weight there can be scaled for it")
+    return edits
+
+
+def _uses(flow: Silence) -> list[_Use]:
+    trace = flow.trace
+    counts = {a: int(m.sum()) for a, m in flow.keep.items()}
+    if not any("scale" in a.flags for a in counts):
+        return []
+    now = {(id(c.owner), c.key): c.new for c in solve_attributes(trace, counts)}
+    found: dict[tuple[str, int, int], _Use] = {}
+    for use in trace.uses:
+        old, new = evaluate(use.source, {}, {}), evaluate(use.source, counts, now)
+        cut = frozenset(a for e in _axes_of(flow, use) for a in atoms(e) if a in counts)
+        if cut and old != new:
+            key = (use.module, old, new)
+            known = found.get(key, _Use(use.module, use.how, old, new, frozenset(), {}))
+            found[key] = known._replace(atoms=known.atoms | cut, sites=_sites(flow, use.module, old))
+    return list(found.values())
+
+
+def _axes_of(flow: Silence, use: SizeUse) -> list[Expr]:
+    found: list[Expr] = []
+    for leaf in leaves(use.source):
+        if isinstance(leaf, Dim):
+            found.append(leaf.expr)
+        elif isinstance(leaf, Attr):
+            found += [s.axis for s in flow.trace.sites if isinstance(s.source, Attr) and s.source.id == leaf.id]
+    return found
+
+
+def _sites(flow: Silence, module: str, size: int) -> dict[int, float]:
+    """Steps of the module in which a power of the size stands as a number, or attention with its own scale; the exponents."""
+    found: dict[int, float] = {}
+    for i, step in enumerate(flow.trace.steps):
+        kind = step.name.partition("::")[2].rstrip("_")
+        if step.module != module or not (kind in ("mul", "div") or "scaled_dot_product" in kind):
+            continue
+        given = [*step.args, step.kwargs.get("scale")] if kind not in ("mul", "div") else list(step.args)
+        for value in (v for v in given if isinstance(v, float)):
+            power = next((e for e in _EXPONENTS if math.isclose(value, size**e, rel_tol=1e-9)), None)
+            if power is not None:
+                found[i] = -power if kind == "div" else power
+        own = "scaled_dot_product" in kind and step.kwargs.get("scale") is None
+        if own and flow.trace.axes[tensors_in(step)[0]][-1].size == size:
+            found[i] = -0.5
+    return found
+
+
+def _candidates(flow: Silence, use: _Use) -> Iterator[tuple[list[Scale], dict[int, float]]]:
+    """Weights that may be one factor of the product (a tensor that makes the units, or a segment of it; with its bias), and by
+    which power of the factor each formula changes by itself."""
+    totals: dict[int, float] = {}
+    for i, exponent in use.sites.items():
+        end = _checkpoint(flow, i)
+        totals[end] = totals.get(end, 0.0) + exponent
+    if len(set(totals.values())) != 1:
+        return
+    total = next(iter(totals.values()))
+    factor = (use.new / use.old) ** -total
+    shares = {i: -exponent / total for i, exponent in use.sites.items()}
+    parameters = flow.parameters
+    for atom in use.atoms:
+        members = [
+            m for m in flow.trace.by_atom[atom].members if m.tensor in parameters and m.role in ("produce", "elementwise")
+        ]
+        for m in sorted(members, key=lambda m: (m.role != "produce", parameters[m.tensor].dim() < 2)):
+            for rows in _segments(flow.trace.dims[m.tensor][m.dim], atom):
+                scales = [Scale(m.tensor, factor, 0.0, m.dim, rows)]
+                bias = m.tensor.replace("weight", "bias")
+                if bias != m.tensor and bias in parameters and parameters[bias].shape == rows.shape:
+                    scales.append(Scale(bias, factor, 0.0, 0, rows))
+                yield scales, shares
+
+
+def _segments(e: Expr, atom: Atom) -> list[Tensor]:
+    """Index sets of a dim that carry the atom: the whole dim, then every part of a concatenation alone."""
+    whole = _carries(e, atom)
+    found = [whole] if bool(whole.all()) else []
+    e = norm(e)
+    parts = list(e.parts) if isinstance(e, Cat) else []
+    outer, inner = torch.ones(1, dtype=torch.bool), parts
+    if isinstance(e, Prod) and isinstance(norm(e.parts[-1]), Cat):  # heads x (q | k | v)
+        outer = torch.ones(math.prod(p.size for p in e.parts[:-1]), dtype=torch.bool)
+        inner = list(norm(e.parts[-1]).parts)  # type: ignore[union-attr]
+    for k in range(len(inner)):
+        chosen = torch.cat([_carries(p, atom) & (i == k) for i, p in enumerate(inner)])
+        if bool(chosen.any()):
+            found.append((outer[:, None] & chosen[None]).reshape(-1))
+    return found or [whole]
+
+
+def _carries(e: Expr, atom: Atom) -> Tensor:
+    e = norm(e)
+    if isinstance(e, Cat):
+        return torch.cat([_carries(p, atom) for p in e.parts])
+    return torch.full((e.size,), atom in atoms(e))
+
+
+def _checkpoint(flow: Silence, i: int) -> int:
+    """The softmax or attention that everything of step i goes through, or the step itself."""
+    for j in (i, *_chain(flow, flow.trace.steps[i].outs[0], 40)):
+        if "softmax" in flow.trace.steps[j].name or "scaled_dot_product" in flow.trace.steps[j].name:
+            return j
+    return i
