@@ -10,7 +10,12 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from secateur.drop_in.ao_pruning._experimental.pruner import FakeStructuredSparsity, FPGMPruner, SaliencyPruner
+from secateur.drop_in.ao_pruning._experimental.pruner import (
+    FakeStructuredSparsity,
+    FPGMPruner,
+    LSTMSaliencyPruner,
+    SaliencyPruner,
+)
 from secateur.drop_in.ao_pruning._experimental.pruner.prune_functions import (
     prune_conv2d_pool_flatten_linear,
     prune_linear_linear,
@@ -316,3 +321,11 @@ def test_a_mask_of_another_length_is_refused_when_loading():
     with pytest.raises(RuntimeError, match=r"'0.weight' has shape \(5,\)"):
         pruner.load_state_dict(state)
     assert FakeStructuredSparsity(torch.tensor([True, False]))(torch.ones(2, 2)).tolist() == [[1, 1], [0, 0]]
+
+
+@pytest.mark.parametrize("pruner", [SaliencyPruner, LSTMSaliencyPruner])
+def test_a_step_without_a_sparsity_level_says_which_tensor_wants_one(pruner):
+    made = pruner({})
+    made.prepare(linear(), None)
+    with pytest.raises(KeyError, match=r"no 'sparsity_level' for '0\.weight'; give it in its config"):
+        made.step()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .base_structured_sparsifier import BaseStructuredSparsifier
 from .parametrization import FakeStructuredSparsity, masked_tensors
-from .saliency_pruner import drop_lowest, row_saliency
+from .saliency_pruner import drop_lowest, level_of, row_saliency
 
 __all__ = ["LSTMSaliencyPruner"]
 
@@ -23,7 +23,7 @@ class LSTMSaliencyPruner(BaseStructuredSparsifier):
     """
 
     def update_mask(self, module: nn.Module, tensor_name: str, **kwargs: Any) -> None:
-        level = kwargs["sparsity_level"]
+        level = level_of(tensor_name, kwargs)
         if prune_units(module, tensor_name, level):
             return
         saliency = row_saliency(getattr(module, tensor_name), kwargs.get("tensor_fqn", tensor_name))

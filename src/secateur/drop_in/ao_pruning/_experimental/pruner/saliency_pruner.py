@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ class SaliencyPruner(BaseStructuredSparsifier):
     def update_mask(self, module: nn.Module, tensor_name: str, **kwargs: Any) -> None:
         from .lstm_saliency_pruner import prune_units
 
-        level, name = kwargs["sparsity_level"], kwargs.get("tensor_fqn", tensor_name)
+        level, name = level_of(tensor_name, kwargs), kwargs.get("tensor_fqn", tensor_name)
         if prune_units(module, tensor_name, level):
             return
         mask, weight = self._holder(module, tensor_name).mask, getattr(module, tensor_name)
@@ -29,6 +30,14 @@ class SaliencyPruner(BaseStructuredSparsifier):
         if saliency.shape != mask.shape:
             raise AssertionError(f"{name!r} has {len(saliency)} rows and a mask of shape {tuple(mask.shape)}")
         drop_lowest(mask, saliency, int(len(mask) * level))
+
+
+def level_of(tensor_name: str, config: Mapping[str, Any]) -> float:
+    """The share to prune, which has no default."""
+    if "sparsity_level" not in config:
+        name = config.get("tensor_fqn", tensor_name)
+        raise KeyError(f"no 'sparsity_level' for {name!r}; give it in its config, or to all: {{'sparsity_level': 0.5}}")
+    return config["sparsity_level"]
 
 
 def row_saliency(weight: Tensor, name: str = "the tensor") -> Tensor:

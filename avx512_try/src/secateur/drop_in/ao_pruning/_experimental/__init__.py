@@ -1,1 +1,0 @@
-"""What torch keeps under `_experimental`, under the same paths."""

@@ -1,1 +1,0 @@
-"""Where torch keeps `ActivationSparsifier`: the class is in the module of the same name."""

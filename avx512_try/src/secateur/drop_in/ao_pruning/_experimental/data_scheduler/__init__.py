@@ -1,5 +1,0 @@
-"""Schedules for data sparsifiers; the names of `torch.ao.pruning._experimental.data_scheduler`."""
-
-from .base_data_scheduler import BaseDataScheduler
-
-__all__ = ["BaseDataScheduler"]

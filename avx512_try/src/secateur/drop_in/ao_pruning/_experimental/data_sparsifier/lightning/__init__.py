@@ -1,1 +1,0 @@
-"""Lightning callbacks for data sparsifiers. Nothing here is imported unless asked for."""

@@ -1,1 +1,0 @@
-"""The callbacks are in `data_sparsity`, which needs Lightning."""

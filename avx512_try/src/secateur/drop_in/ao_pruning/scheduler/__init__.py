@@ -1,1 +1,0 @@
-"""Schedulers: the sparsity level of a sparsifier as a function of the step."""

@@ -1,1 +1,0 @@
-"""Sparsifiers: what gets a mask, and which mask."""

@@ -1,1 +1,0 @@
-"""Methods: how the weights answer a budget, beyond ranking once. One file for each."""
