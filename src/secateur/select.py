@@ -66,11 +66,21 @@ def keep_largest(scores: Tensor, drop: int, *, magnitude: bool = False) -> Tenso
     flat = scores.detach().reshape(-1)
     if not (flat.is_complex() or flat.dtype in RANKED):  # whole numbers, and floats of eight bits
         flat = flat.double()
+    if 0 <= drop <= flat.numel() <= _COLUMNS and not (magnitude or flat.is_complex()):  # a small pool, without the machinery
+        return _keep_small(flat[None], drop).view(scores.shape)
     whole = flat.numel() - flat.numel() % _COLUMNS
     parts = {"scores": of(flat[:whole].view(-1, _COLUMNS)), "scores at the end": of(flat[whole:].view(1, -1))}
     kept = select({name: part for name, part in parts.items() if part.numel}, Pattern(), scope="global", count=drop)
     flats = [part.view(-1) for part in kept.values()]
     return (flats[0] if len(flats) == 1 else torch.cat(flats) if flats else flat > 0).view(scores.shape)
+
+
+def _keep_small(row: Tensor, drop: int) -> Tensor:
+    if kernels.has_nan(row):
+        raise nan_in("scores")
+    kept = torch.empty(row.shape, dtype=torch.bool, device=row.device)
+    kernels.keep_rows(row, drop, kept)
+    return kept
 
 
 # --- units and budgets ----------------------------------------------------------------------------------------------

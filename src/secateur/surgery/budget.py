@@ -86,7 +86,7 @@ class Knob:
             alike.setdefault(structure(self.trace, group, modules), []).append(group)
         alone = [[group] for group in self.scores]
         pools = {"global": [list(self.scores)], "tensor": alone, "isomorphic": list(alike.values())}[self.scope]
-        self.pools = [(groups, self._ranking(groups)) for groups in pools]
+        self.pools = [(groups, self._ranking(groups) if len(groups) > 1 else None) for groups in pools]
         self.teams = list(alike.values()) if self.scope == "tensor" else alone  # what moves together
 
     def _ranking(self, groups: Sequence[Group]) -> Tensor:
@@ -103,11 +103,11 @@ class Knob:
         return torch.cat(parts)
 
     def wanted(self, share: float) -> dict[Group, int]:
-        """Units to keep when this share of all that may go goes."""
+        """Units to keep when this share of all that may go goes; a group on its own needs no ranking for that."""
         found: dict[Group, int] = {}
         for groups, ranking in self.pools:
-            drop = round(share * (len(ranking) - sum(self.floors[g] for g in groups)))
-            if len(groups) == 1:
+            drop = round(share * sum(g.size - self.floors[g] for g in groups))
+            if ranking is None:
                 found[groups[0]] = groups[0].size - drop
                 continue
             kept = keep_largest(ranking, drop).split([g.size for g in groups])
