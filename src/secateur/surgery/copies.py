@@ -7,6 +7,7 @@ through the model may look at them, so they follow the sizes of what a run puts 
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from ..graph.slots import owned_tensors, states
 from .cut import Keep
 
 
+_EMPTY = frozenset({OrderedDict, dict, set})  # a module holds a dozen of them, for hooks; deepcopy takes its time over each
+
+
 def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A deep copy, with the hooks of parameters; results of earlier runs without the graph behind them."""
     memo = {} if memo is None else memo
@@ -23,6 +27,9 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     for tensor in tensors:
         if not tensor.is_leaf:
             memo.setdefault(id(tensor), tensor.detach().clone())
+    for held in (value for module in model.modules() for value in vars(module).values()):
+        if type(held) in _EMPTY and not held:
+            memo[id(held)] = type(held)()
     try:
         made = copy.deepcopy(model, memo)
     except Exception as error:

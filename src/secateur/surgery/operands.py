@@ -75,7 +75,10 @@ def call(step: Step, stand: Mapping[int, Tensor], func: Any = None) -> Any:
 
 def once(t: Tensor) -> Tensor:
     """Dims of stride 0 as one entry."""
-    return t[tuple(slice(0, 1) if t.stride(d) == 0 and t.shape[d] > 1 else slice(None) for d in range(t.dim()))]
+    strides = t.stride()
+    if 0 not in strides:
+        return t
+    return t.as_strided([size if stride else min(size, 1) for size, stride in zip(t.shape, strides)], strides)
 
 
 def once_along(t: Tensor, dim: int) -> Tensor | None:

@@ -50,7 +50,7 @@ def _contract(g: Ghosts, i: int, step: Step, pair: tuple[int, int], inner: tuple
     for atom in dict.fromkeys(a for a in atoms(g.trace.axes[pair[0]][inner[0]]) if a in g.keep):
         if any(_silent(g, n, d, atom) for n, d in zip(pair, inner)):
             continue
-        why = next((r for n in pair if (r := g.reason(atom, g.ghost(n)))), None)
+        why = next((r for n in pair if not _fixed(g, n) and (r := g.reason(atom, g.ghost(n)))), None)
         if why is None and weight is None:
             why = f"its removed units give a constant to {where(step)}, which has no bias to take it"
         if why is None:
@@ -63,6 +63,11 @@ def _contract(g: Ghosts, i: int, step: Step, pair: tuple[int, int], inner: tuple
         else:
             g.losses.append(Loss(i, atom, why))
     return _result(g, step, pair, inner, bias, g.cut_atoms(out))
+
+
+def _fixed(g: Ghosts, number: int) -> bool:
+    """Whether it is made of weights alone, which never vary."""
+    return number not in g.found and g.silence.made_of_weights(number)
 
 
 def _silent(g: Ghosts, number: int, dim: int, atom: Atom) -> bool:
@@ -201,14 +206,15 @@ def _convolution(g: Ghosts, i: int, step: Step) -> list[Ghost] | None:
             bad[atom] = ghost.bad[atom]
         g.losses.append(Loss(i, atom, f"what its removed units give is lost among the pixels of {where(step)}"))
     total: Tensor | None = None
-    earlier = torch.zeros(g.trace.axes[x][1].size, dtype=torch.bool)
+    earlier = torch.ones(0, dtype=torch.bool)  # channels that have been counted
     for atom in g.cut_atoms(x):
         if atom in ghost.zero or (atom in zero_rows and groups > 1) or not any(atom in atoms(e) for e in g.trace.axes[x][1:2]):
             continue
-        gone = ~keep_mask(g.trace.axes[x][1], {atom: g.keep[atom]})
-        lost = g.reason(atom, ghost) or _pixels(g, step, x, w, gone & ~earlier)
+        gone = g.silence.gone(g.trace.axes[x][1], atom)
+        lost = g.reason(atom, ghost) or _pixels(g, step, x, w, gone[~earlier[gone]] if len(earlier) else gone)
         if isinstance(lost, Tensor):
-            earlier |= gone
+            earlier = earlier if len(earlier) else torch.zeros(g.trace.axes[x][1].size, dtype=torch.bool)
+            earlier[gone] = True
             total = lost if total is None else total + lost
         else:
             bad |= {a: "varies" for a in cut if a not in zero_rows and a not in bad}
@@ -254,9 +260,9 @@ def _batch_norm(g: Ghosts, i: int, step: Step) -> list[Ghost] | None:
 _FEW = 8
 
 
-def _taps(g: Ghosts, w: int, rows: Tensor, at: Tensor, constants: Tensor) -> Tensor:
-    """What each tap of a kernel makes of the constants of some channels, for some of the channels that it gives."""
-    return wide(g.silence.part(w, {0: rows, 1: at}).movedim(1, -1)) @ constants
+def _kernel(g: Ghosts, w: int, rows: Tensor, at: Tensor) -> Tensor:
+    """What a convolution makes some of its channels of, from some channels."""
+    return wide(g.silence.part(w, {0: rows, 1: at}))
 
 
 def _clipped(taps: Tensor, padding: Sequence[int], dilation: Sequence[int]) -> bool:
@@ -267,30 +273,33 @@ def _clipped(taps: Tensor, padding: Sequence[int], dilation: Sequence[int]) -> b
     return not same(torch.stack([inside.flatten(1).sum(1), taps.flatten(1).sum(1)]), 0)
 
 
-def _pixels(g: Ghosts, step: Step, x: int, w: int, gone: Tensor) -> Tensor | str:
+def _pixels(g: Ghosts, step: Step, x: int, w: int, at: Tensor) -> Tensor | str:
     """What a convolution makes of the constants of some channels: one number for each of its own, or why it is not one."""
     value = g.ghost(x).value
     assert value is not None
     for d in (0, *range(2, value.dim())):
-        if value.shape[d] > 1 and value.stride(d) and not same(value.index_select(1, gone.nonzero()[:, 0]), d):
+        if value.shape[d] > 1 and value.stride(d) and not same(value.index_select(1, at), d):
             return f"what its removed units give depends on position, from {g.ghost(x).since or where(step)} on"
-    flat = value[(slice(0, 1), slice(None), *(slice(0, 1) for _ in range(value.dim() - 2)))]
-    if not bool(flat.flatten()[gone].any()):
-        return torch.zeros(g.trace.axes[step.outs[0]][1].size, dtype=torch.float64)
+    constants = value[(0, slice(None), *[0] * (value.dim() - 2))][at]
+    total = torch.zeros(g.trace.axes[step.outs[0]][1].size, dtype=torch.float64)
+    if not bool(constants.any()):
+        return total
     groups, (stride, padding, dilation, turned, extra) = step.args[8], step.args[3:8]
-    if groups == 1 and not turned:  # every tap with its constants first: what is left is one small kernel for each channel
-        at, rows = gone.nonzero()[:, 0], g.silence.loud(w, 0)
-        constants = flat.flatten()[at]
-        clips = any(padding)
-        if clips and _clipped(_taps(g, w, rows[:_FEW], at, constants), padding, dilation):  # it shows in the first channels
+    if groups == 1 and not turned:
+        rows = g.silence.loud(w, 0).nonzero()[:, 0]
+        if not any(padding):  # every place sees every tap
+            kernel = _kernel(g, w, rows, at)
+            total[rows] = kernel.flatten(1) @ constants.repeat_interleave(kernel[0, 0].numel())
+            return total
+        if _clipped(_kernel(g, w, rows[:_FEW], at).movedim(1, -1) @ constants, padding, dilation):  # the first channels show it
             return f"a constant meets the zero padding of {step.module or 'the model'}"
+        # every tap with its constants first: what is left is one small kernel for each channel
         taps = torch.zeros([e.size for d, e in enumerate(g.trace.axes[w]) if d != 1], dtype=torch.float64)
-        taps[rows] = _taps(g, w, rows, at, constants)
-        if not clips:
-            return taps.flatten(1).sum(1)
+        taps[rows] = _kernel(g, w, rows, at).movedim(1, -1) @ constants
         kernel, given, groups = taps[:, None], torch.ones(1, len(taps), dtype=torch.float64), len(taps)
     else:
-        kernel, given = wide(g.silence.value(w)), (flat.flatten() * gone)[None]
+        kernel = wide(g.silence.value(w))
+        given = torch.zeros(1, g.trace.axes[x][1].size, dtype=torch.float64).index_copy_(1, at, constants[None])
     reach = [r * (k - 1) for k, r in zip(kernel.shape[2:], dilation if len(dilation) > 1 else dilation * (kernel.dim() - 2))]
     sizes = [min(2 * r + 3, e.size) if r else min(2, e.size) for r, e in zip(reach, g.trace.axes[x][2:])]
     given = given.reshape(1, -1, *[1] * len(sizes)).expand(-1, -1, *sizes)

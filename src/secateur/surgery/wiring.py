@@ -270,7 +270,8 @@ class Silence:
         turned = self._turned(number)
         if turned is not None:
             return self.zero(turned[0], turned[1][dim], atom)
-        return not bool(self.part(number, {dim: self.gone(self.trace.axes[number][dim], atom)}).any())
+        gone = self.gone(self.trace.axes[number][dim], atom)  # most often the first of them tells
+        return not any(bool(self.part(number, {dim: some}).any()) for some in (gone[:1], gone[1:]))
 
     def _turned(self, number: int) -> tuple[int, list[int]] | None:
         """The tensor that this one is with its dims in another order, and which of its dims each dim is."""
@@ -290,19 +291,17 @@ class Silence:
         part = self.value(number) if name is None else self.tensors[name].detach()
         for d, some in at.items():
             part = part.index_select(d, some.to(part.device))
-        for d, atom in self.zeros.get(name or "", ()):
-            gone = self.gone(self.trace.dims[name or ""][d], atom)
-            places = torch.isin(at[d], gone).nonzero()[:, 0] if d in at else gone
+        for d in {d for d, _ in self.zeros.get(name or "", ())}:
+            loud = self.loud(number, d)
+            places = (~(loud[at[d]] if d in at else loud)).nonzero()[:, 0]
             part = part.index_fill_(d, places.to(part.device), 0) if len(places) else part
         return part
 
     def loud(self, number: int, dim: int) -> Tensor:
-        """The indices of a dim that are not set to zero."""
+        """Which indices of a dim are not set to zero, as a bool tensor."""
         name = self.trace.names.get(number, "")
-        stays = torch.ones(self.trace.axes[number][dim].size, dtype=torch.bool)
-        for _, atom in (place for place in self.zeros.get(name, ()) if place[0] == dim):
-            stays[self.gone(self.trace.dims[name][dim], atom)] = False
-        return stays.nonzero()[:, 0]
+        axis = (self.trace.dims[name] if name else self.trace.axes[number])[dim]
+        return keep_mask(axis, {a: self.keep[a] for d, a in self.zeros.get(name, ()) if d == dim})
 
     def gone(self, e: Expr, atom: Atom) -> Tensor:
         """The indices that an atom's removed units have in an axis."""
