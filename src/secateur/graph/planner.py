@@ -156,6 +156,8 @@ class Search:
         return found
 
     def best(self, members: list[Variable], rules: list[Constraint]) -> dict[Variable, int] | None:
+        if not rules:  # nothing is in the way
+            return {v: self.wanted[v] for v in members if isinstance(v, Atom)}
         self.steps = 0
         answer = self.solve(members, rules, {}, {v: self.domain(v) for v in members}, float("inf"))
         return answer and answer[1]

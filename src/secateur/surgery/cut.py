@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._tree import nearest
-from ..graph import Atom, Change, Trace, atoms, keep_mask, solve_attributes
+from ..graph import Atom, Change, Expr, Trace, atoms, keep_mask, norm, solve_attributes
 from ..graph.slots import owned_tensors
 from .layers import right_sizes
 
@@ -60,15 +61,17 @@ def cuts_of(trace: Trace, keep: Keep) -> Cuts:
     """What keeping these units does to the traced model."""
     cuts = Cuts(attributes=_located(trace.model, solve_attributes(trace, dict(keep))))
     lists: dict[bytes, list[int]] = {}  # one list for all dims that keep the same indices
-    touched = set(keep)
+    stays: dict[Expr, list[int]] = {}  # of an axis; most dims share theirs with others
     for name, axes in trace.dims.items():
         found: Indices = {}
-        for d, e in enumerate(axes):
-            if touched.isdisjoint(atoms(e)):
+        for d, e in enumerate(map(norm, axes)):
+            if keep.keys().isdisjoint(atoms(e)):
                 continue
-            mask = keep_mask(e, keep)
-            if not bool(mask.all()):
-                found[d] = lists.setdefault(mask.numpy().tobytes(), mask.nonzero()[:, 0].tolist())
+            if e not in stays:
+                mask = keep_mask(e, keep)
+                stays[e] = lists.setdefault(mask.numpy().tobytes(), mask.nonzero()[:, 0].tolist())
+            if len(stays[e]) < e.size:
+                found[d] = stays[e]
         if found:
             cuts.tensors[name] = found
             cuts.shapes[name] = tuple(e.size for e in axes)
@@ -130,15 +133,28 @@ def put_(tensor: Tensor, data: Tensor) -> None:
 
 
 def select_indices(tensor: Tensor, kept: Indices, known: dict[Any, Tensor] | None = None) -> Tensor:
-    """Some indices of each of these dims, the dim that loses most first. `known`: what became of lists that many dims share."""
+    """Some indices of each of these dims, the dim that loses most first.
+
+    `known`: what became of lists that many dims share, and memory for what lies between two dims: fresh pages for every tensor
+    would take longer than the copying.
+    """
     known = {} if known is None else known
     last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
-    for d, indices in sorted(kept.items(), key=lambda item: len(item[1]) / tensor.shape[item[0]]):
+    order = sorted(kept.items(), key=lambda item: len(item[1]) / tensor.shape[item[0]])
+    for n, (d, indices) in enumerate(order):
         key = (id(indices), tensor.device)
         if key not in known:
             known[key] = torch.tensor(indices, device=tensor.device)
-        tensor = tensor.index_select(d, known[key])
+        between = None if n + 1 == len(order) or tensor.requires_grad else _between(tensor, d, len(indices), known)
+        tensor = torch.index_select(tensor, d, known[key], out=between)
     return tensor.contiguous(memory_format=torch.channels_last) if last else tensor
+
+
+def _between(tensor: Tensor, dim: int, size: int, known: dict[Any, Tensor]) -> Tensor:
+    shape, key = [*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]], (dim, tensor.dtype, tensor.device)
+    if key not in known or known[key].numel() < math.prod(shape):
+        known[key] = tensor.new_empty(math.prod(shape))
+    return known[key][: math.prod(shape)].view(shape)
 
 
 def check_fits(model: nn.Module, cuts: Cuts) -> None:

@@ -156,6 +156,8 @@ def _sums(by: Criterion, evidence: TensorEvidence, dims: set[int]) -> dict[int, 
     """The scores of one tensor added up over everything but each of these dims."""
     layout = evidence.layout
     scores = by.scores(evidence)
+    if dims == {0} and len(layout.shape) > 1 and not layout.flip:  # rows: never all of the scores at once
+        return {0: torch.cat(scores.each(lambda slab, *_: slab.sum(1))).double().cpu()}
     whole = layout.restore(scores.rows(0, layout.rows))
     others = {d: [i for i in range(whole.dim()) if i != d] for d in dims}
     return {d: (whole.sum(over) if over else whole).double().cpu() for d, over in others.items()}

@@ -248,8 +248,9 @@ def _batch_norm(g: Ghosts, i: int, step: Step) -> list[Ghost] | None:
     shift = (0.0 if bias is None else bias) - mean * scale
     ghost, sizes = g.ghost(x), [e.size for e in g.trace.axes[x]]
     along = (1, -1, *[1] * (len(sizes) - 2))
-    given = torch.zeros([1] * len(sizes), dtype=torch.float64) if ghost.value is None else once(ghost.value)
-    out = given * scale.reshape(along) + shift.reshape(along)
+    out = shift.reshape(along)
+    if ghost.value is not None:
+        out = once(ghost.value) * scale.reshape(along) + out
     cut = g.cut_atoms(step.outs[0])
     bad = {a: ghost.bad[a] for a in cut if a in ghost.bad}
     zero = [a for a in cut if a not in bad and not any(bool(t.any()) for _, t in g.removed(out, x, a))]
