@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .axes import Expr, Prod, factors, norm
-from .provenance import OWN, Attr, Guard, Journal, Key, Op, Source, Tagged, Tagging, evaluate, is_config, leaves
+from .provenance import Attr, Guard, Journal, Key, Op, Source, Tagged, Tagging, evaluate, is_config, leaves
+from .slots import OWN
 from .tracer import Site
 
 _FACTORIES = frozenset(["empty", "zeros", "ones", "full", "rand", "randn"])

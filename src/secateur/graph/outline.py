@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,27 +59,36 @@ class Outlined:
         self.blank = Blank()
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        name, plain, reads = _facts(func)
         hollow = any(t.untyped_storage()._cdata in self.empty for t in _tensors((*args, *kwargs.values())))
-        tags = getattr(func, "tags", ())
-        if hollow and not _READS.isdisjoint(tags):
+        if hollow and reads:
             raise ValueRead(f"{func} reads values")
-        short = _OUTLINES.get(func._schema.name) if hasattr(func, "_schema") else None
-        made = None
-        with torch._C.DisableTorchFunction(), contextlib.suppress(_Unfit):
-            made = short(self.blank, *args, **kwargs) if short is not None else self.alike(func, args) if hollow else None
+        short, made = _OUTLINES.get(name), None
+        if short is not None or (hollow and plain):
+            with torch._C.DisableTorchFunction(), contextlib.suppress(_Unfit):
+                made = self.alike(args) if short is None else short(self.blank, *args, **kwargs)
         out = func(*args, **kwargs) if made is None else made
         if hollow or made is not None:
-            self.empty.update(t.untyped_storage()._cdata for t in _tensors(out if isinstance(out, list | tuple) else (out,)))
+            self.empty.update(t.untyped_storage()._cdata for t in _tensors(out if isinstance(out, _MANY) else (out,)))
         return out
 
-    def alike(self, func: Any, args: Sequence[Any]) -> Tensor | None:
+    def alike(self, args: Sequence[Any]) -> Tensor | None:
         """What works element by element on numbers that mean nothing leaves numbers that mean nothing."""
-        plain = torch.Tag.pointwise in func.tags and not func._schema.is_mutable and len(func._schema.returns) == 1
-        if not plain or not isinstance(args[0], Tensor) or func._schema.name in _OTHERWISE:
+        x = args[0]
+        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.is_contiguous():
             return None
-        x, others = args[0], [a for a in args[1:] if isinstance(a, Tensor)]
-        alike = all(o.dtype == x.dtype and o.shape == x.shape for o in others)
-        return self.blank(x, *x.shape) if x.is_floating_point() and x.is_contiguous() and alike else None
+        alike = all(a.dtype == x.dtype and a.shape == x.shape for a in args[1:] if isinstance(a, Tensor))
+        return self.blank(x, *x.shape) if alike else None
+
+
+@functools.cache
+def _facts(func: Any) -> tuple[str, bool, bool]:
+    """The name of an operator, whether it works element by element and keeps the kind of numbers, whether it reads values."""
+    tags, schema = getattr(func, "tags", ()), getattr(func, "_schema", None)
+    if schema is None:
+        return "", False, False
+    single = torch.Tag.pointwise in tags and not schema.is_mutable and len(schema.returns) == 1
+    return schema.name, single and schema.name not in _OTHERWISE, not _READS.isdisjoint(tags)
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:

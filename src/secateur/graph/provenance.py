@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from .axes import Atom, Expr, new_size
+from .slots import OWN
 
 Key = tuple[str, Any]  # attribute name, and the index inside it when it holds several numbers
 
@@ -236,7 +237,6 @@ for _name in ("add", "sub", "mul", "floordiv", "mod"):
 for _name in ("pow", "truediv"):
     _valued(f"__{_name}__", getattr(operator, _name))
 
-OWN = frozenset(nn.Module().__dict__)  # bookkeeping of nn.Module itself
 _LONG = 64
 
 
@@ -262,9 +262,9 @@ class Tagging:
         if id(owner) in self.seen:
             return
         self.seen.add(id(owner))
-        space = owner.__dict__
+        space, module = owner.__dict__, isinstance(owner, nn.Module)
         for name, value in list(space.items()):
-            if isinstance(owner, nn.Module) and name in OWN:
+            if module and name in OWN:
                 continue
             made = self.tagged(owner, name, value)
             if made is not None:

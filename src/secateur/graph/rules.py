@@ -6,11 +6,13 @@ the output. The tracer compares the sizes with the real output, so a wrong rule 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from .align import unify
 from .axes import Expr, freeze, fresh, norm
@@ -56,15 +58,19 @@ class Ledger(Protocol):
     def freeze_when_read(self, e: Expr, why: str) -> None: ...
 
 
+@functools.cache
+def arguments_of(func: Any) -> dict[str, Any]:
+    """The names of an operator's arguments, and what they are unless given."""
+    return {s.name: s.default_value if s.has_default_value() else None for s in func._schema.arguments}
+
+
 class Call:
     """One operator call: arguments by schema name as attributes, `axes(t)` of a tensor, `out` as returned."""
 
     def __init__(self, ledger: Ledger, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         self.ledger, self.func, self.out = ledger, func, out
-        self.args: dict[str, Any] = {s.name: v for s, v in zip(func._schema.arguments, args)} | kwargs
-        for s in func._schema.arguments:
-            if s.name not in self.args:
-                self.args[s.name] = s.default_value if s.has_default_value() else None
+        defaults = arguments_of(func)
+        self.args: dict[str, Any] = {**defaults, **dict(zip(defaults, args)), **kwargs}
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -164,7 +170,12 @@ elementwise(
 )
 
 
+@functools.cache
+def name_of(func: Any) -> str:
+    return f"{func.namespace}::{func.overloadpacket.__name__}" if isinstance(func, OpOverload) else str(func)
+
+
 def lookup(func: Any) -> Rule | None:
     """The rule for an operator: a registered one, or the element-wise one when torch says that it is."""
-    found = RULES.get(f"{func.namespace}::{func.overloadpacket.__name__}")
+    found = RULES.get(name_of(func))
     return pointwise if found is None and torch.Tag.pointwise in func.tags else found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,8 +10,15 @@ import torch
 from torch import Tensor, nn
 
 _CONTAINERS = (list, tuple, dict)
+_EMPTY = frozenset({OrderedDict, dict, list, set})
 _PLAIN = frozenset({bool, int, float, str, type(None)})  # what most attributes are; asking whether they are tensors takes time
 _LONG = 4096
+OWN = frozenset(nn.Module().__dict__)  # bookkeeping of nn.Module itself
+
+
+def attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a module holds besides its bookkeeping and plain values."""
+    return ((name, value) for name, value in vars(module).items() if name not in OWN and type(value) not in _PLAIN)
 
 
 def owned_tensors(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
@@ -23,12 +31,10 @@ def owned_tensors(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
                 if tensor is not None:
                     found.setdefault(id(tensor), (path + name, tensor))
     for path, module in modules:
-        for name, value in vars(module).items():
-            if type(value) in _PLAIN or (name[0] == "_" and isinstance(value, _CONTAINERS)):
-                continue
+        for name, value in attributes(module):
             if isinstance(value, Tensor):
                 found.setdefault(id(value), (path + name, value))
-            elif isinstance(value, _CONTAINERS) and len(value) <= _LONG:
+            elif name[0] != "_" and isinstance(value, _CONTAINERS) and len(value) <= _LONG:
                 for key, item in _items(value):
                     if type(item) not in _PLAIN and isinstance(item, Tensor):
                         found.setdefault(id(item), (f"{path}{name}[{key!r}]", item))
@@ -40,8 +46,8 @@ Slot = tuple[str, str]  # a module, and an attribute of it
 
 def states(model: nn.Module) -> dict[Slot, Tensor]:
     """Tensors that modules hold as plain attributes: neither parameters nor buffers."""
-    named = ((path, name, value) for path, module in model.named_modules() for name, value in vars(module).items())
-    return {(path, name): value for path, name, value in named if type(value) not in _PLAIN and isinstance(value, Tensor)}
+    named = ((path, name, value) for path, module in model.named_modules() for name, value in attributes(module))
+    return {(path, name): value for path, name, value in named if isinstance(value, Tensor)}
 
 
 def _items(container: Any) -> Iterator[tuple[Any, Any]]:
@@ -69,7 +75,9 @@ class Standing:
             for name, value in list(space.items()):
                 if type(value) in _PLAIN:
                     continue
-                if isinstance(value, Tensor):
+                if type(value) in _EMPTY and not value:  # hooks, most often
+                    self.saved.append((value, ()))
+                elif isinstance(value, Tensor):
                     space[name] = made.get(id(value), value)
                 elif isinstance(value, list | dict | set | tuple) and len(value) <= _LONG:
                     self._refill(space, name, value, made)
@@ -79,8 +87,6 @@ class Standing:
     def _refill(self, space: dict[str, Any], name: str, value: Any, made: dict[int, Tensor]) -> None:
         if not isinstance(value, tuple):
             self.saved.append((value, value.copy() if value else ()))
-        if not value:
-            return
         if name in ("_parameters", "_buffers") and isinstance(value, dict):
             value.update({k: made[id(v)] for k, v in value.items() if id(v) in made})
         elif name != "_modules" and type(value) in _CONTAINERS and any(id(v) in made for _, v in _items(value)):

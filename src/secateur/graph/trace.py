@@ -213,7 +213,6 @@ def _run(
     journal = Journal()
     tracer = Tracer(journal, outlined)
     names = {id(module): name for name, module in model.named_modules()}
-    buffers = {name for name, tensor in owned_tensors(model).values() if not isinstance(tensor, nn.Parameter)}
     mode = _fake_mode() if fake else None
 
     def stand_in(name: str, tensor: Tensor) -> Tensor:
@@ -231,7 +230,7 @@ def _run(
             ):
                 stack.enter_context(context)
             stack.enter_context(_quiet())
-            stack.enter_context(Standing(model, stand_in))
+            standing = stack.enter_context(Standing(model, stand_in))
             given, named = _cloned((args, kwargs)) if mode is None else _converted(mode, (args, kwargs))
             for tensor in tensors_inside((given, named)):
                 tracer.fix(tensor, GIVEN)
@@ -256,6 +255,7 @@ def _run(
             _keep_answers(tracer, result)
     finally:
         journal.open = False
+    buffers = {name for name, tensor in standing.owned.values() if not isinstance(tensor, nn.Parameter)}
     return _finish(model, tracer, journal, buffers, fake)
 
 

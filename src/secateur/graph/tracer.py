@@ -20,7 +20,7 @@ from .align import collapse
 from .axes import Atom, Expr, Fam, atoms, factors, families, flag, freeze, fresh, norm
 from .outline import Outlined
 from .provenance import Const, Dim, Guard, Journal, Op, Source
-from .rules import Axes, Call, Role, Rule, lookup
+from .rules import Axes, Call, Role, Rule, lookup, name_of
 
 Origin = frozenset[tuple[str, int]]  # (tensor, dim) pairs of the model
 _INFO = "_secateur_info"
@@ -70,10 +70,6 @@ class Step:
         values = (*self.args, *self.kwargs.values())
         flat = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
         return tuple(item.number for item in flat if isinstance(item, Ref))
-
-
-def name_of(func: Any) -> str:
-    return f"{func.namespace}::{func.overloadpacket.__name__}" if isinstance(func, OpOverload) else str(func)
 
 
 @dataclass(frozen=True, eq=False)

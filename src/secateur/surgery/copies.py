@@ -16,7 +16,6 @@ from ..graph import Trace, keep_mask
 from ..graph.slots import owned_tensors, states
 from .cut import Keep
 
-
 _EMPTY = frozenset({OrderedDict, dict, set})  # a module holds a dozen of them, for hooks; deepcopy takes its time over each
 
 
