@@ -34,6 +34,26 @@ class Loose(nn.Module):
         self._parameters.update(tensors)  # type: ignore[arg-type]  # the tensors themselves, so that an optimizer knows them
 
 
+class Packed(nn.Module):
+    """A layer that holds its weight in another form, so that there is none to prune or cut; `stood`: the type it stands for."""
+
+    stood: type[nn.Module]
+
+
+def packed_layers(model: nn.Module) -> dict[str, Packed]:
+    """The layers of a model whose weight is packed, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Packed)}
+
+
+def check_unpacked(model: nn.Module, what: str) -> None:
+    """Raises where a layer's weight is packed; `what` says what cannot be done then."""
+    if name := next(iter(packed_layers(model)), None):
+        raise ValueError(
+            f"{name!r} is compressed, and {what}. Call sc.decompress_(model) first, and sc.compress_ again afterwards. "
+            "The model is as it was."
+        )
+
+
 Prunable = nn.Module | Mapping[str, Tensor] | Tensor
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from . import kernels
 from ._dist import Comm, comm_of, like, local, reshard_, sharded
 from ._dist import count as count_true
-from ._tree import Prunable, as_module, slots
+from ._tree import Prunable, as_module, check_unpacked, slots
 from .budgets import Spread
 from .criteria import Criterion, magnitude
 from .masks import Masks
@@ -76,6 +76,7 @@ class Plan:
         reshard_(model)
         found = {slot.name: slot.tensor for slot in slots(model)}
         if missing := [name for name in self.masks if name not in found]:
+            check_unpacked(model, f"this plan speaks of {missing[0]!r}")
             raise ValueError(f"the model has no {missing}; this plan was made for another model")
         for name, mask in self.masks.items():
             if found[name].shape != mask.shape:

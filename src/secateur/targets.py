@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from ._axes import Layout, layout_of
 from ._dist import local, reshard_, sharded
-from ._tree import Loose, Prunable, Slot, as_module, nearest, slots
+from ._tree import Loose, Prunable, Slot, as_module, nearest, packed_layers, slots
 from .scores import RANKED
 
 DEFAULT_TYPES: tuple[type[nn.Module], ...] = (
@@ -68,13 +68,14 @@ def targets(
     kinds = DEFAULT_TYPES if types is None else _kinds(types)
     reshard_(model)
     everything = list(slots(model))
+    packed = {name: Slot(f"{name}.weight" if name else "weight", m, "weight") for name, m in packed_layers(model).items()}
     kind = "the mapping" if isinstance(model, Loose) else type(model).__name__
-    if not everything:
+    if not everything and not packed:
         raise ValueError(f"{kind} has no parameters, so there is nothing to prune")
-    _all_match(model, everything, include, "include")
-    _all_match(model, everything, exclude, "exclude")
+    _all_match(model, [*everything, *packed.values()], include, "include")
+    _all_match(model, [*everything, *packed.values()], exclude, "exclude")
     found: list[Target] = []
-    skipped: dict[str, str] = {}
+    skipped = {slot.name: _why_packed(name, slot, include, exclude, kinds) for name, slot in packed.items()}
     for slot in everything:
         reason = _reason(slot, include, exclude, kinds)
         if reason is None:
@@ -132,6 +133,27 @@ def _under(slot: Slot, globs: Sequence[str]) -> bool:
     return _matches(slot, globs) or any(fnmatchcase(parent, glob) for glob in globs for parent in parents)
 
 
+def _why_packed(
+    name: str, slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[type[nn.Module], ...]
+) -> str:
+    """Why a compressed layer is left alone. One that would be a target raises: zeros in its weight were meant."""
+    if _under(slot, exclude):
+        return "excluded"
+    if include and not _under(slot, include):
+        return "not included"
+    if not _named(slot, include) and not issubclass(slot.module.stood, kinds):  # type: ignore[arg-type]
+        return f"compressed, and {slot.module.stood.__name__} is not among the types"  # type: ignore[union-attr]
+    raise ValueError(
+        f"{name!r} is compressed, so it has no weight to prune. Call sc.decompress_(model) first, and sc.compress_ again "
+        f"afterwards; or leave it alone with exclude={name!r}. The model is as it was."
+    )
+
+
+def _named(slot: Slot, include: Sequence[str]) -> bool:
+    """Whether a plain name means this slot, whatever its type."""
+    return any(not set(glob) & set("*?[") and _under(slot, [glob]) for glob in include)
+
+
 def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[type[nn.Module], ...]) -> str | None:
     """Why a parameter is left alone, or None if it is a target."""
     tensor = slot.tensor
@@ -150,13 +172,12 @@ def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: t
         return "its elements share memory (expanded): give it memory of its own first"
     if tensor.is_meta:
         return "on the meta device: it has no values yet"
-    named = include and any(not set(glob) & set("*?[") and _under(slot, [glob]) for glob in include)
     if include and not _under(slot, include):
         return "not included"
     if isinstance(slot.module, Loose):
         return "empty" if tensor.numel() == 0 else None
     strangers = [type(owner).__name__ for owner, _ in slot.owners if not isinstance(owner, kinds)]
-    if not named and strangers:
+    if strangers and not _named(slot, include):
         tied = "tied: " if len(slot.owners) > 1 else ""
         return f"{tied}{strangers[0]} is not among the types; pass types= or name it in include="
     if tensor.ndim < 2 and slot.name not in include:

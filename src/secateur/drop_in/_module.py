@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
+from .._tree import Packed
 from ._upkeep import MaskHook, hooks, keep_fresh, write
 
 
@@ -66,6 +67,8 @@ def _not_a_parameter(module: nn.Module, name: str, where: str) -> Exception:
             f"{where} is computed from {name + '_orig'!r} by something else, such as spectral_norm or torch's own prune; "
             "remove that first"
         )
+    if isinstance(module, Packed):
+        return TypeError(f"{where} is packed, since the layer is compressed; call secateur.decompress_ on the model first")
     what = "a buffer" if name in module._buffers else f"a {type(getattr(module, name)).__name__}"
     return TypeError(f"{where} is {what}, not a parameter; only parameters can be pruned")
 

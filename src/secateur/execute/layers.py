@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from .._tree import Packed
 from .find import negative_zeros, unpack_bits
 from .formats import FORMATS, Format, as_matrix, as_weight, conv, linear
 
@@ -19,7 +20,7 @@ TENSORS = ("_parameters", "_buffers", "_modules")
 WIDE = 1 << 24  # numbers in the matrix of a grouped convolution, which is made for a moment with all the zeros between groups
 
 
-class Compressed(nn.Module):
+class Compressed(Packed):
     """Stands where a Linear, Conv1d, Conv2d or Embedding stood. For inference; `decompress_` puts the dense layer back.
 
     The packed weight is in plain buffers, which move, copy and save as buffers do. `load_state_dict` also takes the dense

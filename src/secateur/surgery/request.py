@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import torch
 from torch import nn
 
-from .._tree import nearest
+from .._tree import check_unpacked, nearest
 from ..criteria import criterion as as_criterion
 from ..graph import Group, Trace
 from ..stats import Loss, check_evidence
@@ -97,6 +97,7 @@ def check_model(model: Any) -> None:
     """Raises for a model that could be traced, and not be cut."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"shrink() wants a torch.nn.Module, got {type(model).__name__}")
+    check_unpacked(model, "shrink cuts dense weights")
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             where = f"module {name!r}" if name else "the model"
