@@ -127,6 +127,8 @@ def _check(model: Any, objective: str, threads: Any, store: Any) -> None:
         raise ValueError(
             f"store is torch.bfloat16 or torch.float16, or nothing to keep the dtype of the weights, not {store!r}"
         )
+    if name := next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta), None):
+        raise ValueError(f"{name!r} is on the meta device: it has no values to pack or to measure with; load its values first")
     if type(model) in KINDS:
         raise ValueError(
             f"this {type(model).__name__} is the model itself, so nothing can be put in its place: wrap it in nn.Sequential"
