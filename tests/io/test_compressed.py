@@ -6,7 +6,7 @@ import os
 import pytest
 import safetensors.torch
 import torch
-from test_files import refused, resign
+from saving import refused, resign
 from torch import nn
 
 import secateur as sc

@@ -1,0 +1,168 @@
+"""A saved model comes back bit for bit, whatever its tensors are, and plain readers open its file."""
+
+import json
+import os
+
+import pytest
+import safetensors.torch
+import torch
+from saving import X, build, pruned, same
+from torch import nn
+
+import secateur as sc
+from secateur import io
+from secateur.io import files, packed
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_pruned_model_comes_back_bit_for_bit(tmp_path, pack):
+    model = pruned()
+    io.save(model, tmp_path, packed=pack)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.safetensors", "secateur.json"]
+    for into in (lambda: build(7), build(8)):
+        assert same(io.load(tmp_path, into), model)
+    assert same(io.load(tmp_path, build, as_="dense"), model)
+
+
+def test_packed_at_ninety_percent_is_at_most_fourteen_percent_of_dense(tmp_path):
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    sc.prune_(model, sparsity=0.9)
+    io.save(model, tmp_path / "dense")
+    io.save(model, tmp_path / "packed", packed=True)
+    dense, small = (os.path.getsize(tmp_path / kind / "model.safetensors") for kind in ("dense", "packed"))
+    assert small <= 0.14 * dense
+
+
+def test_a_dense_save_loads_in_plain_torch_unchanged(tmp_path):
+    model = pruned()
+    io.save(model, tmp_path)
+    fresh = build(3)
+    fresh.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"), strict=True)
+    assert same(fresh, model)
+
+
+def test_the_tensor_file_and_one_function_give_a_dense_state_dict_without_a_model(tmp_path):
+    model = pruned()
+    io.save(model, tmp_path, packed=True)
+    for source in (tmp_path, str(tmp_path), safetensors.torch.load_file(tmp_path / "model.safetensors")):
+        found = io.dense_state_dict(source)
+        fresh = build(3)
+        fresh.load_state_dict(found, strict=True)
+        assert same(fresh, model)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_tied_tensors_are_stored_once_and_come_back_tied(tmp_path):
+    model = Tied()
+    io.save(model, tmp_path)
+    assert list(safetensors.torch.load_file(tmp_path / "model.safetensors")) == ["embed.weight"]
+    assert io.dense_state_dict(tmp_path).keys() == model.state_dict().keys()
+    with torch.device("meta"):
+        empty = Tied()
+    for into in (Tied, empty):
+        back = io.load(tmp_path, into)
+        assert same(back, model)
+        assert back.head.weight is back.embed.weight
+    assert safetensors.torch.load_model(Tied(), tmp_path / "model.safetensors") == (set(), [])
+
+
+def test_a_model_on_the_meta_device_becomes_real(tmp_path):
+    model = pruned()
+    io.save(model, tmp_path, packed=True)
+    back = io.load(tmp_path, lambda: build().to("meta"))
+    assert same(back, model)
+    assert torch.equal(back(X), model(X))
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_views_that_say_conjugate_or_minus_are_saved_by_value(tmp_path, pack):
+    whole = torch.zeros(300, dtype=torch.complex64)
+    whole[:9] = torch.randn(9, dtype=torch.complex64)
+    model = nn.ParameterList(nn.Parameter(each, False) for each in (whole, whole.conj(), whole.conj().imag))
+    io.save(model, tmp_path, packed=pack)
+    back = io.load(tmp_path, nn.ParameterList(nn.Parameter(torch.zeros_like(each), False) for each in model))
+    assert all(map(torch.equal, back, model))
+
+
+@pytest.mark.parametrize("dtype", sorted(files.CODES, key=str), ids=str)
+def test_every_dtype_comes_back_bit_for_bit_packed_too(tmp_path, dtype):
+    raw = torch.randint(-128, 128, (64, 40, dtype.itemsize), dtype=torch.int8)
+    raw[torch.rand(64, 40) < 0.9] = 0
+    tensor = (raw.view(torch.uint8) & 1 if dtype == torch.bool else raw).view(dtype).reshape(64, 40)
+
+    class Held(nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.register_buffer("held", value)
+
+    for pack in (False, True):
+        io.save(Held(tensor), tmp_path, packed=pack)
+        back = io.load(tmp_path, Held(torch.zeros_like(tensor)))
+        assert back.held.dtype == dtype
+        assert torch.equal(back.held.view(torch.uint8), tensor.view(torch.uint8))
+        plain = safetensors.torch.load_file(tmp_path / "model.safetensors")
+        assert torch.equal(io.dense_state_dict(plain)["held"].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_negative_zero_nan_and_empty_tensors_survive_packing():
+    tensor = torch.zeros(40, 40)
+    tensor[3, :4] = torch.tensor([-0.0, float("nan"), float("-inf"), 1e-45])
+    parts = packed.entries("w", tensor, packed.count_values(tensor))
+    assert parts is not None
+    bits, values = parts["w#bitmask"].data(), parts["w#values"].data()
+    assert values.numel() == 4
+    assert torch.equal(packed.unpack("w", bits, values, (40, 40)).view(torch.int32), tensor.view(torch.int32))
+    assert packed.entries("w", torch.zeros(0, 3), 0) is None
+    assert packed.entries("w", torch.randn(64, 64), 4096) is None
+
+
+def test_memory_formats_and_scalars_are_saved_by_value(tmp_path):
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)).to(memory_format=torch.channels_last)
+    io.save(model, tmp_path)
+    assert same(io.load(tmp_path, nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))), model)
+
+
+def test_the_manifest_says_what_is_in_the_file(tmp_path):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+    plan = sc.prune_(model, pattern="2:4", include="0.*")
+    sc.prune_(model, sparsity=0.5, pattern="out", include="1.weight")
+    sc.prune_(model, sparsity=0.7, include="2.weight")
+    said = io.save(model, tmp_path, packed=True, plan=plan)
+    data = json.loads((tmp_path / "secateur.json").read_text())
+    assert data["version"] == 1
+    assert data["about"] == said
+    assert (said["recipe"], said["torch"], said["secateur"]) == (plan.recipe, torch.__version__, sc.__version__)
+    found = {name: (t["pattern"], t["format"]) for name, t in data["tensors"].items() if name.endswith("weight")}
+    assert found == {
+        "0.weight": ("2:4", "bitmask"),
+        "1.weight": ("out", "bitmask"),
+        "2.weight": ("unstructured", "bitmask"),
+        "3.weight": (None, "dense"),
+    }
+    assert data["tensors"]["2.weight"]["zeros"] == int((model[2].weight == 0).sum())
+
+
+def test_a_compiled_model_is_saved_under_its_own_names(tmp_path):
+    model = build()
+    io.save(torch.compile(model, backend="eager"), tmp_path)
+    assert same(io.load(tmp_path, build), model)
+
+
+def test_a_model_that_makes_its_own_state_dict_reads_it_too(tmp_path):
+    class Own(nn.Linear):
+        def _save_to_state_dict(self, destination, prefix, keep_vars):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[prefix + "weight"] = destination[prefix + "weight"] * 2
+
+        def _load_from_state_dict(self, state, prefix, *rest):
+            super()._load_from_state_dict({**state, prefix + "weight": state[prefix + "weight"] / 2}, prefix, *rest)
+
+    model = Own(4, 3)
+    io.save(model, tmp_path)
+    assert torch.equal(io.load(tmp_path, Own(4, 3)).weight, model.weight)
