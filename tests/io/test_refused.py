@@ -60,9 +60,10 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path, pack):
 
 
 def test_a_manifest_of_another_version_is_refused(tmp_path):
-    io.save(build(), tmp_path)
-    resign(tmp_path, lambda data: data.update(version=2))
-    refused(tmp_path, build(), "of version 2; this version of secateur reads 1")
+    for version in (2, 0, True, 1.0, "1", None):
+        io.save(build(), tmp_path)
+        resign(tmp_path, lambda data, version=version: data.update(version=version))
+        refused(tmp_path, build(), f"of version {version}; this version of secateur reads 1")
 
 
 def test_what_is_signed_is_still_not_believed(tmp_path):
@@ -89,6 +90,14 @@ def test_what_is_signed_is_still_not_believed(tmp_path):
     wrong(lambda d: at(d, "cuts", 0)["shapes"].update({"0.weight": [1 << 50, 3, 3, 3]}), "units than|the cuts are for")
     wrong(lambda d: at(d, "cuts", 0).update(attributes=[["__class__", "x", None, 1, 2, False]]), "attribute")
     wrong(lambda d: at(d, "cuts", 0).update(drop={"": [0]}), "without saying how many")
+    attribute = ["0", "out_channels", None, 16, 8, False]
+    for place, odd in ((2, True), (3, True), (4, True), (5, 1)):
+        changed = [odd if i == place else value for i, value in enumerate(attribute)]
+        wrong(lambda d, changed=changed: at(d, "cuts", 0).update(attributes=[changed]), "an attribute is not described as one")
+    for zeros in (True, -1, 1.0, 1 << 40, None):
+        wrong(lambda d, zeros=zeros: at(d, "tensors", "4.weight").update(zeros=zeros), "'4.weight' is said to have .* zeros")
+    wrong(lambda d: at(d, "tensors", "4.weight").update(pattern=True), "'4.weight' is said to have the pattern True")
+    wrong(lambda d: at(d, "file").update(bytes=True), "'bytes' should be a int")
     wrong(lambda d: d.update(tied={"5.weight": "nothing"}), "is tied to")
 
 

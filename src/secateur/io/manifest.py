@@ -139,7 +139,7 @@ def from_text(text: bytes, where: str, size: int) -> Manifest:
     data = read_json(text, where)
     if data.get("format") != "secateur":
         raise BadFile(f"{where} is no manifest of secateur")
-    if data.get("version") != VERSION:
+    if type(data.get("version")) is not int or data["version"] != VERSION:  # true is 1, and 1.0 is
         raise BadFile(f"{where} is of version {str(data.get('version'))[:20]}; this version of secateur reads {VERSION}")
     tail = _TAIL.search(text)
     if tail is None or hashlib.sha256(text[: tail.start()]).hexdigest().encode() != tail[1]:
@@ -166,6 +166,10 @@ def _from_data(data: dict[str, Any], size: int) -> Manifest:
         if str(stored.dtype) not in DTYPES or not counts(stored.shape, 64) or stored.format not in ("dense", "bitmask"):
             raise BadFile(f"{name!r} has an unknown dtype, shape or format")
         stored.shape = tuple(stored.shape)
+        if type(stored.zeros) is not int or not 0 <= stored.zeros <= math.prod(stored.shape):
+            raise BadFile(f"{name!r} is said to have {str(stored.zeros)[:20]} zeros")
+        if not isinstance(stored.pattern, str | None):
+            raise BadFile(f"{name!r} is said to have the pattern {str(stored.pattern)[:20]}")
         parts = stored_names(name, stored)
         if not isinstance(found, list) or len(found) != len(parts) or not all(isinstance(d, str) for d in found):
             raise BadFile(f"{name!r} has not one digest for each of its {len(parts)} parts")
@@ -217,7 +221,7 @@ def _cuts_from_data(data: Any, room: list[int]) -> Cuts:
             tensors.setdefault(name, {})[d] = read[key]
     attributes = []
     for entry in _of(data, "attributes", list):
-        if not isinstance(entry, list) or len(entry) != 6 or not _plain(entry[2:5]):
+        if not isinstance(entry, list) or len(entry) != 6 or not _plain(entry[2:5]) or any(type(v) is bool for v in entry[2:5]):
             raise BadFile("an attribute is not described as one")
         attribute = Attribute(*entry)
         if not all(isinstance(s, str) and "__" not in s for s in attribute[:2]) or type(attribute.own) is not bool:
