@@ -194,7 +194,8 @@ def _check_rest(model: nn.Module, cuts: Cuts) -> None:
     for a in cuts.attributes:
         value = _value(model, a)
         if (list(value) if isinstance(value, list | tuple) else value) != a.old:
-            raise ValueError(f"{a.path or 'the model'}.{a.name} is {value!r} in this model; the cuts change it from {a.old}")
+            now = "not there" if value is ... else repr(value)
+            raise ValueError(f"{a.path or 'the model'}.{a.name} is {now} in this model; the cuts change it from {a.old}")
 
 
 def is_cut(model: nn.Module, cuts: Cuts) -> bool:
@@ -292,8 +293,8 @@ def _value(model: nn.Module, a: Attribute) -> Any:
     try:
         held = vars(_at(model, a.path))[a.name]  # past what configs say of attributes that differ between layers
         return held if a.index is None else held[a.index]
-    except (AttributeError, LookupError):
-        return None
+    except (AttributeError, LookupError, TypeError):
+        return ...  # None may be a value
 
 
 def write_attribute(model: nn.Module, a: Attribute) -> None:
