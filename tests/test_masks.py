@@ -1,9 +1,11 @@
 """Masks: what they accept, how they answer, what they refuse."""
 
+import numpy as np
 import pytest
 import torch
 
 from secateur import Masks
+from secateur.masks import pack_bits, unpack_bits
 
 A = Masks({"a": torch.tensor([[True, False], [True, True]]), "b": torch.tensor([False, False, True])})
 
@@ -79,3 +81,14 @@ def test_strided_masks_pack_as_their_copies_do():
 
 def test_the_print_says_how_sparse_they_are():
     assert repr(A) == "Masks(2 tensors, 4 of 7 elements kept, 42.86% sparse)"
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (8,), (1001,), (5, 37), (3, 0), (0, 5), (2, 3, 64)], ids=str)
+def test_bits_are_those_of_numpy_and_come_back(shape):
+    mask = torch.rand(shape) < 0.5
+    bits = pack_bits(mask)
+    assert np.array_equal(bits.numpy(), np.packbits(mask.numpy(), axis=-1, bitorder="little"))
+    assert torch.equal(unpack_bits(bits, shape[-1]), mask)
+    assert torch.equal(
+        pack_bits(mask.mT if mask.dim() > 1 else mask[1:]), pack_bits((mask.mT if mask.dim() > 1 else mask[1:]).clone())
+    )

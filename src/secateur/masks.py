@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,7 +96,7 @@ class Masks(Mapping[str, Tensor]):
 
     def pack(self) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
         """One bit per element: name to (uint8 tensor on the CPU, shape). The rest of the last byte is zero."""
-        return {name: (_bits(local(mask)), tuple(local(mask).shape)) for name, mask in self.items()}
+        return {name: (pack_bits(local(mask).reshape(-1)).cpu(), tuple(local(mask).shape)) for name, mask in self.items()}
 
     @staticmethod
     def unpack(packed: Mapping[str, tuple[Tensor, tuple[int, ...]]], device: torch.device | str = "cpu") -> Masks:
@@ -109,16 +109,29 @@ class Masks(Mapping[str, Tensor]):
         return f"Masks({len(self)} tensors, {self.kept:,} of {self.total:,} elements kept, {self.sparsity:.2%} sparse)"
 
 
-def _bits(mask: Tensor) -> Tensor:
-    return torch.from_numpy(np.packbits(mask.cpu().numpy().reshape(-1), bitorder="little"))
-
-
 def _unbits(bits: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
-    size = int(np.prod(shape, dtype=np.int64))
+    size = math.prod(shape)
     if bits.dtype != torch.uint8 or bits.numel() != -(-size // 8):
         raise ValueError(
             f"the packed mask of {name!r} should hold {-(-size // 8)} bytes (uint8) for shape {shape}, "
             f"not {bits.numel()} of {bits.dtype}"
         )
-    flat = np.unpackbits(bits.cpu().numpy(), count=size, bitorder="little")
-    return torch.from_numpy(flat.view(np.bool_)).reshape(shape)
+    return unpack_bits(bits.reshape(-1), size).reshape(shape)
+
+
+# Eight booleans are eight bytes, so one multiplication of whole numbers moves each to its bit, or each bit to its byte.
+_GATHER, _SPREAD, _EACH = 0x0102040810204080, 0x0101010101010101, 0x8040201008040201 - (1 << 64)
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """Booleans as bytes along the last axis, the first in the lowest bit; the rest of the last byte is zero."""
+    size = mask.shape[-1]
+    eights = mask.new_zeros(*mask.shape[:-1], -(-size // 8), 8)
+    eights.flatten(-2)[..., :size] = mask
+    return eights.view(torch.int64).squeeze(-1).mul_(_GATHER).bitwise_right_shift_(56).to(torch.uint8)
+
+
+def unpack_bits(bits: Tensor, size: int) -> Tensor:
+    """The booleans again: [..., bytes] to [..., size]."""
+    eights = bits.to(torch.int64).mul_(_SPREAD).bitwise_and_(_EACH).view(torch.uint8)
+    return eights.ne_(0).view(torch.bool)[..., :size]

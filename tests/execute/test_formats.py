@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from secateur.execute.find import negative_zeros, pack_bits, unpack_bits, zeros_of
 from secateur.execute.formats import FORMATS, Window, as_matrix, as_weight
 
 from .patterns import pruned
@@ -150,30 +149,6 @@ def test_threads_share_the_work_and_agree():
         results.append(torch.ops.secateur.linear(x, packed, None, "tiled", 600, 500, (1,)))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
-
-
-@pytest.mark.parametrize(
-    ("pattern", "sparsity", "name"),
-    [
-        ("2:4", 0, "2:4"), ("1:4", 0, "1:4"), ("4:8", 0, "4:8"), ("16x1", 0.8, "16x1"), ("1x16", 0.8, "1x16"),
-        ("16x16", 0.8, "16x16"), ("4x1", 0.8, "4x1"), ("1x1", 0.8, "unstructured"),
-        ("1x1", 0.0, "dense"), ("1x1", 1.0, "all zero"),
-    ],
-)  # fmt: skip
-def test_pattern_is_found(pattern, sparsity, name):
-    assert zeros_of(pruned(64, 128, pattern, sparsity)).pattern == name
-
-
-def test_equal_count_per_row_is_found():
-    keep = torch.rand(64, 128).argsort(-1) < 13
-    assert zeros_of(torch.ones(64, 128) * keep).pattern == "13 per row"
-
-
-def test_bits_come_back():
-    mask = torch.rand(5, 37) < 0.5
-    assert torch.equal(unpack_bits(pack_bits(mask), 37), mask)
-    assert negative_zeros(torch.tensor([0.0, 1.0, -1.0])) is None
-    assert negative_zeros(torch.tensor([0.0, -0.0, -1.0])).tolist() == [2]
 
 
 def test_wrong_width_is_refused_in_words():

@@ -145,6 +145,7 @@ def test_the_manifest_says_what_is_in_the_file(tmp_path):
         "2.weight": ("unstructured", "bitmask"),
         "3.weight": (None, "dense"),
     }
+    assert data["tensors"]["3.bias"]["pattern"] is None
     assert data["tensors"]["2.weight"]["zeros"] == int((model[2].weight == 0).sum())
 
 

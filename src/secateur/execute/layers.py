@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from .._tree import Packed
-from .find import negative_zeros, unpack_bits
+from ..masks import unpack_bits
+from .find import negative_zeros
 from .formats import FORMATS, Format, as_matrix, as_weight, conv, linear
 
 KINDS: dict[type[nn.Module], str] = {nn.Linear: "linear", nn.Conv1d: "conv", nn.Conv2d: "conv", nn.Embedding: "embedding"}

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._axes import layout_of
 from .._dist import sharded
 from .._tree import nearest
 from ..execute.choose import decompress_
+from ..execute.find import zeros_of
 from ..execute.layers import Compressed
 from ..graph.slots import owned_tensors
 from ..plan import Plan
@@ -28,11 +30,11 @@ from ..surgery.cut import Cuts, Passing, apply_cuts_, history, is_cut, remember_
 from . import compressed, hf, packed
 from .files import CODES, DTYPES, BadFile, Entry, Tensors, names_of, read_json, rename, replacing, write_tensors
 from .manifest import Layer, Manifest, Stored, about, check_file, from_text, shapes_of, to_text
-from .zeros import pattern_of
 
 __all__ = ["save", "load", "dense_state_dict", "BadFile"]
 
 TENSORS, MANIFEST, CONFIG = "model.safetensors", "secateur.json", "config.json"
+_FEW = 0.01  # of a tensor: fewer zeros are there by chance
 
 
 def save(
@@ -195,9 +197,20 @@ def _described(model: nn.Module, tensors: compressed.State, pack: bool) -> tuple
         made = packed.entries(name, tensor, values, again) if pack or held is not tensor else None
         kind = "dense" if made is None else "bitmask"
         zeros = tensor.numel() - values
-        listed[name] = Stored(CODES[tensor.dtype], tuple(tensor.shape), kind, zeros, pattern_of(model, name, tensor, zeros))
+        listed[name] = Stored(CODES[tensor.dtype], tuple(tensor.shape), kind, zeros, _pattern(model, name, tensor, zeros))
         entries |= made or {name: Entry(tensor.dtype, tuple(tensor.shape), again)}
     return listed, entries
+
+
+def _pattern(model: nn.Module, name: str, tensor: Tensor, zeros: int) -> str | None:
+    """The pattern of the zeros of what looks like a weight; None where there are hardly any, or nothing else."""
+    if tensor.dim() < 2 or not tensor.is_floating_point() or not _FEW * tensor.numel() < zeros < tensor.numel():
+        return None
+    try:
+        owner = model.get_submodule(name.rpartition(".")[0])
+    except AttributeError:
+        owner = model
+    return zeros_of(layout_of(owner, tuple(tensor.shape)).matrix(tensor.detach())).pattern
 
 
 def _whole(held: Tensor | Compressed) -> Tensor:

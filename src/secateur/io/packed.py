@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from ..masks import pack_bits, unpack_bits
 from .files import BadFile, Entry, shaped
 
 BITMASK, VALUES, SHAPE = "#bitmask", "#values", "#shape"
@@ -37,7 +37,7 @@ def entries(name: str, tensor: Tensor, values: int, again: Callable[[], Tensor] 
     if -(-size // 8) + values * item + _OVERHEAD >= size * item:
         return None
     read = again or (lambda: tensor)
-    mask: Callable[[], Tensor] = lambda: _pack(bits_of(read()) != 0)  # noqa: E731
+    mask: Callable[[], Tensor] = lambda: pack_bits(bits_of(read()) != 0)  # noqa: E731
     return {
         name + BITMASK: Entry(torch.uint8, (-(-size // 8),), mask),
         name + VALUES: Entry(tensor.dtype, (values,), lambda: _values(read())),
@@ -50,19 +50,14 @@ def _values(tensor: Tensor) -> Tensor:
     return flat[flat != 0].view(tensor.dtype)
 
 
-def _pack(mask: Tensor) -> Tensor:
-    return torch.from_numpy(np.packbits(mask.cpu().numpy(), bitorder="little"))
-
-
 def check(name: str, mask: Tensor, values: int, shape: tuple[int, ...]) -> None:
     """Raises BadFile unless the bitmask is one of this shape with so many values."""
     size = math.prod(shape)
     if mask.dtype != torch.uint8 or mask.dim() != 1 or mask.numel() != -(-size // 8):
         raise BadFile(f"the bitmask of {name!r} should hold {-(-size // 8)} bytes for shape {shape}, not {tuple(mask.shape)}")
-    raw = mask.numpy()
-    if size % 8 and raw[-1] >> (size % 8):
+    if size % 8 and int(mask[-1]) >> (size % 8):
         raise BadFile(f"the bitmask of {name!r} has bits beyond its {size} elements")
-    ones = sum(int(np.unpackbits(raw[i : i + _SLAB]).sum(dtype=np.int64)) for i in range(0, raw.size, _SLAB))
+    ones = sum(int(torch.count_nonzero(unpack_bits(slab, 8 * len(slab)))) for slab in mask.split(_SLAB))
     if ones != values:
         raise BadFile(f"the bitmask of {name!r} keeps {ones} elements and there are {values} values")
 
@@ -70,7 +65,7 @@ def check(name: str, mask: Tensor, values: int, shape: tuple[int, ...]) -> None:
 def unpack(name: str, mask: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The tensor that was packed, bit for bit."""
     check(name, mask, values.numel(), shape)
-    kept = torch.from_numpy(np.unpackbits(mask.numpy(), count=math.prod(shape), bitorder="little").view(np.bool_))
+    kept = unpack_bits(mask, math.prod(shape))
     whole = torch.zeros(kept.numel(), dtype=_WHOLE[values.dtype.itemsize])
     whole[kept] = bits_of(values)
     return shaped(whole.view(values.dtype), shape, name)
