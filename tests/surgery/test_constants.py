@@ -36,6 +36,23 @@ def test_a_consumer_without_a_bias_gets_one():
     check(nn.Sequential(conv(3, 8), nn.Sigmoid(), conv(8, 5, bias=False)), image())
 
 
+def test_parts_of_one_vector_are_biases_of_several_layers():
+    def forward(s, x):
+        h, (one, two) = torch.sigmoid(s.a(x)), s.v.split([7, 5])
+        return torch.cat([F.linear(h, s.b, one), F.linear(h, s.c, two)], -1)
+
+    parts = {"a": nn.Linear(12, 16), "b": nn.Parameter(torch.ones(7, 16)), "c": nn.Parameter(torch.ones(5, 16))}
+    check(Lam(forward, **parts, v=nn.Parameter(torch.ones(12))), tokens())
+
+
+@pytest.mark.parametrize("bias", [lambda v: 2 * v, lambda v: v.abs(), lambda v: v + 1])
+def test_a_bias_that_is_calculated_takes_no_constant(bias):
+    model = Lam(
+        lambda s, x: F.linear(torch.sigmoid(s.a(x)), s.b.weight, bias(s.b.bias)), a=nn.Linear(12, 16), b=nn.Linear(16, 5)
+    )
+    check(model, tokens(), report="which has no bias to take it")
+
+
 def test_no_constant_adds_no_bias():
     m = seeded(nn.Sequential(nn.Linear(12, 16, bias=False), nn.ReLU(), nn.Linear(16, 5, bias=False)))
     x = (tokens().double(),)

@@ -8,6 +8,7 @@ no such number or no such bias, the group is reported.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ class Folds:
     def apply_(self, model: nn.Module, trace: Trace, keep: Keep | None = None) -> None:
         """Write it to a model in full size, or to one that has the kept units only."""
         for slot, value in self.biases.items():
-            _add_bias(model, slot, value if keep is None else value[keep_mask(slot.axis, keep)])
+            _add_bias(model, slot, trace, value, keep)
         for edit in self.edits:
             for scale in edit.scales:
                 _scale(model, scale, trace, keep)
@@ -105,12 +106,14 @@ def _collective(trace: Trace, atom: Atom) -> str | None:
 
 
 class Slot(NamedTuple):
-    """A bias that a consumer adds to dim `dim` of its output; `new`: the parameter is None so far."""
+    """A bias that a consumer adds to dim `dim` of its output; `new`: the parameter is None so far. `at`: the entries that are
+    added there, where they are a part of the parameter."""
 
     name: str
     dim: int
     new: bool
     axis: Expr
+    at: tuple[int, ...] | None = None
 
 
 def find_slot(flow: Silence, i: int) -> Slot | None:
@@ -133,12 +136,36 @@ def find_slot(flow: Silence, i: int) -> Slot | None:
     names = flow.origin.get(weight, frozenset())
     if weight not in flow.origin or not names:
         return None
-    slots = flow.parameters
-    if bias is not None:
-        own = flow.origin.get(bias, frozenset())
-        name = next(iter(own)) if len(own) == 1 else ""
-        return Slot(name, dim, False, axes[dim]) if name in slots and slots[name].shape == (axes[dim].size,) else None
-    return _beside(flow, i, sorted(names), dim, axes[dim])
+    if bias is None:
+        slot = _beside(flow, i, sorted(names), dim, axes[dim])
+        bias = _added(flow, step.outs[0]) if slot is None and dim == len(axes) - 1 else None
+        return slot if bias is None else _part(flow, bias, dim, axes[dim])
+    return _part(flow, bias, dim, axes[dim])
+
+
+def _part(flow: Silence, number: int, dim: int, axis: Expr) -> Slot | None:
+    """The parameter that a bias is, or the part of one."""
+    names = flow.origin.get(number, frozenset())
+    name = next(iter(names)) if len(names) == 1 else ""
+    if name not in flow.parameters or flow.parameters[name].dim() != 1:
+        return None
+    at = _entries(flow, number, name)
+    if at is None or len(at) != axis.size:
+        return None
+    return Slot(name, dim, False, axis, None if at == tuple(range(len(flow.parameters[name]))) else at)
+
+
+def _entries(flow: Silence, number: int, name: str) -> tuple[int, ...] | None:
+    """Which entries of a vector a tensor made of it holds; None where it is more than a choice of them."""
+    size = len(flow.parameters[name])
+    if flow.trace.names.get(number) == name:
+        return tuple(range(size))
+    seen, places, others = copy.copy(flow), torch.arange(size).double(), torch.randn(size, dtype=torch.float64)
+    seen.zeros, seen.tensors = {}, {name: places}
+    at = seen.value(number).long()
+    seen.tensors = {name: others}
+    fits = at.dim() == 1 and bool(((at >= 0) & (at < size)).all()) and torch.equal(seen.value(number), others[at])
+    return tuple(at.tolist()) if fits else None
 
 
 def _beside(flow: Silence, i: int, names: list[str], dim: int, axis: Expr) -> Slot | None:
@@ -152,26 +179,23 @@ def _beside(flow: Silence, i: int, names: list[str], dim: int, axis: Expr) -> Sl
             value, name = owner._parameters[other], f"{path}.{other}" if path else other
             if value is None and isinstance(owner, _TRUSTED):
                 return Slot(name, dim, True, norm(axis))
-            if value is not None and value.shape == (axis.size,) and _is_added(flow, step.outs[0], name):
-                return Slot(name, dim, False, axis)
     return None
 
 
-def _is_added(flow: Silence, number: int, name: str) -> bool:
-    """Whether the next thing that happens to a tensor is that this bias is added to it."""
+def _added(flow: Silence, number: int) -> int | None:
+    """What is made of weights and added to a tensor by the next thing that happens to it."""
     for j in flow.readers.get(number, ()):
         step = flow.trace.steps[j]
         if step.name in ("aten::add", "aten::add_") and not step.kwargs:
-            return any(flow.origin.get(n) == frozenset({name}) for n in tensors_in(step))
+            return next((n for n in tensors_in(step) if n in flow.origin), None)
         if step.outs and "view" in step.name:
-            return _is_added(flow, step.outs[0], name)
-    return False
+            return _added(flow, step.outs[0])
+    return None
 
 
 def _biases(flow: Silence, losses: list[Loss], bad: dict[Atom, str]) -> dict[Slot, Tensor]:
     """What to add to each bias. A weight that is applied several times has to lose the same each time."""
-    lost: dict[str, dict[int, dict[Atom, Tensor]]] = {}
-    slots: dict[str, Slot] = {}
+    lost: dict[Slot, dict[int, dict[Atom, Tensor]]] = {}
     for loss in losses:
         assert isinstance(loss.value, Tensor)
         slot = find_slot(flow, loss.step)
@@ -182,24 +206,24 @@ def _biases(flow: Silence, losses: list[Loss], bad: dict[Atom, str]) -> dict[Slo
                 where = f"{step.name.partition('::')[2]} in {step.module or 'the model'}"
                 bad.setdefault(loss.atom, f"its removed units give a constant to {where}, which has no bias to take it")
             continue
-        slots[slot.name] = slot
-        at = lost.setdefault(slot.name, {}).setdefault(loss.step, {})
+        at = lost.setdefault(slot, {}).setdefault(loss.step, {})
         at[loss.atom] = at.get(loss.atom, 0.0) + loss.value * kept
-    uneven: set[tuple[str, Atom]] = set()
-    for name, steps in lost.items():
-        for i in _users(flow, slots[name], set(steps)):  # calls that lose nothing count, too
+    uneven: set[tuple[Slot, Atom]] = set()
+    for slot, steps in lost.items():
+        for i in _users(flow, slot, set(steps)):  # calls that lose nothing count, too
             steps.setdefault(i, {})
         for atom in {a for each in steps.values() for a in each}:
-            each = [s.get(atom, torch.zeros(slots[name].axis.size, dtype=torch.float64)) for s in steps.values()]
+            each = [s.get(atom, torch.zeros(slot.axis.size, dtype=torch.float64)) for s in steps.values()]
             biggest = max(float(v.abs().max()) for v in each)
             if any(not torch.allclose(v, each[0], 1e-9, 1e-9 * biggest) for v in each):
-                bad.setdefault(atom, f"{name.rpartition('.')[0] or name} is applied more than once, with different constants")
-                uneven.add((name, atom))
+                where = slot.name.rpartition(".")[0] or slot.name
+                bad.setdefault(atom, f"{where} is applied more than once, with different constants")
+                uneven.add((slot, atom))
     total: dict[Slot, Tensor] = {}
-    for name, steps in lost.items():
-        values = [v for a, v in next(iter(steps.values())).items() if (name, a) not in uneven]
+    for slot, steps in lost.items():
+        values = [v for a, v in next(iter(steps.values())).items() if (slot, a) not in uneven]
         if values and bool((value := torch.stack(values).sum(0)).any()):
-            total[slots[name]] = value
+            total[slot] = value
     return total
 
 
@@ -207,6 +231,9 @@ def _users(flow: Silence, slot: Slot, steps: set[int]) -> set[int]:
     """All steps that use this bias, or the weight beside it when it is still to be made."""
     names = {slot.name} if not slot.new else {n for i in steps for n in _weight_names(flow, i)}
     found = {n for n, own in flow.origin.items() if own and own <= names}
+    if slot.at is not None:
+        held = {n: _entries(flow, n, slot.name) for n in found if n in flow.readers}
+        found = {n for n, at in held.items() if at is None or not set(at).isdisjoint(slot.at)}
     users = {j for n in found for j in flow.readers.get(n, ()) if not flow.trace.steps[j].weights}
     if slot.new:
         return users
@@ -229,9 +256,13 @@ def _weight_names(flow: Silence, i: int) -> set[str]:
     return {name for n in tensors_in(flow.trace.steps[i]) for name in flow.origin.get(n, ())}
 
 
-def _add_bias(model: nn.Module, slot: Slot, value: Tensor) -> None:
+def _add_bias(model: nn.Module, slot: Slot, trace: Trace, value: Tensor, keep: Keep | None) -> None:
     path, _, local = slot.name.rpartition(".")
     owner = model.get_submodule(path)
+    if slot.at is not None:
+        value = torch.zeros(trace.dims[slot.name][0].size, dtype=value.dtype).index_put_((torch.tensor(slot.at),), value)
+    if keep is not None:
+        value = value[keep_mask(slot.axis if slot.at is None else trace.dims[slot.name][0], keep)]
     if not slot.new:
         bias = owner._parameters[local]
         assert bias is not None
