@@ -45,7 +45,7 @@ def test_parts_of_one_vector_are_biases_of_several_layers():
     check(Lam(forward, **parts, v=nn.Parameter(torch.ones(12))), tokens())
 
 
-@pytest.mark.parametrize("bias", [lambda v: 2 * v, lambda v: v.abs(), lambda v: v + 1])
+@pytest.mark.parametrize("bias", [lambda v: 2 * v, lambda v: v.abs(), lambda v: v + 1, lambda v: v[:1].repeat(5)])
 def test_a_bias_that_is_calculated_takes_no_constant(bias):
     model = Lam(
         lambda s, x: F.linear(torch.sigmoid(s.a(x)), s.b.weight, bias(s.b.bias)), a=nn.Linear(12, 16), b=nn.Linear(16, 5)

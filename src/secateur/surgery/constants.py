@@ -150,7 +150,7 @@ def _part(flow: Silence, number: int, dim: int, axis: Expr) -> Slot | None:
     if name not in flow.parameters or flow.parameters[name].dim() != 1:
         return None
     at = _entries(flow, number, name)
-    if at is None or len(at) != axis.size:
+    if at is None or len(at) != axis.size or len(set(at)) != len(at):
         return None
     return Slot(name, dim, False, axis, None if at == tuple(range(len(flow.parameters[name]))) else at)
 
