@@ -81,6 +81,15 @@ def test_pairs_compute_what_dense_does(rows, columns, batch, pattern, sparsity, 
         assert near(y, x, matrix, None, torch.bfloat16)
 
 
+@pytest.mark.parametrize("options", [(1, 0), (4, 0), (1, 1)])
+def test_pairs_of_minus_zeros_are_not_stored(options):
+    """A weight that was multiplied by a mask has them: compared as bits, they would be kept like weights."""
+    matrix = pruned(16, 64, "4x4", 0.8, torch.bfloat16) * (torch.arange(64) % 4 < 2)
+    minus = torch.where(matrix == 0, -0.0, matrix)
+    for with_minus, without in zip(*(FORMATS["pairs"].pack(each, options) for each in (minus, matrix.abs() * matrix.sign()))):
+        assert torch.equal(with_minus, without)
+
+
 def test_groups_of_three_are_no_pairs():
     with pytest.raises(ValueError, match="more than two weights"):
         FORMATS["pairs"].pack(torch.ones(4, 8, dtype=torch.bfloat16), (1, 1))

@@ -64,6 +64,7 @@ def _one_of_six(matrix: Tensor) -> Tensor:
 
 def _pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
     height, mode = options
+    matrix = matrix + 0.0  # -0.0 becomes 0.0: pairs are told from nothing by their bits
     return TILED.pack(_one_of_six(matrix) if mode else _paired(matrix), (height,))
 
 
