@@ -27,6 +27,10 @@ for name, options in ((name, options) for name, each in forms.items() for option
     for rows in (1, 24):
         y = torch.ops.secateur.linear(x[:rows], packed, None, name, 64, 200, options)
         torch.testing.assert_close(y, x[:rows] @ matrix.t(), rtol=1e-4, atol=1e-4)
+for name, options, rows in (("tiled", (1,), 24), ("tiled", (4,), 24), ("bitmask", (), 1), ("gather", (), 1)):
+    half = matrix[: 64 if options == (4,) else 63].bfloat16()
+    y = torch.ops.secateur.linear(x[:rows], list(FORMATS[name].pack(half, options)), None, name, len(half), 200, options)
+    torch.testing.assert_close(y, x[:rows] @ half.float().t(), rtol=1e-4, atol=1e-4)
 model = nn.Sequential(nn.Linear(200, 64)); model[0].weight.data.copy_(matrix)
 before = model[0].weight.detach().clone()
 print(compress_(model, x)); decompress_(model)
@@ -145,7 +149,7 @@ def test_texts_for_wide_vectors_compute_the_same_where_they_run_in_halves(monkey
     cpu, features = build.target()
     build._target_machine()  # stays that of this CPU
     monkeypatch.setenv("SECATEUR_CACHE", str(tmp_path))
-    monkeypatch.setattr(build, "target", lambda: (cpu, features | {"avx512f"}))
+    monkeypatch.setattr(build, "target", lambda: (cpu, features | {"avx512f", "avx512bw", "avx512vbmi2", "bmi2"}))
     build.kernel.cache_clear()
     tiled_formats._rows_plan.cache_clear()
     exec(SAME, {})
@@ -168,12 +172,13 @@ def test_halves_are_not_read_by_cpus_that_cannot(built_for):
 
 @pytest.mark.parametrize("cpu", ["znver4", "sapphirerapids"])
 def test_wide_vectors_are_used_where_the_cpu_has_them(cpu, built_for):
-    from secateur.execute.native import tiled
+    from secateur.execute.native import single, tiled
 
     if not build.has("avx2"):
         pytest.skip("not an x86")
     built_for(cpu)
     features = build.target()[1]
+    assert "vpexpandw" in build.assembly(single.bitmask("k", features, "bfloat16"))
     assert "zmm" in build.assembly(tiled.multiply_rows("k", features, 1, 64, "float32", "float32"))
     assert "vdpbf16ps" in build.assembly(tiled.multiply_rows("k", features, 1, 64, "float32", "pair"))
 

@@ -46,7 +46,7 @@ def target() -> tuple[str, frozenset[str]] | None:
 
 def _features_of(cpu: str) -> frozenset[str]:
     """What the kernels ask about, for a CPU given by name: its level, as the x86-64 levels count."""
-    avx2 = frozenset({"avx2", "fma", "f16c", "popcnt"})
+    avx2 = frozenset({"avx2", "fma", "f16c", "popcnt", "bmi2"})
     avx512 = avx2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
     known = {"x86-64-v3": avx2, "haswell": avx2, "znver3": avx2, "x86-64-v4": avx512, "skylake-avx512": avx512}
     known |= {"znver4": avx512 | {"avx512vbmi2", "avx512bf16"}, "sapphirerapids": avx512 | {"avx512vbmi2", "avx512bf16"}}

@@ -12,7 +12,7 @@ from typing import Any, Union
 
 from llvmlite import ir
 
-I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 
 
@@ -240,6 +240,14 @@ class Code:
             return self.splat(self.load_float(address, stored), lanes)
         twice = self.splat(self.load(address, I16), 2 * lanes)  # in both halves of each lane; the lower one goes
         return self.cast(self.cast(twice, self.vector(lanes, I32)) & 0xFFFF0000, self.vector(lanes))
+
+    def expand_load(self, address: Value, mask: Value, kind: ir.VectorType) -> Value:
+        """The numbers from an address on, one for each lane that the mask has, and zeros in the others."""
+        name, zeros = f"llvm.masked.expandload.v{kind.count}i{kind.element.width}", ir.Constant(kind, None)
+        function = self.module.globals.get(name) or ir.Function(
+            self.module, ir.FunctionType(kind, [ir.PointerType(), mask.raw.type, kind]), name
+        )
+        return Value(self, self.builder.call(function, [self._pointer(address), mask.raw, zeros]))
 
     def store(self, value: Value, address: Value) -> None:
         kind = value.raw.type

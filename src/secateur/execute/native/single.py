@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .emit import F32, I8, I16, I32, I64, Code, Value, Variable, size_of
+from .emit import BF16, F32, I1, I8, I16, I32, I64, Code, Value, Variable, size_of
 from .tiled import STORED
 
 ROWS = 64  # rows of a piece of work
@@ -121,6 +121,7 @@ def bitmask(name: str, features: frozenset[str], stored: str) -> str:
     x, rows, groups, starts, masks, values, table, bias, y = (code.argument(i) for i in range(2, 11))
     size, together = size_of(kind), 4
     pieces, finish = _each_row(code, rows, bias, y, together=1)
+    expands = kind == BF16 and {"avx512bw", "avx512vbmi2", "bmi2"} <= features
 
     def spread(entry: Value, at: Value) -> Value:
         if kind == F32:
@@ -138,7 +139,8 @@ def bitmask(name: str, features: frozenset[str], stored: str) -> str:
         mine = masks + row * groups
         first, after = (code.load(starts + (row + r) * 8, I64) for r in (0, count))
         pace, soon = (after - first) * size // groups, Variable(code, values + after * size)
-        with code.loop(0, groups) as g:  # while these rows are read, ask for those after them at the same pace
+        done, wide = _by_32(code, groups, x, mine, at, soon, pace) if expands else (code.number(0), None)
+        with code.loop(done, groups) as g:  # while these rows are read, ask for those after them at the same pace
             code.prefetch(soon.get())
             code.prefetch(mine + g * count + AHEAD // 2)
             soon.set(soon.get() + pace)
@@ -151,7 +153,8 @@ def bitmask(name: str, features: frozenset[str], stored: str) -> str:
                 sums[r].set(code.fma(spread(table + entry, at[r].get()), seen, sums[r].get()))
                 at[r].set(at[r].get() + code.call("llvm.ctpop.i64", I64, entry) * size)
         for r in range(count):
-            finish(row + r, code.total(sums[r].get()))
+            total = code.total(sums[r].get())
+            finish(row + r, total if wide is None else total + code.total(wide[r]))
 
     with pieces as piece:
         end = code.least(piece * ROWS + ROWS, rows)
@@ -161,6 +164,41 @@ def bitmask(name: str, features: frozenset[str], stored: str) -> str:
         with code.loop(whole, end) as row:
             block(row, 1)
     return code.finish()
+
+
+def _by_32(
+    code: Code, groups: Value, x: Value, masks: Value, at: list[Variable], soon: Variable, pace: Value
+) -> tuple[Value, list[Value]]:
+    """The same for 32 columns at once, where one instruction spreads that many halves (AVX-512): how many groups of eight are
+    done, and sums of each row."""
+    count, done = len(at), groups // 4 * 4
+    sums = [[Variable(code, code.zero(16)) for _ in range(2)] for _ in at]
+    with code.loop(0, done, 4) as g:
+        for line in (0, 64):
+            code.prefetch(soon.get() + line)
+        code.prefetch(masks + g * count + AHEAD // 2)
+        soon.set(soon.get() + pace * 4)
+        inputs = [code.load(x + g * 32 + 64 * half, code.vector(16)) for half in (0, 1)]
+        for mask, place, totals in zip(_masks_of_32(code, masks + g * count, count), at, sums):
+            halves = code.expand_load(place.get(), code.cast(mask, code.vector(32, I1)), code.vector(32, I16))
+            place.set(place.get() + code.widen(code.call("llvm.ctpop.i32", I32, mask), I64) * 2)
+            bits = code.cast(halves, code.vector(16, I32))
+            for odd, weights in enumerate((bits << 16, bits & 0xFFFF0000)):  # as floats, of even columns and of odd ones
+                seen = code.shuffle(inputs[0], inputs[1], range(odd, 32, 2))
+                totals[odd].set(code.fma(code.cast(weights, code.vector(16)), seen, totals[odd].get()))
+    return done, [even.get() + odd.get() for even, odd in sums]
+
+
+def _masks_of_32(code: Code, place: Value, count: int) -> list[Value]:
+    """The bits of 32 columns, of one row or of four whose bytes take turns."""
+    if count == 1:
+        return [code.load(place, I32, align=1)]
+    words, masks = [code.load(place + 8 * half, I64, align=1) for half in (0, 1)], []
+    for r in range(count):
+        own = Value(code, code.raw(0x000000FF000000FF << 8 * r, I64))
+        low, high = (code.call("llvm.x86.bmi.pext.64", I64, word, own) for word in words)
+        masks.append(code.narrow(low | high << 16, I32))
+    return masks
 
 
 def columns(name: str, features: frozenset[str], stored: str) -> str:
