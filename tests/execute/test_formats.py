@@ -135,6 +135,12 @@ def test_tiled_convolutions_are_those_of_torch(
     assert torch.equal(as_weight(matrix, weight.shape, groups), weight)
 
 
+def test_kernel_larger_than_its_images_is_refused_as_torch_does():
+    packed = list(FORMATS["tiled"].pack(pruned(4, 27, "1x1", 0.5), (1,)))
+    with pytest.raises(RuntimeError, match="Kernel size can't be greater"):
+        torch.ops.secateur.conv(torch.randn(1, 3, 2, 2), packed, None, "tiled", 4, 27, (1,), [3, 3, 1, 1, 0, 0, 1, 1])
+
+
 @LAWS
 @given(
     rows=st.sampled_from([1, 3, 4, 30]), columns=st.sampled_from([1, 8, 13, 64]), sparsity=st.sampled_from([0.0, 0.5, 1.0]),

@@ -125,7 +125,7 @@ def some_of_every_kernel():
 
     rows, planes = tiled.multiply_rows, tiled.multiply_planes
     yield from ((rows, 1, 64, "float32", "float32"), (rows, 1, 16, "bfloat16", "float16"), (rows, 4, 32, "float16", "bfloat16"))
-    yield from ((rows, 1, 8, "float32", "pair"), (planes, 1, 64, "float32"), (planes, 4, 16, "float16"))
+    yield from ((rows, 1, 8, "float32", "pair"), (planes, 1, 64, "float32", 1), (planes, 4, 16, "float16", 0))
     yield from ((single.gather, "float16"), (single.runs, "float16"), (single.columns, "float16"))
     yield from ((single.panels, 16, "float16"), (single.bitmask, "bfloat16"))
 

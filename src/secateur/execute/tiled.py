@@ -20,6 +20,7 @@ from .native import build
 
 WIDTH = 192  # columns of a block (a byte counts those of a row): with 32 positions, most of the first-level cache
 CHUNK = 256  # rows that are worked on together: their sums stay in the second-level cache
+LINE = 16  # floats of a line of the cache
 LAYING = 0.06  # laying inputs out, as a part of the time to multiply them with all rows
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _MINE = threading.local()
@@ -168,25 +169,40 @@ def product(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, height:
 def _planes_plan(shape: tuple[int, ...], rows: int, height: int, stored: str, threads: int, window: Window) -> tuple[Any, ...]:
     (images, channels, high, wide), (pad_y, pad_x) = shape, window.padding
     out, size = window.out(high, wide), (high + 2 * pad_y, wide + 2 * pad_x)
-    columns, places = channels * window.kernel[0] * window.kernel[1], out[0] * out[1]
+    columns, side_by_side = channels * window.kernel[0] * window.kernel[1], max(window.stride) == 1
+    places = (out[0] - 1) * (size[1] if side_by_side else out[1]) + out[1]
     tile = _tile_of(places, height, images=True)
-    room, image = columns * tile + 8 + CHUNK * tile, images * channels * size[0] * size[1] + 8
-    multiply = build.kernel("tiled.multiply_planes", height, tile, stored)
+    room = (WIDTH + 1 + CHUNK) * tile
+    image = -(-(images * channels * size[0] * size[1] + tile) // LINE) * LINE  # and what is read past the end
+    multiply = build.kernel("tiled.multiply_planes", height, tile, stored, int(side_by_side))
+    y, x = (torch.arange(n, device="cpu") * step for n, step in zip(window.kernel, window.dilation))
+    corners = (torch.arange(channels, device="cpu").view(-1, 1, 1) * size[0] + y.view(-1, 1)) * size[
+        1
+    ] + x  # what each column sees first
+    work = (images, rows, _splits(images * -(-places // tile), rows, threads), *out, *window.stride)
     padding = (images * channels, high, wide, pad_y, pad_x)
-    splits = _splits(images * -(-places // tile), rows, threads)
-    work = (images, rows, splits, *out, channels, *size, *window.kernel, *window.stride, *window.dilation)
-    return multiply, out, _shape(rows, columns, height), room, image, work, padding
+    planes = channels * size[0] * size[1] * 4, size[1]
+    return multiply, out, _shape(rows, columns, height), room, image, (corners * 4).flatten(), planes, work, padding
 
 
 def _conv(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options, window: Window) -> Tensor | None:
-    if not kernels_for(x, buffers[0]):
+    if not kernels_for(x, buffers[0]) or min(window.out(*x.shape[2:])) < 1:
         return None
-    height, threads, images = options[0], torch.get_num_threads(), x.shape[0]
+    height, threads = options[0], torch.get_num_threads()
     plan = _planes_plan(tuple(x.shape), rows, height, DTYPES[buffers[0].dtype], threads, window)
-    multiply, out, matrix, room, image, work, padding = plan
+    multiply, out, matrix, room, image, corners, planes, work, padding = plan
     source, memory = x.float().contiguous(), scratch(image + threads * room).data_ptr()
-    y, bias = x.new_empty((images, rows, *out), dtype=torch.float32), as_float(bias, rows)
-    places = (*_places(buffers), bias.data_ptr(), memory, memory + image * 4, room * 4, y.data_ptr())
+    y, bias = x.new_empty((x.shape[0], rows, *out), dtype=torch.float32), as_float(bias, rows)
+    places = (
+        *_places(buffers),
+        bias.data_ptr(),
+        memory,
+        corners.data_ptr(),
+        *planes,
+        memory + image * 4,
+        room * 4,
+        y.data_ptr(),
+    )
     build.run_in_steps(multiply, (*matrix, *places, *work, source.data_ptr(), *padding), threads)
     return y if x.dtype == torch.float32 else y.to(x.dtype)
 

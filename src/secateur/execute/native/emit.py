@@ -188,6 +188,9 @@ class Code:
         second = second if isinstance(second, Value) else self.number(second)
         return self.select(first < second, first, second)
 
+    def most(self, first: Value, second: Value) -> Value:
+        return self.select(first < second, second, first)
+
     def call(self, name: str, result: ir.Type, *arguments: Value) -> Value:
         """An LLVM intrinsic by name."""
         kind = ir.FunctionType(result, [argument.raw.type for argument in arguments])

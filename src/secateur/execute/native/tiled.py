@@ -8,6 +8,8 @@ length of their lists, so that loops of one length follow each other and the CPU
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from llvmlite import ir
 
 from .emit import BF16, F16, F32, I8, I16, I32, I64, Code, Value, Variable, size_of
@@ -112,8 +114,9 @@ class _Matrix:
     def rows(self, chunk: Value) -> Value:
         return self.code.least(self.chunk, self.panels - chunk * self.chunk) * self.height
 
-    def multiply(self, chunk: Value, packed: Value, sums: Value) -> None:
-        """sums [row of the chunk][position] = bias + matrix times the packed inputs."""
+    def multiply(self, chunk: Value, packed: Value, sums: Value, lay_out: Callable[[Value], None] | None = None) -> None:
+        """sums [row of the chunk][position] = bias + matrix times the packed inputs: all of them, or those of one block, which
+        `lay_out` puts there."""
         code, height, tile, size = self.code, self.height, self.tile, size_of(self.kind)
         lanes = min(code.lanes, tile)
         with code.loop(0, self.rows(chunk)) as r:
@@ -125,7 +128,9 @@ class _Matrix:
             start, first_slot = code.load(self.starts + block * 8, I64), block * self.chunk
             slots = code.widen(code.load(self.used + block * 2, I16), I64)
             at, weights = Variable(code, self.index + start), Variable(code, self.values + start * (height * size))
-            x = packed + k * self.width * (tile * 4)
+            if lay_out is not None:
+                lay_out(k * self.width)
+            x = packed if lay_out is not None else packed + k * self.width * (tile * 4)
             with code.loop(0, slots) as slot:
                 count = code.widen(code.load(self.counts + first_slot + slot, I8), I64)
                 row = code.widen(code.load(self.order + first_slot + slot, I8), I64)
@@ -166,54 +171,65 @@ def multiply_rows(name: str, features: frozenset[str], height: int, tile: int, s
     return code.finish()
 
 
-def multiply_planes(name: str, features: frozenset[str], height: int, tile: int, stored: str) -> str:
+def multiply_planes(name: str, features: frozenset[str], height: int, tile: int, stored: str, side_by_side: bool) -> str:
     """A convolution: y [image, row, position] = bias + matrix times what the kernel sees of the padded images.
 
-    A piece is one tile of positions, for which a thread first lays out [channel, ky, kx][position] in memory of its own that
-    stays in cache, then multiplies all rows, or with few tiles one of `splits` parts of them.
+    A piece is one tile of positions and all rows, or with few tiles one of `splits` parts of them. For each block of columns
+    a thread lays out what they see in memory of its own that stays in the first-level cache. With steps of 1, positions are
+    `side_by_side`: they go on through the padding between two lines. A few are computed for nothing, but what a weight sees of
+    a tile is one piece of memory.
     """
     code = Code(name, features)
     matrix, more = _Matrix(code, STEPS, height, tile, STORED[stored]), STEPS + MATRIX
-    x, scratch, scratch_size, y, images, rows, splits, out_y, out_x = (code.argument(more + i) for i in range(9))
-    _pad_planes(code, more + 18, code.argument_address(1), x)
+    x, offsets, size, width, scratch, scratch_size = (code.argument(more + i) for i in range(6))
+    y, images, rows, splits, out_y, out_x = (code.argument(more + 6 + i) for i in range(6))
+    _pad_planes(code, more + 14, code.argument_address(1), x)
     code.wait_for_others(code.argument(3))
-    places = out_y * out_x
+    line = width if side_by_side else out_x  # positions from one line to the next
+    places = (out_y - 1) * line + out_x
     tiles = (places + tile - 1) // tile
     packed = scratch + code.take(code.argument_address(0)) * scratch_size
-    sums = packed + (matrix.inputs * tile + 8) * 4
+    sums = packed + (matrix.width + 1) * (tile * 4)
     with code.pieces(code.argument_address(2), images * tiles * splits) as piece:
         part, image, first = piece % splits, piece // splits // tiles, piece // splits % tiles * tile
         count = code.least(tile, places - first)
-        _lay_out(code, more + 9, x, image, first, count, out_x, tile, packed)
+
+        def lay_out(column: Value, image: Value = image, first: Value = first, count: Value = count) -> None:
+            corner = x + image * size
+            with code.loop(0, code.least(matrix.width, matrix.inputs - column)) as j:
+                seen, to = corner + code.load(offsets + (column + j) * 8, I64), packed + j * (tile * 4)
+                if side_by_side:  # always a whole tile: what is there after the images must be there to read
+                    for part in range(0, tile, min(code.lanes, tile)):
+                        code.store(code.load(seen + first * 4 + part * 4, code.vector(min(code.lanes, tile))), to + part * 4)
+                else:
+                    steps = code.argument(more + 12), code.argument(more + 13)
+                    _line_by_line(code, seen, width, *steps, first, count, out_x, to)
+
         with code.loop(*matrix.part(part, splits)) as chunk:
-            matrix.multiply(chunk, packed, sums)
-            out = y + ((image * rows + chunk * matrix.chunk * height) * places + first) * 4
-            with code.loop(0, matrix.rows(chunk)) as r:
-                _copy(code, sums + r * (tile * 4), count, out + r * places * 4)
+            matrix.multiply(chunk, packed, sums, lay_out)
+            out = y + (image * rows + chunk * matrix.chunk * height) * out_y * out_x * 4
+            with code.loop(first // line, (first + count - 1) // line + 1) as oy:
+                begin = code.most(first, oy * line)
+                length = code.least(first + count, oy * line + out_x) - begin
+                source, to = sums + (begin - first) * 4, out + (oy * out_x + begin - oy * line) * 4
+                with code.loop(0, matrix.rows(chunk)) as r:
+                    _copy(code, source + r * (tile * 4), length, to + r * out_y * out_x * 4)
     return code.finish()
 
 
-def _lay_out(
-    code: Code, arguments: int, x: Value, image: Value, first: Value, count: Value, out_x: Value, tile: int, packed: Value
+def _line_by_line(
+    code: Code, corner: Value, width: Value, step_y: Value, step_x: Value, first: Value, count: Value, out_x: Value, to: Value
 ) -> None:
-    """Positions first .. first + count as each weight sees them. Eight floats at a time: what runs over the end is written
-    over by what comes next, so eight floats after the images and after `packed` must be there to touch."""
-    channels, height, width, kernel_y, kernel_x, step_y, step_x, dilation_y, dilation_x = (
-        code.argument(arguments + i) for i in range(9)
-    )
+    """Positions first .. first + count as one weight sees them. Eight floats at a time: what runs over the end is written over
+    by what comes next, so eight floats after the images and after `packed` must be there to touch."""
     first_row, last_row = first // out_x, (first + count - 1) // out_x
-    first_x = first - first_row * out_x
-    to = Variable(code, packed)
-    with code.loop(0, channels) as c, code.loop(0, kernel_y) as ky, code.loop(0, kernel_x) as kx:
-        corner = x + (((image * channels + c) * height + ky * dilation_y) * width + kx * dilation_x) * 4
-        place, begin = Variable(code, to.get()), Variable(code, first_x)
-        with code.loop(first_row, last_row + 1) as oy:
-            source = corner + (oy * step_y * width + begin.get() * step_x) * 4
-            length = code.least(out_x - begin.get(), (to.get() + count * 4 - place.get()) // 4)
-            _copy_over(code, source, step_x, length, place.get())
-            place.set(place.get() + length * 4)
-            begin.set(code.number(0))
-        to.set(to.get() + tile * 4)
+    place, begin = Variable(code, to), Variable(code, first - first_row * out_x)
+    with code.loop(first_row, last_row + 1) as oy:
+        source = corner + (oy * step_y * width + begin.get() * step_x) * 4
+        length = code.least(out_x - begin.get(), (to + count * 4 - place.get()) // 4)
+        _copy_over(code, source, step_x, length, place.get())
+        place.set(place.get() + length * 4)
+        begin.set(code.number(0))
 
 
 def _copy_over(code: Code, source: Value, step: Value, count: Value, to: Value) -> None:
