@@ -84,8 +84,8 @@ def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options
     if not (x.is_cpu and buffers[0].is_cpu) or x.dtype != torch.bfloat16 or build.target() is None:
         return None
     height, mode = options
-    seen = (_six(x) if mode else _paired(x)).view(torch.float32)  # moved as bits, never computed with
-    return product(seen, buffers, bias, rows, height, "pair").to(x.dtype)
+    seen = _paired(x).view(torch.float32)  # moved as bits, never computed with
+    return product(seen, buffers, bias, rows, height, "six" if mode else "float32", "pair").to(x.dtype)
 
 
 PAIRS = register(Format("pairs", TILED.buffers, _fits, _pack, _unpack, _linear, allowed=((1, 0), (1, 1), (4, 0))))

@@ -104,15 +104,13 @@ def _unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tens
     return tall.transpose(1, 2).reshape(rows, columns)
 
 
-def _tile_of(positions: int, height: int, *, images: bool = False) -> int:
-    """How many positions at a time: wide tiles use a weight more often and lay images out faster, narrow ones waste less at
-    the end and leave room in cache. The same for any number of threads, so that sums come out the same."""
-    if height > 1:
-        cost = {8: 1.5, 16: 1.0} | ({32: 1.1} if build.has("avx512f") else {})
-    elif images or build.has("avx512f"):
-        cost = {8: 1.5, 16: 1.25, 32: 1.1, 64: 1.0}
+def _tile_of(positions: int, height: int) -> int:
+    """How many positions at a time: wide tiles use a weight more often, narrow ones waste less at the end and leave room in
+    cache and registers. The same for any number of threads, so that sums come out the same."""
+    if build.has("avx512f"):
+        cost = {8: 3.0, 16: 1.5, 32: 1.1, 64: 1.0}  # of a position, over the best tile
     else:
-        cost = {8: 1.5, 16: 1.2, 32: 1.0}
+        cost = {8: 1.5, 16: 1.2, 32: 1.0} if height == 1 else {8: 1.5, 16: 1.0}
     return min(cost, key=lambda size: -(-positions // size) * size * cost[size])
 
 
@@ -137,29 +135,34 @@ def _places(buffers: Buffers) -> list[int]:
 
 @lru_cache(maxsize=1024)  # by shape; a layer is called with the same few again and again
 def _rows_plan(
-    batch: int, columns: int, rows: int, height: int, seen: torch.dtype, stored: str, threads: int
+    batch: int, columns: int, rows: int, height: int, seen: str, stored: str, threads: int
 ) -> tuple[Any, int, int, int, tuple[int, ...]]:
     tile = _tile_of(batch, height)
     tiles, room = -(-batch // tile), (columns + CHUNK) * tile
-    multiply = build.kernel("tiled.multiply_rows", height, tile, DTYPES[seen], stored)
+    multiply = build.kernel("tiled.multiply_rows", height, tile, seen, stored)
     return multiply, tiles, _splits(tiles, rows, threads), room, _shape(rows, columns, height)
 
 
 def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
     if not kernels_for(x, buffers[0]):
         return None
-    y = product(x, buffers, bias, rows, options[0], DTYPES[buffers[0].dtype])
+    y = product(x, buffers, bias, rows, options[0], DTYPES[x.dtype], DTYPES[buffers[0].dtype])
     return y if x.dtype == torch.float32 else y.to(x.dtype)
 
 
-def product(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, height: int, stored: str) -> Tensor:
-    """x [batch, columns] times the packed matrix, as float32."""
+def product(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, height: int, seen: str, stored: str) -> Tensor:
+    """x [batch, columns] times the packed matrix, as float32. "six": inputs are the six pairs of each two numbers of x."""
     (batch, columns), threads = x.shape, torch.get_num_threads()
     stride, one = x.stride()
     if one != 1:
         x, stride = x.contiguous(), columns
-    multiply, tiles, splits, room, shape = _rows_plan(batch, columns, rows, height, x.dtype, stored, threads)
-    memory, y, extra = scratch(threads * room), x.new_empty((batch, rows), dtype=torch.float32), as_float(bias, rows)
+    columns *= 3 if seen == "six" else 1
+    multiply, tiles, splits, room, shape = _rows_plan(batch, columns, rows, height, seen, stored, threads)
+    memory, y, extra = (
+        scratch(threads * room),
+        torch.empty((batch, rows), dtype=torch.float32, device="cpu"),
+        as_float(bias, rows),
+    )
     work = (x.data_ptr(), stride * x.element_size(), memory.data_ptr(), room * 4, tiles, splits, y.data_ptr(), batch, rows)
     build.run(multiply, (*shape, *_places(buffers), extra.data_ptr(), *work), threads)
     return y
@@ -171,7 +174,7 @@ def _planes_plan(shape: tuple[int, ...], rows: int, height: int, stored: str, th
     out, size = window.out(high, wide), (high + 2 * pad_y, wide + 2 * pad_x)
     columns, side_by_side = channels * window.kernel[0] * window.kernel[1], max(window.stride) == 1
     places = (out[0] - 1) * (size[1] if side_by_side else out[1]) + out[1]
-    tile = _tile_of(places, height, images=True)
+    tile = _tile_of(places, height)
     room = (WIDTH + 1 + CHUNK) * tile
     image = -(-(images * channels * size[0] * size[1] + tile) // LINE) * LINE  # and what is read past the end
     multiply = build.kernel("tiled.multiply_planes", height, tile, stored, int(side_by_side))

@@ -33,33 +33,46 @@ def transposed(code: Code, rows: list[Value]) -> list[Value]:
     return rows
 
 
-def _pack_rows(
-    code: Code, tile: int, kind: ir.Type, x: Value, stride: Value, batch: Value, inputs: Value, packed: Value
-) -> None:
-    """x [batch, inputs] to float32 [input][position], of up to `tile` rows; positions past the batch become zero."""
-    size, side = size_of(kind), min(code.lanes, tile)
-    with code.loop(0, inputs, PACK_WIDTH) as first, code.loop(0, tile, side) as b:
-        end = code.least(first + PACK_WIDTH, inputs)
+def _pack_rows(code: Code, tile: int, seen: str, x: Value, stride: Value, batch: Value, inputs: Value, packed: Value) -> None:
+    """x [batch, ...] to float32 [input][position], of up to `tile` rows; positions past the batch become zero."""
+    kind, unit, more = (F32, 2, 3) if seen == "six" else (STORED[seen], 1, 1)  # numbers that make so many inputs each
+    size, side, numbers = size_of(kind), min(code.lanes, tile), inputs // more
+
+    def put(lines: list[Value], k: Value, b: Value) -> None:
+        for i, line in enumerate(lines if unit == 1 else _six_of(code, lines)):
+            code.store(line, packed + ((k * more + i) * tile + b) * 4)
+
+    with code.loop(0, numbers, PACK_WIDTH) as first, code.loop(0, tile, side) as b:
+        end = code.least(first + PACK_WIDTH, numbers)
         whole = first + (end - first) // side * side
 
         def one_by_one(begin: Value, end: Value = end, b: Value = b) -> None:
-            with code.loop(begin, end) as k, code.loop(0, side) as j:
-                place = packed + (k * tile + b + j) * 4
+            with code.loop(begin, end, unit) as k, code.loop(b, b + side) as j:
+                source = x + j * stride + k * size
                 code.either(
-                    b + j < batch,
-                    lambda: code.store(code.load_float(x + (b + j) * stride + k * size, kind), place),
-                    lambda: code.store(code.zero_number(), place),
+                    j < batch,
+                    lambda: put([code.load_float(source + i * size, kind) for i in range(unit)], k, j),
+                    lambda: put([code.zero_number()] * unit, k, j),
                 )
 
         def squares(first: Value = first, whole: Value = whole, b: Value = b) -> None:
             with code.loop(first, whole, side) as k:
                 source = x + b * stride + k * size
-                square = [code.load_float(source + stride * i, kind, side) for i in range(side)]
-                for i, column in enumerate(transposed(code, square)):
-                    code.store(column, packed + ((k + i) * tile + b) * 4)
+                put(transposed(code, [code.load_float(source + stride * i, kind, side) for i in range(side)]), k, b)
             one_by_one(whole)
 
         code.either(b + side <= batch, squares, lambda first=first: one_by_one(first))
+
+
+def _six_of(code: Code, lines: list[Value]) -> list[Value]:
+    """Of each two pairs of halves a b, c d: the pairs ab, ac, ad, bc, bd, cd (the first in the lower bits)."""
+    six: list[Value] = []
+    for first, second in zip(lines[::2], lines[1::2]):
+        both = ir.VectorType(I32, first.raw.type.count) if isinstance(first.raw.type, ir.VectorType) else I32
+        ab, cd = code.cast(first, both), code.cast(second, both)
+        a, b, c, d = ab & 0xFFFF, ab >> 16, cd << 16, cd & 0xFFFF0000
+        six += [ab, a | c, a | d, b | c, b | d, cd]
+    return six
 
 
 def _pad_planes(code: Code, arguments: int, counter: Value, padded: Value) -> None:
@@ -163,7 +176,7 @@ def multiply_rows(name: str, features: frozenset[str], height: int, tile: int, s
     with code.pieces(code.argument_address(0), tiles * splits) as piece:
         part, first = piece % splits, piece // splits * tile
         count = code.least(tile, batch - first)
-        _pack_rows(code, tile, STORED[seen], x + first * stride, stride, count, matrix.inputs, packed)
+        _pack_rows(code, tile, seen, x + first * stride, stride, count, matrix.inputs, packed)
         with code.loop(*matrix.part(part, splits)) as chunk:
             matrix.multiply(chunk, packed, sums)
             out = y + (first * rows + chunk * matrix.chunk * height) * 4
@@ -249,7 +262,7 @@ def _accumulate(
 ) -> None:
     """sums [height][tile] += values [count][height] times the x rows that `index` names. The inner loop of everything.
 
-    Loads are what it waits for, so four columns are read as one word, and of a single row of float32 four weights at once.
+    Loads are what it waits for, so four columns are read as one word, and weights in twos or fours where that is possible.
     """
     lanes = min(code.lanes, tile)
     vectors = tile // lanes
@@ -259,10 +272,8 @@ def _accumulate(
     totals += [[Variable(code, code.zero(lanes)) for _ in places] for _ in range(chains - 1)]
     pairs, size, scale = kind == I32, size_of(kind), (tile * 4).bit_length() - 1
 
-    def weight_at(place: Value) -> Value:
-        return code.splat(code.load(place, I32), lanes) if pairs else code.load_splat(place, kind, lanes)
-
     def step(row: Value, weights: list[Value], into: list[Variable]) -> None:
+        row = code.in_register(row) if lanes > 8 else row  # with vectors of eight it gains nothing
         seen = [code.load(row + 4 * v * lanes, code.vector(lanes, I32 if pairs else F32)) for v in range(vectors)]
         for r, weight in enumerate(weights):
             for v in range(vectors):
@@ -272,20 +283,14 @@ def _accumulate(
     whole = count // 4 * 4
     with code.loop(0, whole, 4) as i:
         columns = code.widen(code.load(index + i, I32, align=1), I64)
-        quad = _four_weights(code, values + i * 4, lanes) if height == 1 and kind == F32 and lanes >= 8 else None
+        weights = _weights(code, values + i * (height * size), 4 * height, kind, lanes, alone=height == 1)
         for c in range(4):
             left = scale - 8 * c  # from its byte of the word to the address of its inputs
             row = x + ((columns << left if left >= 0 else columns >> -left) & (0xFF << scale))
-            each = [values + ((i + c) * height + r) * size for r in range(height)]
-            weights = (
-                [weight_at(place) for place in each]
-                if quad is None
-                else [code.shuffle(quad, quad, [j // 4 * 4 + c for j in range(lanes)])]
-            )
-            step(row, weights, totals[c % chains])
+            step(row, weights[c * height : (c + 1) * height], totals[c % chains])
     with code.loop(whole, count) as i:
         row = x + code.widen(code.load(index + i, I8), I64) * (tile * 4)
-        step(row, [weight_at(values + (i * height + r) * size) for r in range(height)], totals[0])
+        step(row, [_weight(code, values + (i * height + r) * size, kind, lanes) for r in range(height)], totals[0])
     for number, place in enumerate(places):
         total = totals[0][number].get()
         for c in range(1, chains):
@@ -293,11 +298,32 @@ def _accumulate(
         code.store(total, place)
 
 
-def _four_weights(code: Code, place: Value, lanes: int) -> Value:
-    """Four floats again and again in all lanes, fenced: LLVM would turn what is picked from them into four loads again."""
+def _weight(code: Code, place: Value, kind: ir.Type, lanes: int) -> Value:
+    """One stored weight, or pair of them, in all lanes."""
+    return code.splat(code.load(place, I32), lanes) if kind == I32 else code.load_splat(place, kind, lanes)
+
+
+def _weights(code: Code, place: Value, count: int, kind: ir.Type, lanes: int, alone: bool) -> list[Value]:
+    """So many weights side by side, each in all lanes. Those that are `alone` in their column are read in fours."""
+    if kind == BF16:
+        return [half for n in range(0, count, 2) for half in _two_halves(code, place + 2 * n, lanes)]
+    if kind == F32 and alone and lanes >= 8:
+        return _four_floats(code, place, lanes)
+    return [_weight(code, place + n * size_of(kind), kind, lanes) for n in range(count)]
+
+
+def _four_floats(code: Code, place: Value, lanes: int) -> list[Value]:
+    """All four in each quarter of a vector, fenced: LLVM would turn what is picked from them into four loads again."""
     four = code.load(place, code.vector(4))
     wide = code.shuffle(four, four, [j % 4 for j in range(lanes)])
-    return code.call(f"llvm.arithmetic.fence.v{lanes}f32", code.vector(lanes), wide)
+    quad = code.call(f"llvm.arithmetic.fence.v{lanes}f32", code.vector(lanes), wide)
+    return [code.shuffle(quad, quad, [j // 4 * 4 + c for j in range(lanes)]) for c in range(4)]
+
+
+def _two_halves(code: Code, place: Value, lanes: int) -> tuple[Value, Value]:
+    """Two bfloat16 as one word in all lanes, since a word is spread by the load itself and a half is not."""
+    both = code.splat(code.load(place, I32, align=2), lanes)
+    return code.cast(both << 16, code.vector(lanes)), code.cast(both & 0xFFFF0000, code.vector(lanes))
 
 
 def _pair_product(a: Value, b: Value, total: Value) -> Value:
