@@ -65,6 +65,11 @@ class Step:
         return name_of(self.func)
 
     @cached_property
+    def kind(self) -> str:
+        """The name without its namespace."""
+        return self.name.partition("::")[2]
+
+    @cached_property
     def inputs(self) -> tuple[int, ...]:
         """The numbers of the tensors that it is given."""
         values = (*self.args, *self.kwargs.values())

@@ -96,7 +96,7 @@ def _collective(trace: Trace, atom: Atom) -> str | None:
     for flag in sorted(atom.flags - _ZERO_IS_NOTHING - _ANSWERED):
         for step in trace.steps:
             if flag in step.name and any(a is atom for n in tensors_in(step) for e in trace.axes[n] for a in atoms(e)):
-                where = f"{step.name.partition('::')[2]} in {step.module or 'the model'}"
+                where = f"{step.kind} in {step.module or 'the model'}"
                 return f"{where} runs over the cut axis: no constant makes up for the units that are gone"
         return f"{flag} runs over the cut axis: no constant makes up for the units that are gone"
     return None
@@ -120,7 +120,7 @@ def find_slot(flow: Silence, i: int) -> Slot | None:
     """The bias of a contraction of data with a weight: its own operand, or the parameter beside the weight."""
     step, trace = flow.trace.steps[i], flow.trace
     given = [getattr(a, "number", None) for a in step.args]
-    kind = step.name.partition("::")[2]
+    kind = step.kind
     if "conv" in kind or kind == "linear":
         data, weight, bias = (*given, None, None)[:3]
     elif kind in ("addmm", "baddbmm", "mm", "bmm"):
@@ -204,7 +204,7 @@ def _biases(flow: Silence, losses: list[Loss], bad: dict[Atom, str]) -> dict[Slo
         if slot is None or kept is None or len(kept) != len(loss.value):
             if bool(loss.value.any()):
                 step = flow.trace.steps[loss.step]
-                where = f"{step.name.partition('::')[2]} in {step.module or 'the model'}"
+                where = f"{step.kind} in {step.module or 'the model'}"
                 bad.setdefault(loss.atom, f"its removed units give a constant to {where}, which has no bias to take it")
             continue
         at = lost.setdefault(slot, {}).setdefault(loss.step, {})
@@ -215,6 +215,8 @@ def _biases(flow: Silence, losses: list[Loss], bad: dict[Atom, str]) -> dict[Slo
             steps.setdefault(i, {})
         for atom in {a for each in steps.values() for a in each}:
             each = [s.get(atom, torch.zeros(slot.axis.size, dtype=torch.float64)) for s in steps.values()]
+            if len(each) == 1:
+                continue
             biggest = max(float(v.abs().max()) for v in each)
             if any(not torch.allclose(v, each[0], 1e-9, 1e-9 * biggest) for v in each):
                 where = slot.name.rpartition(".")[0] or slot.name
@@ -231,7 +233,7 @@ def _biases(flow: Silence, losses: list[Loss], bad: dict[Atom, str]) -> dict[Slo
 def _users(flow: Silence, slot: Slot, steps: set[int]) -> set[int]:
     """All steps that use this bias, or the weight beside it when it is still to be made."""
     names = {slot.name} if not slot.new else {n for i in steps for n in _weight_names(flow, i)}
-    found = {n for n, own in flow.origin.items() if own and own <= names}
+    found = {n for name in names for n in flow.made_with.get(name, ()) if flow.origin[n] <= names}
     if slot.at is not None:
         held = {n: _entries(flow, n, slot.name) for n in found if n in flow.readers}
         found = {n for n, at in held.items() if at is None or not set(at).isdisjoint(slot.at)}

@@ -63,7 +63,7 @@ def balanced(flow: Silence, scales: Sequence[Scaled], shares: Mapping[int, float
 
 def _after(flow: Silence, step: Step, powers: Mapping[int, Tensor], share: float | None) -> list[Tensor]:
     """The powers of the factor in the results of a step."""
-    kind = step.name.partition("::")[2].rstrip("_")
+    kind = step.kind.rstrip("_")
     shapes = [[e.size for e in flow.trace.axes[n]] for n in step.outs]
 
     def power(number: int) -> Tensor:

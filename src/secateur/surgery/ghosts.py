@@ -66,7 +66,7 @@ class Ghosts:
         self.losses: list[Loss] = []
         self.roots: dict[int, int] = {}  # views of one memory
         self.families: dict[int, list[int]] = {}
-        self.cut: dict[int, tuple[Atom, ...]] = {}
+        self.cut: dict[int, dict[Atom, list[int]]] = {}
         self.zeros: dict[Any, bool] = {}
         self.written: set[int] = set()  # whose memory was written to by another name
         for i, step in enumerate(trace.steps):
@@ -80,15 +80,23 @@ class Ghosts:
 
     # ------------------------------------------------------------ facts
 
-    def cut_atoms(self, number: int) -> tuple[Atom, ...]:
+    def cut_atoms(self, number: int) -> Mapping[Atom, list[int]]:
+        """The atoms of a tensor that lose units, with the dims that carry them."""
         if number not in self.cut:
-            found = dict.fromkeys(a for e in self.trace.axes[number] for a in atoms(e) if a in self.keep)
-            self.cut[number] = tuple(found)
+            found = self.cut[number] = {}
+            for d, e in enumerate(self.trace.axes[number]):
+                for atom in dict.fromkeys(a for a in atoms(e) if a in self.keep):
+                    found.setdefault(atom, []).append(d)
         return self.cut[number]
 
     def dims(self, number: int, atom: Atom) -> int:
         """How many dims of a tensor carry an atom."""
-        return sum(atom in atoms(e) for e in self.trace.axes[number]) if atom in self.cut_atoms(number) else 0
+        return len(self.cut_atoms(number).get(atom, ()))
+
+    def whole(self, number: int) -> list[int]:
+        """The dims of a tensor that lose nothing."""
+        cut = {d for dims in self.cut_atoms(number).values() for d in dims}
+        return [d for d in range(len(self.trace.axes[number])) if d not in cut]
 
     def ghost(self, number: int) -> Ghost:
         if number not in self.found and self.silence.made_of_weights(number):
@@ -97,8 +105,7 @@ class Ghosts:
 
     def of_weights(self, number: int) -> Ghost:
         cut = self.cut_atoms(number)
-        axes = self.trace.axes[number]
-        zero = {a for a in cut if all(self.silence.zero(number, d, a) for d, e in enumerate(axes) if a in atoms(e))}
+        zero = {a for a, dims in cut.items() if all(self.silence.zero(number, d, a) for d in dims)}
         return Ghost(frozenset(zero), {}, None if len(zero) == len(cut) else wide(self.silence.value(number)))
 
     def gone(self, number: int, dim: int, atom: Atom) -> Tensor | None:
@@ -111,10 +118,9 @@ class Ghosts:
     def removed(self, value: Tensor, number: int, atom: Atom) -> list[tuple[int, Tensor]]:
         """The entries of an atom's removed units, for each dim that carries them; once, along dims of stride 0."""
         found, value = [], once(value)
-        for d, e in enumerate(self.trace.axes[number]):
-            if atom in atoms(e):
-                gone = self.gone(number, d, atom)
-                found.append((d, value if gone is None or value.shape[d] == 1 else value.index_select(d, gone)))
+        for d in self.cut_atoms(number)[atom]:
+            gone = None if value.shape[d] == 1 else self.gone(number, d, atom)
+            found.append((d, value if gone is None else value.index_select(d, gone)))
         return found
 
     # ------------------------------------------------------------ one step
@@ -125,8 +131,7 @@ class Ghosts:
         if not cut:
             self.share(step, None)
             return
-        kind = step.name.partition("::")[2]
-        rule = RULES.get(kind)
+        kind, rule = step.kind, RULES.get(step.kind)
         made = None if rule is None else rule(self, i, step)
         if made is None:
             self.sum_away(i, step, inputs)
@@ -147,15 +152,15 @@ class Ghosts:
     def mixed(self, step: Step, inputs: Sequence[int]) -> dict[Atom, str]:
         """Atoms whose units this step makes depend on each other (a normalisation, a softmax over their axis), or on how many
         places the inputs have (a softmax over those)."""
-        kind, found = step.name.partition("::")[2], dict.fromkeys(a for n in inputs for a in self.cut_atoms(n))
-        alone = set(atoms(self.trace.axes[inputs[0]][1])) if "batch_norm" in kind else ()
-        why = f"varies with the inputs, from {where(step)} on"
-        places = "softmax" in kind and _of_inputs(self.trace.axes[inputs[0]][step.args[1]])
-        return {a: why for a in found if places or (a not in alone and any(name in kind for name in self.counted[a]))}
+        places = "softmax" in step.kind and _of_inputs(self.trace.axes[inputs[0]][step.args[1]])
+        cut = dict.fromkeys(a for n in inputs for a in self.cut_atoms(n))
+        found = [a for a in cut if places or any(k in step.kind for k in self.counted[a])]
+        alone = set(atoms(self.trace.axes[inputs[0]][1])) if found and "batch_norm" in step.kind else ()
+        return {a: f"varies with the inputs, from {where(step)} on" for a in found if a not in alone}
 
     def longer(self, i: int, step: Step) -> None:
         """A constant that is summed over places is another one for inputs of another size, unless a mean is made of it."""
-        kind, axes = step.name.partition("::")[2], reduced(self.trace, step) if step.name.partition("::")[2] in _LONGER else []
+        axes = reduced(self.trace, step) if step.kind in _LONGER else []
         if not any(map(_of_inputs, axes)):
             return
         divides = [self.trace.steps[j] for j in self.silence.readers.get(step.outs[0], ())]
@@ -164,7 +169,7 @@ class Ghosts:
             return
         ghost = self.ghost(tensors_in(step)[0])
         for atom in self.cut_atoms(step.outs[0]):
-            if atom not in ghost.bad and (kind == "logsumexp" or atom not in ghost.zero):
+            if atom not in ghost.bad and (step.kind == "logsumexp" or atom not in ghost.zero):
                 why = f"what its removed units give grows with the size of the inputs, in {where(step)}"
                 self.losses.append(Loss(i, atom, why))
 
@@ -174,11 +179,8 @@ class Ghosts:
         return {a: why for n in inputs for a, why in self.ghost(n).bad.items() if a not in quiet}
 
     def settle(self, step: Step, number: int, ghost: Ghost, inputs: Sequence[int]) -> None:
-        uneven = ghost.value is not None and any(
-            ghost.value.stride(d) and e.size > 1 and not any(a in self.keep for a in atoms(e))
-            for d, e in enumerate(self.trace.axes[number])
-        )
-        if uneven:
+        value, axes = ghost.value, self.trace.axes[number]
+        if value is not None and any(value.stride(d) and axes[d].size > 1 for d in self.whole(number)):
             ghost.since = next((s for n in inputs if n in self.found and (s := self.found[n].since)), where(step))
         self.found[number] = ghost
 
@@ -202,7 +204,7 @@ class Ghosts:
 
     def sum_away(self, i: int, step: Step, inputs: Sequence[int]) -> None:
         """Atoms that no output has any more (as often) were summed over, by something that has no bias."""
-        kind = step.name.partition("::")[2]
+        kind = step.kind
         if aliases(step.func)[1] or any(k in kind for k in _PICKS):
             return
         for n in inputs:
@@ -238,11 +240,8 @@ class Ghosts:
             return [Ghost(frozenset(self.cut_atoms(n))) for n in step.outs]
         bad = {a: why for n in bearers for a, why in self.ghost(n).bad.items()} | pairs
         known = {n: self.known(n) for n in inputs}
-        axes = self.trace.axes[number]
-        full = [
-            any(a in self.keep for a in atoms(e)) or any(t is not None and extent(t, d, len(axes)) > 1 for t in known.values())
-            for d, e in enumerate(axes)
-        ]
+        whole, rank = self.whole(number), len(self.trace.axes[number])
+        full = [d not in whole or any(t is not None and extent(t, d, rank) > 1 for t in known.values()) for d in range(rank)]
         stand = {n: once(t) if t is not None else self.samples(n, full) for n, t in known.items()}
         try:
             out = first(call(step, stand))
@@ -260,7 +259,7 @@ class Ghosts:
         for atom in self.cut_atoms(step.outs[0]):
             meets = [n for n in bearers if atom in self.cut_atoms(n)]
             alone = meets and self.dims(step.outs[0], atom) == min(self.dims(n, atom) for n in meets)
-            product = step.name.partition("::")[2].rstrip("_") == "mul" and all(atom in self.ghost(n).zero for n in meets)
+            product = step.kind.rstrip("_") == "mul" and all(atom in self.ghost(n).zero for n in meets)
             if meets and not alone and not product:
                 found[atom] = f"meets the kept units in {where(step)}"
         return found
@@ -275,7 +274,7 @@ class Ghosts:
 
     def absorbed(self, step: Step, atom: Atom, bearers: Sequence[int]) -> bool:
         """Whether the units are zero in one factor of a product, so that the other does not matter."""
-        kind = step.name.partition("::")[2].rstrip("_")
+        kind = step.kind.rstrip("_")
         return kind == "mul" and any(atom in self.ghost(n).zero for n in bearers)
 
     def zero_stays(self, step: Step, bearers: Sequence[int]) -> bool:
@@ -319,7 +318,7 @@ class Ghosts:
         at = len(full) - len(axes)
         return self.sample(number, [e.size if full[at + d] or e.size == 1 else 2 for d, e in enumerate(axes)])
 
-    def judged(self, step: Step, out: Tensor, cut: Sequence[Atom], bad: Mapping[Atom, str]) -> list[Ghost]:
+    def judged(self, step: Step, out: Tensor, cut: Mapping[Atom, Any], bad: Mapping[Atom, str]) -> list[Ghost]:
         """The outcome as a ghost: dims of samples have to be constant over the removed units of each atom."""
         number = step.outs[0]
         axes, bad = self.trace.axes[number], {a: why for a, why in bad.items() if a in cut}
@@ -386,8 +385,7 @@ class Ghosts:
     def flattened(self, out: Tensor, number: int, axes: Sequence[Any]) -> Tensor:
         """Dims along which the removed units are constant after all, kept once."""
         cut = self.cut_atoms(number)
-        for d, e in enumerate(axes):
-            free = out.stride(d) and out.shape[d] > 1 and not any(a in self.keep for a in atoms(e))
-            if free and all(same(t, d) for a in cut for _, t in self.removed(out, number, a)):
+        for d in self.whole(number):
+            if out.stride(d) and out.shape[d] > 1 and all(same(t, d) for a in cut for _, t in self.removed(out, number, a)):
                 out = out.narrow(d, 0, 1)
         return out.expand([e.size for e in axes])

@@ -36,7 +36,7 @@ class Loss:
 
 
 def where(step: Step) -> str:
-    return f"{step.name.partition('::')[2]} in {step.module or 'the model'}"
+    return f"{step.kind} in {step.module or 'the model'}"
 
 
 def first(out: Any) -> Tensor:
@@ -63,7 +63,7 @@ def call(step: Step, stand: Mapping[int, Tensor], func: Any = None) -> Any:
         return list(v) if isinstance(v, tuple) else v
 
     kwargs = {k: value(v) for k, v in step.kwargs.items() if k not in ("dtype", "device", "layout", "pin_memory")}
-    kind = step.name.partition("::")[2]
+    kind = step.kind
     if func is None and kind in PASSING:
         return value(step.args[0])
     args = [value(v) for v in (step.args if func is None else step.args[:2])]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +32,7 @@ def _rule(names: str) -> Callable[[Rule], Rule]:
 @_rule("mm bmm addmm baddbmm linear")
 def _product(g: Ghosts, i: int, step: Step) -> list[Ghost] | None:
     numbers = [v.number if isinstance(v, Ref) else None for v in step.args]
-    kind = step.name.partition("::")[2]
+    kind = step.kind
     bias, left, right = (None, *numbers[:2]) if kind in ("mm", "bmm") else numbers[:3]
     if kind == "linear":
         left, right, bias = (*numbers, None)[:3]
@@ -98,7 +99,7 @@ def _result(
     pair: tuple[int, int],
     inner: tuple[int, int],
     bias: int | None,
-    cut: Sequence[Atom],
+    cut: Iterable[Atom],
 ) -> Ghost:
     """Removed units of the result: nothing but the bias where a factor is zero; a mean of constants is the constant."""
     bad: dict[Atom, str] = {}
@@ -143,7 +144,7 @@ def _sums_to_one(g: Ghosts, number: int) -> bool:
         step = g.trace.steps[makers[number]] if number in makers else None
         if step is None:
             return False
-        kind = step.name.partition("::")[2]
+        kind = step.kind
         rank = len(g.trace.axes[number])
         if "softmax" in kind and "log" not in kind:
             return step.args[1] in (-1, rank - 1)
@@ -192,11 +193,11 @@ def _convolution(g: Ghosts, i: int, step: Step) -> list[Ghost] | None:
     if not g.silence.made_of_weights(w):
         return None
     out, bias = step.outs[0], step.args[2].number if isinstance(step.args[2], Ref) else None
-    cut, channels = g.cut_atoms(out), g.trace.axes[out][1]
+    cut = g.cut_atoms(out)
     ghost, bad, zero_rows = g.ghost(x), {}, set()
     transposed, groups = bool(step.args[6]), step.args[8]
-    for atom in (a for a in cut if a in atoms(channels)):
-        rows = [d for d, e in enumerate(g.trace.axes[w]) if atom in atoms(e) and (d == 0 or groups > 1 or transposed)]
+    for atom in (a for a, dims in cut.items() if 1 in dims):
+        rows = [d for d in g.cut_atoms(w).get(atom, ()) if d == 0 or groups > 1 or transposed]
         if rows and all(g.silence.zero(w, d, atom) for d in rows):
             zero_rows.add(atom)
         elif atom not in g.cut_atoms(x) or atom in ghost.bad:
@@ -207,8 +208,8 @@ def _convolution(g: Ghosts, i: int, step: Step) -> list[Ghost] | None:
         g.losses.append(Loss(i, atom, f"what its removed units give is lost among the pixels of {where(step)}"))
     total: Tensor | None = None
     earlier = torch.ones(0, dtype=torch.bool)  # channels that have been counted
-    for atom in g.cut_atoms(x):
-        if atom in ghost.zero or (atom in zero_rows and groups > 1) or not any(atom in atoms(e) for e in g.trace.axes[x][1:2]):
+    for atom, dims in g.cut_atoms(x).items():
+        if atom in ghost.zero or (atom in zero_rows and groups > 1) or 1 not in dims:
             continue
         gone = g.silence.gone(g.trace.axes[x][1], atom)
         lost = g.reason(atom, ghost) or _pixels(g, step, x, w, gone[~earlier[gone]] if len(earlier) else gone)
@@ -259,6 +260,7 @@ def _batch_norm(g: Ghosts, i: int, step: Step) -> list[Ghost] | None:
 
 
 _FEW = 8
+_SLAB = 1 << 16  # elements that stay in the caches while they are worked with
 
 
 def _kernel(g: Ghosts, w: int, rows: Tensor, at: Tensor) -> Tensor:
@@ -289,8 +291,9 @@ def _pixels(g: Ghosts, step: Step, x: int, w: int, at: Tensor) -> Tensor | str:
     if groups == 1 and not turned:
         rows = g.silence.loud(w, 0).nonzero()[:, 0]
         if not any(padding):  # every place sees every tap
-            kernel = _kernel(g, w, rows, at)
-            total[rows] = kernel.flatten(1) @ constants.repeat_interleave(kernel[0, 0].numel())
+            taps = math.prod(e.size for e in g.trace.axes[w][2:])
+            for some in rows.split(max(_SLAB // (taps * len(at)), 1)):
+                total[some] = _kernel(g, w, some, at).flatten(1) @ constants.repeat_interleave(taps)
             return total
         if _clipped(_kernel(g, w, rows[:_FEW], at).movedim(1, -1) @ constants, padding, dilation):  # the first channels show it
             return f"a constant meets the zero padding of {step.module or 'the model'}"

@@ -240,7 +240,7 @@ def _sites(flow: Silence, module: str, size: int) -> dict[int, float]:
     """Steps of the module in which a power of the size stands as a number, or attention with its own scale; the exponents."""
     found: dict[int, float] = {}
     for i, step in enumerate(flow.trace.steps):
-        kind = step.name.partition("::")[2].rstrip("_")
+        kind = step.kind.rstrip("_")
         if step.module != module or not (kind in ("mul", "div") or "scaled_dot_product" in kind):
             continue
         given = [*step.args, step.kwargs.get("scale")] if kind not in ("mul", "div") else list(step.args)

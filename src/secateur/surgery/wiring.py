@@ -222,6 +222,15 @@ class Silence:
         }
 
     @cached_property
+    def made_with(self) -> dict[str, list[int]]:
+        """Tensor of the model -> the numbers of those that are made of it."""
+        found: dict[str, list[int]] = {}
+        for number, names in self.origin.items():
+            for name in names:
+                found.setdefault(name, []).append(number)
+        return found
+
+    @cached_property
     def numbers(self) -> dict[str, int]:
         return {name: number for number, name in self.trace.names.items()}
 
