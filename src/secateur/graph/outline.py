@@ -167,6 +167,13 @@ def _batch_norm(
     return blank(x, *x.shape), x.new_zeros(0), x.new_zeros(0)
 
 
+@outlines("max_pool2d_with_indices")
+def _max_pool(blank: Blank, x: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    _fits(x.is_contiguous())
+    out, at = torch.ops.aten.max_pool2d_with_indices(x.to("meta"), *options)
+    return blank(x, *out.shape), blank(torch.empty(0, dtype=at.dtype, device=x.device), *at.shape)
+
+
 @outlines("_scaled_dot_product_flash_attention_for_cpu")
 def _attention(blank: Blank, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     same = query.shape[:2] == key.shape[:2] and query.shape[-1] == key.shape[-1]
