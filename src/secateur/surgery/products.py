@@ -259,6 +259,18 @@ def _batch_norm(g: Ghosts, i: int, step: Step) -> list[Ghost] | None:
     return [Ghost(frozenset(zero), bad, out.expand(sizes)), *rest]
 
 
+@_rule("max_pool2d_with_indices max_pool3d_with_indices")
+def _max_pool(g: Ghosts, i: int, step: Step) -> list[Ghost] | None:
+    """The largest of equal numbers is one of them, and padding never is."""
+    x, out = step.inputs[0], step.outs[0]
+    ghost, value = g.ghost(x), g.ghost(x).value
+    if value is not None and any(value.stride(d) and value.shape[d] > 1 for d in g.whole(x)):
+        return None
+    passed = None if value is None else once(value).expand([e.size for e in g.trace.axes[out]])
+    rest = [Ghost(bad=dict.fromkeys(g.cut_atoms(n), "varies")) for n in step.outs[1:]]
+    return [Ghost(ghost.zero, dict(ghost.bad), passed), *rest]
+
+
 _FEW = 8
 _SLAB = 1 << 16  # elements that stay in the caches while they are worked with
 
@@ -292,8 +304,9 @@ def _pixels(g: Ghosts, step: Step, x: int, w: int, at: Tensor) -> Tensor | str:
         rows = g.silence.loud(w, 0).nonzero()[:, 0]
         if not any(padding):  # every place sees every tap
             taps = math.prod(e.size for e in g.trace.axes[w][2:])
-            for some in rows.split(max(_SLAB // (taps * len(at)), 1)):
-                total[some] = _kernel(g, w, some, at).flatten(1) @ constants.repeat_interleave(taps)
+            spread = constants.repeat_interleave(taps)
+            for some in rows.split(max(_SLAB // len(spread), 1)):
+                total[some] = _kernel(g, w, some, at).flatten(1) @ spread
             return total
         if _clipped(_kernel(g, w, rows[:_FEW], at).movedim(1, -1) @ constants, padding, dilation):  # the first channels show it
             return f"a constant meets the zero padding of {step.module or 'the model'}"

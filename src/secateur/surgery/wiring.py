@@ -198,6 +198,7 @@ class Silence:
                 self.origin |= {n: made_of for n in step.outs if n not in trace.names}
         self.known: dict[tuple[int, int, Atom], bool] = {}
         self._gone: dict[tuple[Expr, Atom], Tensor] = {}
+        self._loud: dict[tuple[int, int], Tensor] = {}
 
     @cached_property
     def readers(self) -> dict[int, list[int]]:
@@ -301,16 +302,19 @@ class Silence:
         for d, some in at.items():
             part = part.index_select(d, some.to(part.device))
         for d in {d for d, _ in self.zeros.get(name or "", ())}:
-            loud = self.loud(number, d)
-            places = (~(loud[at[d]] if d in at else loud)).nonzero()[:, 0]
-            part = part.index_fill_(d, places.to(part.device), 0) if len(places) else part
+            loud = self.loud(number, d)[at[d]] if d in at else self.loud(number, d)
+            if not bool(loud.all()):
+                part = part.index_fill_(d, (~loud).nonzero()[:, 0].to(part.device), 0)
         return part
 
     def loud(self, number: int, dim: int) -> Tensor:
         """Which indices of a dim are not set to zero, as a bool tensor."""
-        name = self.trace.names.get(number, "")
-        axis = (self.trace.dims[name] if name else self.trace.axes[number])[dim]
-        return keep_mask(axis, {a: self.keep[a] for d, a in self.zeros.get(name, ()) if d == dim})
+        if (number, dim) not in self._loud:
+            name = self.trace.names.get(number, "")
+            axis = (self.trace.dims[name] if name else self.trace.axes[number])[dim]
+            zeros = {a: self.keep[a] for d, a in self.zeros.get(name, ()) if d == dim}
+            self._loud[number, dim] = keep_mask(axis, zeros)
+        return self._loud[number, dim]
 
     def gone(self, e: Expr, atom: Atom) -> Tensor:
         """The indices that an atom's removed units have in an axis."""
