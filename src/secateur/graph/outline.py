@@ -60,7 +60,7 @@ class Outlined:
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         name, plain, reads = _facts(func)
-        hollow = any(t.untyped_storage()._cdata in self.empty for t in _tensors((*args, *kwargs.values())))
+        hollow = any(t.untyped_storage()._cdata in self.empty for t in tensors_of((*args, *kwargs.values())))
         if hollow and reads:
             raise ValueRead(f"{func} reads values")
         short, made = _OUTLINES.get(name), None
@@ -69,7 +69,7 @@ class Outlined:
                 made = self.alike(args) if short is None else short(self.blank, *args, **kwargs)
         out = func(*args, **kwargs) if made is None else made
         if hollow or made is not None:
-            self.empty.update(t.untyped_storage()._cdata for t in _tensors(out if isinstance(out, _MANY) else (out,)))
+            self.empty.update(t.untyped_storage()._cdata for t in tensors_of(out if isinstance(out, _MANY) else (out,)))
         return out
 
     def alike(self, args: Sequence[Any]) -> Tensor | None:
@@ -91,7 +91,8 @@ def _facts(func: Any) -> tuple[str, bool, bool]:
     return schema.name, single and schema.name not in _OTHERWISE, not _READS.isdisjoint(tags)
 
 
-def _tensors(values: Sequence[Any]) -> list[Tensor]:
+def tensors_of(values: Sequence[Any]) -> list[Tensor]:
+    """The tensors among these values, also inside lists."""
     found: list[Tensor] = []
     for v in values:
         if type(v) in _PLAIN:
@@ -99,7 +100,7 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
         if isinstance(v, Tensor):
             found.append(v)
         elif isinstance(v, _MANY):
-            found += _tensors(v)
+            found += tensors_of(v)
     return found
 
 

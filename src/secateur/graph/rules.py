@@ -84,7 +84,10 @@ class Call:
 
     def get(self, *names: str) -> Any:
         """The first of these arguments that the operator has and that is not None."""
-        return next((self.args[n] for n in names if self.args.get(n) is not None), None)
+        for name in names:
+            if self.args.get(name) is not None:
+                return self.args[name]
+        return None
 
     def axes(self, tensor: Tensor | None) -> Axes:
         """The axes of a tensor, as a list of your own."""

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import rules_lookup, rules_math, rules_views  # noqa: F401  (they register their rules)
 from .align import collapse
 from .axes import Atom, Expr, Fam, atoms, factors, families, flag, freeze, fresh, norm
-from .outline import Outlined
+from .outline import Outlined, tensors_of
 from .provenance import Const, Dim, Guard, Journal, Op, Source
 from .rules import Axes, Call, Role, Rule, lookup, name_of
 
@@ -215,8 +215,7 @@ class Tracer(TorchDispatchMode):
         if getattr(func, "namespace", "") == "prim":
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            tensors = [t for value in (*args, *kwargs.values()) for t in _tensors(value)]
-            self.now = before = {id(t): self.info(t) for t in tensors}
+            self.now = before = {id(t): self.info(t) for t in tensors_of((*args, *kwargs.values()))}
             for info in before.values():
                 info.read()
             if isinstance(func, OpOverload) and func._schema.is_mutable:
@@ -269,7 +268,7 @@ class Tracer(TorchDispatchMode):
             return value
         if isinstance(value, Tensor):
             return Ref(self.now[id(value)].number)
-        return tuple(map(self.refs, value)) if isinstance(value, _MANY) else value
+        return tuple([v if type(v) in _PLAIN else self.refs(v) for v in value]) if isinstance(value, _MANY) else value
 
     def settle(self, out: Tensor, axes: Axes, origin: tuple[Origin, ...] | None) -> int:
         """Remember the axes of a result. A family needs its key in the same tensor, before it where both are in one dim."""
@@ -325,14 +324,6 @@ class Tracer(TorchDispatchMode):
         except Exception:
             return None
         return None if axes is None else [tuple(_tags(e) for e in one) for one in axes]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if type(value) in _PLAIN:
-        return []
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for v in value for t in _tensors(v)] if isinstance(value, _MANY) else []
 
 
 def _checked(result: Axes | list[Axes] | None, out: Any, outs: list[Any]) -> list[Axes] | None:
