@@ -127,8 +127,7 @@ class Ghosts:
 
     def follow(self, i: int, step: Step) -> None:
         inputs = tensors_in(step)
-        cut = dict.fromkeys(a for n in (*inputs, *step.outs) for a in self.cut_atoms(n))
-        if not cut:
+        if not any(map(self.cut_atoms, (*inputs, *step.outs))):
             self.share(step, None)
             return
         kind, rule = step.kind, RULES.get(step.kind)

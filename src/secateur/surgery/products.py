@@ -207,15 +207,15 @@ def _convolution(g: Ghosts, i: int, step: Step) -> list[Ghost] | None:
             bad[atom] = ghost.bad[atom]
         g.losses.append(Loss(i, atom, f"what its removed units give is lost among the pixels of {where(step)}"))
     total: Tensor | None = None
-    earlier = torch.ones(0, dtype=torch.bool)  # channels that have been counted
+    earlier: Tensor | None = None  # channels that have been counted
     for atom, dims in g.cut_atoms(x).items():
         if atom in ghost.zero or (atom in zero_rows and groups > 1) or 1 not in dims:
             continue
         gone = g.silence.gone(g.trace.axes[x][1], atom)
-        lost = g.reason(atom, ghost) or _pixels(g, step, x, w, gone[~earlier[gone]] if len(earlier) else gone)
+        lost = g.reason(atom, ghost) or _pixels(g, step, x, w, gone if earlier is None else gone[~earlier[gone]])
         if isinstance(lost, Tensor):
-            earlier = earlier if len(earlier) else torch.zeros(g.trace.axes[x][1].size, dtype=torch.bool)
-            earlier[gone] = True
+            counted = ~keep_mask(g.trace.axes[x][1], {atom: g.keep[atom]})
+            earlier = counted if earlier is None else earlier | counted
             total = lost if total is None else total + lost
         else:
             bad |= {a: "varies" for a in cut if a not in zero_rows and a not in bad}
