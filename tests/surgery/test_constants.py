@@ -120,6 +120,10 @@ def test_flatten_gives_many_columns_to_a_channel():
     check(nn.Sequential(conv(3, 8, 3), nn.Sigmoid(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 9, 5)), image())
 
 
+def test_constants_go_through_a_padded_max_pool_as_they_are():
+    check(nn.Sequential(conv(3, 8), shifted_bn(8), nn.MaxPool2d(3, 2, 1), conv(8, 4)), image())  # also those below zero
+
+
 def test_concatenation_and_several_consumers():
     m = Lam(
         lambda s, x: s.o(torch.cat([torch.sigmoid(s.a(x)), torch.cos(s.b(x))], 1)) + s.p(torch.cos(s.b(x))),
