@@ -1,5 +1,12 @@
 """Writing is all or nothing."""
 
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import safetensors.torch
 import torch
@@ -52,6 +59,68 @@ def test_a_crash_between_any_two_steps_leaves_the_old_model_or_the_new_one(tmp_p
         found = io.load(tmp_path, build)
         assert same(found, old if stop < 2 else new)
         assert not list(tmp_path.glob("*.tmp"))
+
+
+SAVER = """
+import sys, torch
+from torch import nn
+import secateur as sc
+model = nn.ParameterList(torch.ones(1 << 22) for _ in range(4))
+while True:
+    sc.save(model, sys.argv[1])
+"""
+
+
+def test_what_a_killed_save_left_goes_with_the_next_and_nothing_else_does(tmp_path):
+    io.save(build(1), tmp_path)
+    theirs = ["notes.tmp", "model.safetensors.tmp", "model.safetensors.77-0123abcd.tmp", "secateur.json.bak"]
+    for name in theirs:
+        (tmp_path / name).write_text("mine")
+    with subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path)]) as process:
+        left = []
+        while process.poll() is None and not left:
+            left = list(tmp_path.glob("model.safetensors.secateur-*"))
+            time.sleep(0.001)
+        process.kill()  # it has just begun to write 64 MB
+    assert process.returncode == -signal.SIGKILL
+    assert list(tmp_path.glob("*.secateur-*.tmp"))
+    io.save(build(2), tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"model.safetensors", "secateur.json", *theirs}
+    assert same(io.load(tmp_path, build), build(2))
+
+
+def test_a_save_waits_for_the_one_that_is_running_and_leaves_its_files(tmp_path):
+    other = threading.Thread(target=io.save, args=(build(1), tmp_path))
+    with files.alone(tmp_path):
+        mine = tmp_path / "model.safetensors.secateur-0123abcd.tmp"
+        mine.write_text("half")
+        other.start()
+        other.join(0.3)
+        assert other.is_alive()
+        assert mine.exists()
+        mine.unlink()
+    other.join(30)
+    assert same(io.load(tmp_path, build), build(1))
+
+
+def test_while_two_save_a_load_gives_one_of_their_models(tmp_path):
+    def filled(value):
+        return nn.ParameterList(torch.full((1000,), value) for _ in range(4))
+
+    def save_often(value):
+        for _ in range(60):
+            io.save(filled(value), tmp_path)
+
+    io.save(filled(1.0), tmp_path)
+    with ThreadPoolExecutor() as pool:
+        savers, seen = [pool.submit(save_often, value) for value in (1.0, 2.0)], set()
+        while not all(saver.done() for saver in savers):
+            found = io.load(tmp_path, lambda: filled(0.0))
+            values = {value for each in found.parameters() for value in each.tolist()}
+            assert len(values) == 1
+            seen |= values
+    assert [saver.result() for saver in savers] == [None, None]
+    assert seen == {1.0, 2.0}
 
 
 def test_writing_holds_one_tensor_at_a_time(tmp_path):

@@ -28,12 +28,13 @@ from ..plan import Plan
 from ..surgery import Shrunk, all_or_nothing
 from ..surgery.cut import Cuts, Passing, apply_cuts_, history, is_cut, remember_
 from . import compressed, hf, packed
-from .files import CODES, DTYPES, BadFile, Entry, Tensors, names_of, read_json, rename, replacing, write_tensors
+from .files import CODES, DTYPES, BadFile, Entry, Tensors, alone, names_of, read_json, rename, replacing, write_tensors
 from .manifest import Layer, Manifest, Stored, about, check_file, from_text, shapes_of, to_text
 
 __all__ = ["save", "load", "dense_state_dict", "BadFile"]
 
 TENSORS, MANIFEST, CONFIG = "model.safetensors", "secateur.json", "config.json"
+_TRIES = 20  # to read a folder that others write to
 _FEW = 0.01  # of a tensor: fewer zeros are there by chance
 
 
@@ -68,13 +69,14 @@ def save(
     if note is not None:
         said["from_pretrained"] = note
     folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        new = {name: stack.enter_context(replacing(folder / name)) for name in (*extra, TENSORS, MANIFEST)}
-        written = write_tensors(new[TENSORS], entries, {"format": "pt"})
-        new[MANIFEST].write_bytes(to_text(Manifest(listed, tied, cuts, written, said, layers)))
-        for name, text in extra.items():
-            new[name].write_text(text, encoding="utf-8")
-    _put(folder, new)
+    with alone(folder):
+        with ExitStack() as stack:
+            new = {name: stack.enter_context(replacing(folder / name)) for name in (*extra, TENSORS, MANIFEST)}
+            written = write_tensors(new[TENSORS], entries, {"format": "pt"})
+            new[MANIFEST].write_bytes(to_text(Manifest(listed, tied, cuts, written, said, layers)))
+            for name, text in extra.items():
+                new[name].write_text(text, encoding="utf-8")
+        _put(folder, new)
     return said
 
 
@@ -250,23 +252,47 @@ def _wrote_config(folder: Path) -> bool:
 @contextmanager
 def _opened(folder: Path) -> Iterator[tuple[Manifest, Tensors]]:
     """The tensor file and the manifest that was written for it, both checked in full."""
+    for _ in range(_TRIES):
+        before = _stamps(folder)
+        with ExitStack() as stack:
+            try:
+                found = _checked(folder, stack)
+            except (BadFile, FileNotFoundError):
+                if _stamps(folder) == before:
+                    raise
+                continue  # a save has put other files here meanwhile
+            yield found
+            return
+    raise BadFile(f"{folder} is being written to again and again; load it when that is over")
+
+
+def _stamps(folder: Path) -> list[tuple[int, ...] | None]:
+    """What tells whether the files of a folder are still the same."""
+    found: list[tuple[int, ...] | None] = []
+    for name in (TENSORS, MANIFEST, f"{MANIFEST}.next"):
+        try:
+            now = (folder / name).stat()
+            found.append((now.st_ino, now.st_size, now.st_mtime_ns))
+        except FileNotFoundError:
+            found.append(None)
+    return found
+
+
+def _checked(folder: Path, stack: ExitStack) -> tuple[Manifest, Tensors]:
     names = [n for n in (MANIFEST, f"{MANIFEST}.next") if (folder / n).is_file()]
     if not names or not (folder / TENSORS).is_file():
         missing = TENSORS if names else MANIFEST
         raise FileNotFoundError(f"{folder} holds no {missing}: it is not a folder that sc.save wrote")
-    with (folder / TENSORS).open("rb") as opened:
-        file = Tensors(opened, str(folder / TENSORS))
-        wrong: list[BadFile] = []
-        for name in names:
-            try:
-                manifest = from_text((folder / name).read_bytes(), str(folder / name), file.size)
-                check_file(manifest, file)
-            except BadFile as error:
-                wrong.append(error)
-                continue
-            yield manifest, file
-            return
-        raise wrong[0]
+    file = Tensors(stack.enter_context((folder / TENSORS).open("rb")), str(folder / TENSORS))
+    wrong: list[BadFile] = []
+    for name in names:
+        try:
+            manifest = from_text((folder / name).read_bytes(), str(folder / name), file.size)
+            check_file(manifest, file)
+            return manifest, file
+        except BadFile as error:
+            wrong.append(error)
+    raise wrong[0]
 
 
 def _read(file: Tensors, name: str, stored: Stored) -> Tensor:

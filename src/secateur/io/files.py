@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +19,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -40,6 +46,7 @@ DTYPES: dict[str, torch.dtype] = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # the limit of safetensors itself
 _CHUNK = 1 << 20
+_BESIDE = re.compile(r".+\.secateur-[0-9a-f]{8}\.tmp")  # how `replacing` names its files, and nobody else
 
 
 class BadFile(ValueError):
@@ -70,9 +77,42 @@ class Written(NamedTuple):
 
 
 @contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """While inside, other saves into this folder wait. So what lies here half written is of one that was killed, and goes.
+
+    Where folders cannot be locked (Windows, some network disks) nobody waits, and nothing goes.
+    """
+    handle = _lock(folder)
+    try:
+        for left in folder.iterdir() if handle is not None else ():
+            if _BESIDE.fullmatch(left.name) and left.is_file():
+                with contextlib.suppress(OSError):  # another user's, which is not ours to remove
+                    left.unlink()
+        yield
+    finally:
+        if handle is not None and fcntl is not None:
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile may hold the handle too
+            os.close(handle)
+
+
+def _lock(folder: Path) -> int | None:
+    if fcntl is None:
+        return None
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        return handle
+    except BaseException as error:
+        os.close(handle)
+        if isinstance(error, OSError):
+            return None
+        raise
+
+
+@contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A new file beside `path`. When the block ends it is on the disk, for the caller to rename; when it raises, it is gone."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    beside = path.with_name(f"{path.name}.secateur-{secrets.token_hex(4)}.tmp")
     try:
         yield beside
         if beside.exists():
