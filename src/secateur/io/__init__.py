@@ -2,13 +2,13 @@
 
 A saved model is a folder: `model.safetensors` (any reader of safetensors opens it) and the manifest `secateur.json`. Rooms:
 `files` (writing and reading whole files), `packed` (zeros as bits), `compressed` (layers in sparse formats), `manifest` (what
-is where), `hf` (Hugging Face).
+is where), `fill` (a file into a model), `hf` (Hugging Face).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,8 @@ from ..surgery import Shrunk, all_or_nothing
 from ..surgery.cut import Cuts, Passing, apply_cuts_, history, is_cut, remember_
 from . import compressed, hf, packed
 from .files import CODES, DTYPES, BadFile, Entry, Tensors, alone, names_of, read_json, rename, replacing, write_tensors
-from .manifest import Layer, Manifest, Stored, about, check_file, from_text, shapes_of, to_text
+from .fill import check_kinds, dtype_of, fill_, read
+from .manifest import Manifest, Stored, about, check_file, from_text, shapes_of, to_text
 
 __all__ = ["save", "load", "dense_state_dict", "BadFile"]
 
@@ -94,6 +95,7 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
         model = into if isinstance(into, nn.Module) or not callable(into) else into()
         if not isinstance(model, nn.Module):
             raise TypeError(f"into= is a model or a function that builds one; this gave a {type(model).__name__}")
+        check_kinds(model)
         with all_or_nothing(model):
             if compressed.layers_of(model):
                 decompress_(model)
@@ -101,7 +103,7 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
                 for cuts in manifest.cuts:
                     apply_cuts_(model, cuts)
             remember_(model, manifest.cuts)
-            _fill(model, manifest, file, {} if as_ == "dense" else manifest.layers)
+            fill_(model, manifest, file, {} if as_ == "dense" else manifest.layers)
     return model
 
 
@@ -114,9 +116,9 @@ def dense_state_dict(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> d
     if isinstance(source, Mapping):
         return _unpacked(source)
     with _opened(Path(source)) as (manifest, file):
-        found = {name: _read(file, name, stored) for name, stored in manifest.tensors.items()}
+        found = {name: read(file, name, stored) for name, stored in manifest.tensors.items()}
         found |= {other: found[name] for other, name in manifest.tied.items()}
-        return {name: tensor.to(DTYPES[_dtype_of(name, manifest)]) for name, tensor in found.items()}
+        return {name: tensor.to(DTYPES[dtype_of(name, manifest)]) for name, tensor in found.items()}
 
 
 # --- saving ---------------------------------------------------------------------------------------------------------
@@ -295,13 +297,6 @@ def _checked(folder: Path, stack: ExitStack) -> tuple[Manifest, Tensors]:
     raise wrong[0]
 
 
-def _read(file: Tensors, name: str, stored: Stored) -> Tensor:
-    if stored.format == "dense":
-        return file.read(name)
-    bits, values = (file.read(name + part) for part in (packed.BITMASK, packed.VALUES))
-    return packed.unpack(name, bits, values, stored.shape)
-
-
 def _unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -322,75 +317,3 @@ def _unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _fits(model: nn.Module, manifest: Manifest) -> bool:
     state = model.state_dict(keep_vars=True)
     return {name: tuple(t.shape) for name, t in state.items() if isinstance(t, Tensor)} == shapes_of(manifest)
-
-
-def _dtype_of(name: str, manifest: Manifest) -> str:
-    """The dtype that the model has there: a compressed layer may store its weight in a narrower one."""
-    layer = manifest.layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-    return manifest.tensors[manifest.tied.get(name, name)].dtype if layer is None else layer.dtype
-
-
-def _fill(model: nn.Module, manifest: Manifest, file: Tensors, layers: Mapping[str, Layer]) -> None:
-    """Check names, shapes and dtypes, and make the compressed layers, all before the first byte is written; then copy."""
-    state = model.state_dict(keep_vars=True)
-    expected = shapes_of(manifest)
-    if missing := expected.keys() - state.keys():
-        raise BadFile(f"the model has no {names_of(missing)}, which the file holds.{nearest(min(missing), state)}")
-    if extra := state.keys() - expected.keys():
-        raise BadFile(f"the file holds no {names_of(extra)}, which the model has.{nearest(min(extra), expected)}")
-    for name, tensor in state.items():
-        stored = manifest.tensors[manifest.tied.get(name, name)]
-        if tuple(tensor.shape) != stored.shape:
-            raise BadFile(f"{name!r} is {tuple(tensor.shape)} in the model and {stored.shape} in the file")
-        if CODES.get(tensor.dtype) != (dtype := _dtype_of(name, manifest)):
-            raise BadFile(f"{name!r} is {tensor.dtype} in the model and {dtype} in the file; build the model in that dtype")
-    filled = {id(tensor) for tensor in state.values()}
-    if left := [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta and id(t) not in filled]:
-        raise BadFile(f"{names_of(left)} are on the meta device and not in the file; build the model on a real device")
-
-    def weight(path: str) -> Tensor:
-        name = manifest.tied.get(f"{path}.weight", f"{path}.weight")
-        return _read(file, name, manifest.tensors[name])
-
-    made = compressed.made_again(model, layers, weight)
-    _copy(model, state, manifest, file, {f"{path}.weight" for path in layers})
-    compressed.put_(model, made)
-
-
-def _copy(model: nn.Module, state: Mapping[str, Tensor], manifest: Manifest, file: Tensors, done: set[str]) -> None:
-    """Tensor by tensor, but for those with no other name than that of a layer that is done already."""
-    names: dict[str, list[str]] = {name: [name] for name in manifest.tensors}
-    for other, name in manifest.tied.items():
-        names[name].append(other)
-    own = {id(t) for t in (*model.parameters(), *model.buffers())}
-    if any(id(tensor) not in own for tensor in state.values()):  # the model makes its state dict itself: let it read it too
-        whole = {n: _read(file, name, stored) for name, stored in manifest.tensors.items() for n in names[name]}
-        model.load_state_dict(whole)
-        return
-    packed_ones = {f"{path}.weight" for path in manifest.layers}
-    with torch.no_grad():
-        for name, stored in manifest.tensors.items():
-            if done.issuperset(names[name]):
-                continue
-            ids = {id(state[n]) for n in names[name]}
-            others = any(id(tensor) in ids for n, tensor in state.items() if n not in names[name])
-            apart = others and packed_ones.issuperset(names[name])  # rounded when it was compressed, so tied no more
-            _write(model, state, names[name], _read(file, name, stored), apart)
-
-
-def _write(model: nn.Module, state: Mapping[str, Tensor], names: Sequence[str], value: Tensor, apart: bool) -> None:
-    """Put a value under its names. A tensor on the meta device becomes a real one, the same one under every name.
-
-    So does one that is to be `apart` from a tensor that the model has under other names too.
-    """
-    made: dict[int, Tensor] = {}
-    for name in names:
-        tensor = state[name]
-        if not (tensor.is_meta or apart):
-            tensor.copy_(value)
-            continue
-        path, _, attribute = name.rpartition(".")
-        module, parameter = model.get_submodule(path), isinstance(tensor, nn.Parameter)
-        new = value.to(tensor.dtype) if tensor.is_meta else value.to(tensor)
-        new = made.setdefault(id(tensor), nn.Parameter(new, tensor.requires_grad) if parameter else new)
-        vars(module)["_parameters" if parameter else "_buffers"][attribute] = new

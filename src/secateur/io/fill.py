@@ -1,0 +1,174 @@
+"""A file into a model: all of it is checked before the first number is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from .._dist import sharded
+from .._tree import nearest
+from . import compressed, packed
+from .files import CODES, BadFile, Tensors, names_of
+from .manifest import Layer, Manifest, Stored, shapes_of
+
+
+def read(file: Tensors, name: str, stored: Stored) -> Tensor:
+    if stored.format == "dense":
+        return file.read(name)
+    bits, values = (file.read(name + part) for part in (packed.BITMASK, packed.VALUES))
+    return packed.unpack(name, bits, values, stored.shape)
+
+
+def dtype_of(name: str, manifest: Manifest) -> str:
+    """The dtype that the model has there: a compressed layer may store its weight in a narrower one."""
+    layer = manifest.layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+    return manifest.tensors[manifest.tied.get(name, name)].dtype if layer is None else layer.dtype
+
+
+def check_kinds(model: nn.Module) -> None:
+    """Raises where the model holds a tensor that could not be filled, whatever is in the file."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and (is_lazy(tensor) or sharded(tensor) or tensor.layout != torch.strided):
+            kind = "not initialised" if is_lazy(tensor) else "sharded" if sharded(tensor) else str(tensor.layout)
+            raise BadFile(f"{name!r} is {kind} in the model; load fills tensors that are there, whole and strided")
+
+
+def fill_(model: nn.Module, manifest: Manifest, file: Tensors, layers: Mapping[str, Layer]) -> None:
+    """Check names, shapes and dtypes, and make the compressed layers, all before the first byte is written; then copy."""
+    state = model.state_dict(keep_vars=True)
+    expected = shapes_of(manifest)
+    if missing := expected.keys() - state.keys():
+        raise BadFile(f"the model has no {names_of(missing)}, which the file holds.{nearest(min(missing), state)}")
+    if extra := state.keys() - expected.keys():
+        raise BadFile(f"the file holds no {names_of(extra)}, which the model has.{nearest(min(extra), expected)}")
+    for name, tensor in state.items():
+        stored = manifest.tensors[manifest.tied.get(name, name)]
+        if tuple(tensor.shape) != stored.shape:
+            raise BadFile(f"{name!r} is {tuple(tensor.shape)} in the model and {stored.shape} in the file")
+        if CODES.get(tensor.dtype) != (dtype := dtype_of(name, manifest)):
+            raise BadFile(f"{name!r} is {tensor.dtype} in the model and {dtype} in the file; build the model in that dtype")
+    filled = {id(tensor) for tensor in state.values()}
+    if left := [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta and id(t) not in filled]:
+        raise BadFile(f"{names_of(left)} are on the meta device and not in the file; build the model on a real device")
+
+    def weight(path: str) -> Tensor:
+        name = manifest.tied.get(f"{path}.weight", f"{path}.weight")
+        return read(file, name, manifest.tensors[name])
+
+    made = compressed.made_again(model, layers, weight)
+    _copy(model, state, manifest, file, {f"{path}.weight" for path in layers})
+    compressed.put_(model, made)
+
+
+def _copy(model: nn.Module, state: Mapping[str, Tensor], manifest: Manifest, file: Tensors, done: set[str]) -> None:
+    """Tensor by tensor, but for those with no other name than that of a layer that is done already."""
+    names: dict[str, list[str]] = {name: [name] for name in manifest.tensors}
+    for other, name in manifest.tied.items():
+        names[name].append(other)
+    own = {id(t) for t in (*model.parameters(), *model.buffers())}
+    if any(id(tensor) not in own for tensor in state.values()):  # the model makes its state dict itself: let it read it too
+        _own_way(model, {n: read(file, name, stored) for name, stored in manifest.tensors.items() for n in names[name]})
+        return
+    packed_ones = {f"{path}.weight" for path in manifest.layers}
+    apart: dict[str, bool] = {}
+    for name in manifest.tensors:
+        if not done.issuperset(names[name]):
+            ids = {id(state[n]) for n in names[name]}
+            others = any(id(tensor) in ids for n, tensor in state.items() if n not in names[name])
+            apart[name] = others and packed_ones.issuperset(names[name])  # rounded when it was compressed, so tied no more
+
+    def value(name: str) -> Tensor:
+        return read(file, name, manifest.tensors[name])
+
+    _check_memory({n: (state[n], name) for name, alone in apart.items() if not alone for n in names[name]}, value)
+    with torch.no_grad():
+        for name, alone in apart.items():
+            _write(model, state, names[name], value(name), alone)
+
+
+def _own_way(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """By the model's own code, which may fail when half is written."""
+    before = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
+    try:
+        model.load_state_dict(state)
+    except Exception as error:
+        with torch.no_grad():
+            for tensor, old in before:
+                tensor.copy_(old)
+        raise BadFile(f"{type(model).__name__}.load_state_dict refuses what is in the file: {error}") from error
+
+
+def _check_memory(tensors: Mapping[str, tuple[Tensor, str]], value: Callable[[str], Tensor]) -> None:
+    """Raises where tensors of the model lie in the same memory and the file has other numbers for each.
+
+    By name, the tensor and its name in the file. Numbers are compared only where memory is shared.
+    """
+    by_memory: dict[int, dict[Any, str]] = {}
+    for name, (tensor, source) in tensors.items():
+        if tensor.is_meta or not tensor.numel():
+            continue
+        if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride())):
+            raise BadFile(
+                f"the elements of {name!r} share memory in the model (expanded); give it memory of its own (clone it)"
+            )
+        place = (source, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+        by_memory.setdefault(tensor.untyped_storage().data_ptr(), {}).setdefault(place, name)
+    for names in map(list, (found.values() for found in by_memory.values())):
+        end = 0
+        for begin, after, size in sorted(_extent(tensors[name][0]) for name in names):
+            if begin < end or size > after - begin:
+                _check_numbers({name: tensors[name] for name in names}, value)
+                break
+            end = after
+
+
+def _extent(tensor: Tensor) -> tuple[int, int, int]:
+    """Where a tensor begins and ends in memory, and how many bytes it has: they may lie apart, or over each other."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
+    begin, item = tensor.data_ptr(), tensor.dtype.itemsize
+    return begin, begin + (last + 1) * item, tensor.numel() * item
+
+
+def _check_numbers(tensors: Mapping[str, tuple[Tensor, str]], value: Callable[[str], Tensor]) -> None:
+    """Write them all to a copy of the memory that they share, and see whether all are still there."""
+    storage = torch.UntypedStorage(max(tensor.untyped_storage().nbytes() for tensor, _ in tensors.values()))
+    places = {
+        n: torch.empty(0, dtype=t.dtype).set_(storage, t.storage_offset(), t.shape, t.stride()) for n, (t, _) in tensors.items()
+    }
+
+    def number(name: str) -> Tensor:
+        tensor, found = tensors[name][0], value(tensors[name][1])
+        found = found.conj().resolve_conj() if tensor.is_conj() else found
+        return -found if tensor.is_neg() else found
+
+    for name, place in places.items():
+        place.copy_(number(name))
+    for name, place in places.items():
+        if not torch.equal(packed.bits_of(place), packed.bits_of(number(name))):
+            raise BadFile(
+                f"{names_of(tensors)} share memory in the model, and the file has numbers for {name!r} that differ from those "
+                "of the others; build the model so that each has memory of its own"
+            )
+
+
+def _write(model: nn.Module, state: Mapping[str, Tensor], names: Sequence[str], value: Tensor, apart: bool) -> None:
+    """Put a value under its names. A tensor on the meta device becomes a real one, the same one under every name.
+
+    So does one that is to be `apart` from a tensor that the model has under other names too.
+    """
+    made: dict[int, Tensor] = {}
+    for name in names:
+        tensor = state[name]
+        if not (tensor.is_meta or apart):
+            with torch.inference_mode() if tensor.is_inference() else torch.no_grad():  # what was made there is written there
+                tensor.copy_(value)
+            continue
+        path, _, attribute = name.rpartition(".")
+        module, parameter = model.get_submodule(path), isinstance(tensor, nn.Parameter)
+        new = value.to(tensor.dtype) if tensor.is_meta else value.to(tensor)
+        new = made.setdefault(id(tensor), nn.Parameter(new, tensor.requires_grad) if parameter else new)
+        vars(module)["_parameters" if parameter else "_buffers"][attribute] = new
