@@ -37,6 +37,17 @@ def test_another_model_is_refused(tmp_path):
         io.load(tmp_path, build, as_="dens")
     with pytest.raises(FileNotFoundError, match=r"holds no secateur\.json"):
         io.load(tmp_path / "nowhere", build)
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors is a file: it is not a folder"):
+        io.load(tmp_path / "model.safetensors", build)
+    with pytest.raises(TypeError, match="'a' is a int; a mapping of names to tensors"):
+        io.dense_state_dict({"a": 3})  # type: ignore[dict-item]
+
+
+def test_changed_line_ends_are_named(tmp_path):
+    io.save(build(), tmp_path)
+    text = (tmp_path / "secateur.json").read_bytes()
+    (tmp_path / "secateur.json").write_bytes(text.replace(b"\n", b"\r\n"))
+    refused(tmp_path, build(1), "its line ends were changed")
 
 
 @pytest.mark.parametrize("pack", [False, True])

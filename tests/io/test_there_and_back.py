@@ -149,10 +149,14 @@ def test_the_manifest_says_what_is_in_the_file(tmp_path):
     assert data["tensors"]["2.weight"]["zeros"] == int((model[2].weight == 0).sum())
 
 
-def test_a_compiled_model_is_saved_under_its_own_names(tmp_path):
+def test_a_compiled_model_is_saved_under_its_own_names_and_filled(tmp_path):
     model = build()
     io.save(torch.compile(model, backend="eager"), tmp_path)
     assert same(io.load(tmp_path, build), model)
+    into = torch.compile(build(2), backend="eager")
+    assert io.load(tmp_path, into) is into
+    assert same(into._orig_mod, model)
+    assert torch.equal(into(X), model(X))
 
 
 def test_a_model_that_makes_its_own_state_dict_reads_it_too(tmp_path):

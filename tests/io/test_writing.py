@@ -1,5 +1,7 @@
 """Writing is all or nothing."""
 
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,23 +19,57 @@ from secateur import io
 from secateur.io import files
 
 
-def test_a_full_disk_leaves_the_old_files(tmp_path, monkeypatch):
-    old, new = build(1), build(2)
+@pytest.mark.parametrize("room", [0, 100, 10_000, 24_000])
+def test_no_room_for_the_new_files_leaves_the_old_ones(tmp_path, room):
+    old = build(1)
     io.save(old, tmp_path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    as_bytes, count = files.as_bytes, iter(range(99))
-
-    def full(tensor):
-        if next(count) == 3:
-            raise OSError(28, "No space left on device")
-        return as_bytes(tensor)
-
-    monkeypatch.setattr(files, "as_bytes", full)
-    with pytest.raises(OSError, match="No space left") as found:
-        io.save(new, tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as found:
+            io.save(build(2), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert any("is as it was before" in note for note in found.value.__notes__)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
     assert same(io.load(tmp_path, build), old)
+
+
+ON_A_DISK = """
+import pathlib, subprocess, sys, torch
+from torch import nn
+import secateur as sc
+disk = pathlib.Path(sys.argv[1])
+old, new = nn.Linear(200, 200), nn.Linear(200, 200)
+sc.save(old, disk / "model")
+(disk / "other").write_bytes(bytes(800_000))
+for change, words in ((["true"], "No space left"), (["mount", "-o", "remount,ro", str(disk)], "Read-only file system")):
+    subprocess.run(change, check=True)
+    try:
+        sc.save(new, disk / "model")
+        raise SystemExit("saved")
+    except OSError as error:
+        assert words in str(error) and "is as it was before" in error.__notes__[0], (error, error.__notes__)
+    assert sorted(p.name for p in (disk / "model").iterdir()) == ["model.safetensors", "secateur.json"]
+    assert torch.equal(sc.load(disk / "model", nn.Linear(200, 200)).weight, old.weight)
+"""
+
+
+def test_a_disk_that_is_full_or_cannot_be_written_leaves_the_old_files(tmp_path):
+    mount = [
+        "unshare",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-ec",
+        'mount -t tmpfs -o size=1m none "$0" && exec "$@"',
+        str(tmp_path),
+    ]
+    if shutil.which("unshare") is None or subprocess.run([*mount, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no disk can be mounted here")
+    done = subprocess.run([*mount, sys.executable, "-c", ON_A_DISK, str(tmp_path)], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_crash_between_any_two_steps_leaves_the_old_model_or_the_new_one(tmp_path, monkeypatch):
@@ -167,7 +203,16 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
     odd.register_buffer("__metadata__", torch.ones(1))
     with pytest.raises(ValueError, match="'__metadata__' means something else"):
         io.save(odd, tmp_path / "out")
+    odd.register_buffer("__metadata__", None)
+    odd.register_buffer("half\ud800", torch.ones(1))
+    with pytest.raises(ValueError, match="has characters that no file can hold"):
+        io.save(odd, tmp_path / "out")
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file"):
         io.save(build(), tmp_path / "file")
     assert not (tmp_path / "out").exists()
+    for name in ("model.safetensors", "secateur.json"):
+        (tmp_path / name / name).mkdir(parents=True)
+        with pytest.raises(ValueError, match=f"{name}/{name} is a folder.*Nothing was written"):
+            io.save(build(), tmp_path / name)
+        assert len(list((tmp_path / name).iterdir())) == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,8 @@ def save(
     extra, note = hf.files(model, against if packed or layers else None)
     if note is not None:
         said["from_pretrained"] = note
+    if taken := [name for name in (TENSORS, MANIFEST, *extra) if (folder / name).is_dir()]:
+        raise ValueError(f"{folder / taken[0]} is a folder; save() writes a file of that name. Nothing was written.")
     folder.mkdir(parents=True, exist_ok=True)
     with alone(folder):
         with ExitStack() as stack:
@@ -92,9 +94,10 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
     if as_ not in (None, "dense"):
         raise ValueError(f"as_={as_!r} must be 'dense' or left out.{nearest(str(as_), ['dense'])}")
     with _opened(Path(path)) as (manifest, file):
-        model = into if isinstance(into, nn.Module) or not callable(into) else into()
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"into= is a model or a function that builds one; this gave a {type(model).__name__}")
+        given = into if isinstance(into, nn.Module) or not callable(into) else into()
+        model = getattr(given, "_orig_mod", given)  # the module under torch.compile
+        if not isinstance(given, nn.Module) or not isinstance(model, nn.Module):
+            raise TypeError(f"into= is a model or a function that builds one; this gave a {type(given).__name__}")
         check_kinds(model)
         with all_or_nothing(model):
             if compressed.layers_of(model):
@@ -104,7 +107,7 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
                     apply_cuts_(model, cuts)
             remember_(model, manifest.cuts)
             fill_(model, manifest, file, {} if as_ == "dense" else manifest.layers)
-    return model
+    return given
 
 
 def dense_state_dict(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -150,6 +153,8 @@ def _check_tensor(name: str, tensor: Any) -> None:
     if sharded(tensor) or tensor.layout != torch.strided or tensor.dtype not in CODES or tensor.is_meta:
         kind = "sharded" if sharded(tensor) else "on the meta device" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
         raise TypeError(f"{name!r} is {kind}; a file holds whole strided tensors of {', '.join(sorted(CODES.values()))}")
+    if name != name.encode(errors="replace").decode():
+        raise ValueError(f"{name!r} has characters that no file can hold (halves of a pair); rename it")
     if name.endswith(packed.PARTS) or name == "__metadata__":
         raise ValueError(f"{name!r} means something else in a file, as do names that end in {packed.PARTS}; rename it")
 
@@ -237,7 +242,8 @@ def _put(folder: Path, new: Mapping[str, Path]) -> None:
         rename(waiting, folder / MANIFEST)
     finally:
         for beside in new.values():  # those that an error has left
-            beside.unlink(missing_ok=True)
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
 
 
 def _wrote_config(folder: Path) -> bool:
@@ -275,7 +281,7 @@ def _stamps(folder: Path) -> list[tuple[int, ...] | None]:
         try:
             now = (folder / name).stat()
             found.append((now.st_ino, now.st_size, now.st_mtime_ns))
-        except FileNotFoundError:
+        except OSError:
             found.append(None)
     return found
 
@@ -283,8 +289,8 @@ def _stamps(folder: Path) -> list[tuple[int, ...] | None]:
 def _checked(folder: Path, stack: ExitStack) -> tuple[Manifest, Tensors]:
     names = [n for n in (MANIFEST, f"{MANIFEST}.next") if (folder / n).is_file()]
     if not names or not (folder / TENSORS).is_file():
-        missing = TENSORS if names else MANIFEST
-        raise FileNotFoundError(f"{folder} holds no {missing}: it is not a folder that sc.save wrote")
+        missing = "is a file" if folder.is_file() else f"holds no {TENSORS if names else MANIFEST}"
+        raise FileNotFoundError(f"{folder} {missing}: it is not a folder that sc.save wrote")
     file = Tensors(stack.enter_context((folder / TENSORS).open("rb")), str(folder / TENSORS))
     wrong: list[BadFile] = []
     for name in names:
@@ -300,6 +306,10 @@ def _checked(folder: Path, stack: ExitStack) -> tuple[Manifest, Tensors]:
 def _unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{name!r} is a {type(tensor).__name__}; a mapping of names to tensors is expected, as load_file gives"
+            )
         base, mark, part = name.rpartition("#")
         if mark + part not in packed.PARTS:
             found[name] = tensor

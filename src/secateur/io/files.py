@@ -119,7 +119,8 @@ def replacing(path: Path) -> Iterator[Path]:
             with beside.open("rb+") as file:
                 os.fsync(file.fileno())
     except BaseException as error:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a disk that became read-only says so once
+            beside.unlink(missing_ok=True)
         error.add_note(f"{path} is as it was before")
         raise
 

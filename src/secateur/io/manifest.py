@@ -143,7 +143,8 @@ def from_text(text: bytes, where: str, size: int) -> Manifest:
         raise BadFile(f"{where} is of version {str(data.get('version'))[:20]}; this version of secateur reads {VERSION}")
     tail = _TAIL.search(text)
     if tail is None or hashlib.sha256(text[: tail.start()]).hexdigest().encode() != tail[1]:
-        raise BadFile(f"{where} is damaged: its content does not have the digest in its last line")
+        how = " (its line ends were changed, as by git's autocrlf: mark it as -text there)" if b"\r\n" in text else ""
+        raise BadFile(f"{where} is damaged: its content does not have the digest in its last line{how}")
     try:
         return _from_data(data, size)
     except BadFile as error:
