@@ -92,3 +92,15 @@ def test_numbers_that_the_config_cannot_say_are_noticed(tmp_path):
     model.model.rotary_emb.inv_freq *= 1.5
     said = io.save(model, tmp_path)["from_pretrained"]
     assert "inv_freq" in said
+
+
+def test_a_model_of_two_dtypes_is_said_to_need_ours(tmp_path):
+    """Plain from_pretrained would cast the one to the other, and round."""
+    model = llama().to(torch.bfloat16)
+    assert io.save(model, tmp_path)["from_pretrained"] is True
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+    model.lm_head.float()
+    assert "lm_head.weight in torch.float32" in io.save(model, tmp_path)["from_pretrained"]
+    fresh = llama().to(torch.bfloat16)
+    fresh.lm_head.float()
+    assert torch.equal(io.load(tmp_path, fresh).lm_head.weight, model.lm_head.weight)

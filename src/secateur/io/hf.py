@@ -43,16 +43,33 @@ def files(model: nn.Module, against: str | None = None) -> tuple[dict[str, str],
     """Further files for the folder, by name, and whether plain `from_pretrained` loads it; else why not. None: not for it."""
     if not is_hf(model):
         return {}, None
+    against = against or _several_dtypes(model)
     config, wrong = (model.config, against) if against else fitting_config(model)
     made = {} if wrong else _written(model, config)
     wrong = wrong or made.pop("error", None)
     return ({}, f"no, only sc.load: the model {wrong}") if wrong else (made, True)
 
 
+def _dtype(model: nn.Module) -> torch.dtype | None:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+
+
+def _several_dtypes(model: nn.Module) -> str | None:
+    """The first tensor that transformers would cast, because a config has one dtype; but for those that it keeps in float32."""
+    one: Any = _dtype(model)
+    kept = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]
+    kept += [*(getattr(model, "_keep_in_fp32_modules", None) or ())] if one == torch.float16 else []
+    for name, tensor in model.state_dict().items():
+        stays = tensor.dtype == torch.float32 and any(word in name for word in kept)
+        if tensor.is_floating_point() and tensor.dtype != one and not stays:
+            return f"holds {name} in {tensor.dtype} and other tensors in {one}, and a config has one dtype for all"
+    return None
+
+
 def _written(model: nn.Module, config: Any) -> dict[str, str]:
     """What transformers writes beside the tensors, as text; "error": why it would not."""
     config.architectures = [type(model).__name__]
-    config.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    config.dtype = _dtype(model)
     said = getattr(model, "generation_config", None)
     with tempfile.TemporaryDirectory() as folder:
         try:
