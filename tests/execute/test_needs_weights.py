@@ -83,3 +83,9 @@ def test_compress_names_the_first_tensor_without_values():
     ):
         with pytest.raises(ValueError, match=f"'{name}' is on the meta device.*load its values first"):
             sc.compress_(model, X)
+
+
+def test_only_models_are_compressed_and_decompressed():
+    for use in (sc.decompress_, lambda model: sc.compress_(model, X)):
+        with pytest.raises(TypeError, match=r"compress_ takes a torch.nn.Module, not dict"):
+            use({"0.weight": X})  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import pytest
 import safetensors.torch
@@ -171,3 +172,14 @@ def test_a_model_that_makes_its_own_state_dict_reads_it_too(tmp_path):
     model = Own(4, 3)
     io.save(model, tmp_path)
     assert torch.equal(io.load(tmp_path, Own(4, 3)).weight, model.weight)
+
+
+def test_a_model_of_many_tensors_does_not_take_the_square_of_their_number(tmp_path):
+    def many(of=6000):
+        return nn.ParameterList(nn.Parameter(torch.full((2,), float(i))) for i in range(of))
+
+    begin = time.process_time()
+    io.save(many(), tmp_path)
+    back = io.load(tmp_path, many())
+    assert time.process_time() - begin < 8
+    assert back[5999].tolist() == [5999.0, 5999.0]

@@ -144,7 +144,7 @@ def test_while_two_save_a_load_gives_one_of_their_models(tmp_path):
         return nn.ParameterList(torch.full((1000,), value) for _ in range(4))
 
     def save_often(value):
-        for _ in range(60):
+        for _ in range(30):
             io.save(filled(value), tmp_path)
 
     io.save(filled(1.0), tmp_path)

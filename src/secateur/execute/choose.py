@@ -98,6 +98,8 @@ def compress_(
 
 def decompress_(model: nn.Module) -> nn.Module:
     """Put the dense layers back, with the weights that they had, bit for bit; tied weights are tied again. Gives the model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"decompress_ takes a torch.nn.Module, not {type(model).__name__}")
     dense = dict(model.named_parameters(remove_duplicate=False))
     shared: dict[tuple[str, ...], list[nn.Parameter]] = {}
     restored: dict[int, nn.Module] = {}

@@ -49,22 +49,22 @@ def dense_view(model: nn.Module) -> tuple[State, dict[str, str]]:
             state[name] = value
         else:
             state[f"{path}.weight"] = layer
+    order = {name: at for at, name in enumerate(state)}
+    called: dict[int, set[str]] = {}
+    for name, held in state.items():
+        called.setdefault(id(held), set()).add(name)
     tied: dict[str, str] = {}
     for name, layer in reversed(list(state.items())):
         if isinstance(layer, Compressed):
-            twin = next((n for n in state if n != name and _is_one(layer, n, state[n])), None)
-            if twin is not None:
+            near = sorted((called[id(layer)] | {*layer.tied}) & state.keys() - {name}, key=order.__getitem__)
+            if (twin := next((n for n in near if _is_one(layer, state[n])), None)) is not None:
                 tied[name] = twin
                 del state[name]
     return state, tied
 
 
-def _is_one(layer: Compressed, name: str, other: Tensor | Compressed) -> bool:
-    if other is layer:
-        return True
-    if name not in layer.tied:
-        return False
-    return same_bits(layer.weight, other.weight if isinstance(other, Compressed) else other)
+def _is_one(layer: Compressed, other: Tensor | Compressed) -> bool:
+    return other is layer or same_bits(layer.weight, other.weight if isinstance(other, Compressed) else other)
 
 
 def made_again(model: nn.Module, layers: Mapping[str, Layer], weight: Callable[[str], Tensor]) -> dict[int, Compressed]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -74,11 +75,11 @@ def _copy(model: nn.Module, state: Mapping[str, Tensor], manifest: Manifest, fil
         _own_way(model, {n: read(file, name, stored) for name, stored in manifest.tensors.items() for n in names[name]})
         return
     packed_ones = {f"{path}.weight" for path in manifest.layers}
+    uses = Counter(id(tensor) for tensor in state.values())
     apart: dict[str, bool] = {}
     for name in manifest.tensors:
         if not done.issuperset(names[name]):
-            ids = {id(state[n]) for n in names[name]}
-            others = any(id(tensor) in ids for n, tensor in state.items() if n not in names[name])
+            others = sum(uses[i] for i in {id(state[n]) for n in names[name]}) > len(names[name])
             apart[name] = others and packed_ones.issuperset(names[name])  # rounded when it was compressed, so tied no more
 
     def value(name: str) -> Tensor:
