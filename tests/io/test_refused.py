@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import struct
 
 import pytest
@@ -41,6 +42,12 @@ def test_another_model_is_refused(tmp_path):
         io.load(tmp_path / "model.safetensors", build)
     with pytest.raises(TypeError, match="'a' is a int; a mapping of names to tensors"):
         io.dense_state_dict({"a": 3})  # type: ignore[dict-item]
+
+
+def test_a_manifest_that_claims_gigabytes_is_not_read(tmp_path):
+    io.save(build(), tmp_path)
+    os.truncate(tmp_path / "secateur.json", 1 << 32)  # holes, which take no room on the disk
+    refused(tmp_path, build(1), "longer than 100000000 bytes")
 
 
 def test_changed_line_ends_are_named(tmp_path):
@@ -153,6 +160,14 @@ def test_a_bitmask_whose_count_is_not_that_of_its_values_is_refused():
             io.dense_state_dict({**whole, name: value})
     with pytest.raises(io.BadFile, match="beyond its 4"):
         io.dense_state_dict({**whole, "w#bitmask": torch.tensor([0b10001], dtype=torch.uint8)})
+    for name, value, words in (
+        ("w#values", torch.ones(1, 2), "a row of numbers"),
+        ("w#values", torch.ones(2, dtype=torch.complex128), "a row of numbers"),
+        ("w#values", torch.ones(2).to_sparse(), "a row of numbers"),
+        ("w", torch.ones(2, 2), "'w' is there twice"),
+    ):
+        with pytest.raises(io.BadFile, match=words):
+            io.dense_state_dict({**whole, name: value})
     for name in whole:
         with pytest.raises(io.BadFile, match="beside it"):
             io.dense_state_dict({part: tensor for part, tensor in whole.items() if part != name})

@@ -30,7 +30,7 @@ from ..surgery.cut import Cuts, Passing, apply_cuts_, history, is_cut, remember_
 from . import compressed, hf, packed
 from .files import CODES, DTYPES, BadFile, Entry, Tensors, alone, names_of, read_json, rename, replacing, write_tensors
 from .fill import check_kinds, dtype_of, fill_, read
-from .manifest import Manifest, Stored, about, check_file, from_text, shapes_of, to_text
+from .manifest import MAX, Manifest, Stored, about, check_file, from_text, shapes_of, to_text
 
 __all__ = ["save", "load", "dense_state_dict", "BadFile"]
 
@@ -249,7 +249,7 @@ def _put(folder: Path, new: Mapping[str, Path]) -> None:
 def _wrote_config(folder: Path) -> bool:
     """Whether an earlier save wrote the config that lies here. transformers would fill a model of it with random numbers."""
     try:
-        return read_json((folder / MANIFEST).read_bytes(), MANIFEST)["about"]["from_pretrained"] is True
+        return read_json(_text(folder / MANIFEST), MANIFEST)["about"]["from_pretrained"] is True
     except (OSError, ValueError, LookupError, TypeError):
         return False
 
@@ -274,6 +274,12 @@ def _opened(folder: Path) -> Iterator[tuple[Manifest, Tensors]]:
     raise BadFile(f"{folder} is being written to again and again; load it when that is over")
 
 
+def _text(path: Path) -> bytes:
+    """What a file holds, and no more of it than a manifest has."""
+    with path.open("rb") as file:
+        return file.read(MAX + 1)
+
+
 def _stamps(folder: Path) -> list[tuple[int, ...] | None]:
     """What tells whether the files of a folder are still the same."""
     found: list[tuple[int, ...] | None] = []
@@ -295,7 +301,7 @@ def _checked(folder: Path, stack: ExitStack) -> tuple[Manifest, Tensors]:
     wrong: list[BadFile] = []
     for name in names:
         try:
-            manifest = from_text((folder / name).read_bytes(), str(folder / name), file.size)
+            manifest = from_text(_text(folder / name), str(folder / name), file.size)
             check_file(manifest, file)
             return manifest, file
         except BadFile as error:
@@ -320,6 +326,12 @@ def _unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             shape, values = tensors[base + packed.SHAPE], tensors[base + packed.VALUES]
             if shape.dtype != torch.int64 or shape.dim() != 1 or bool((shape < 0).any()):
                 raise BadFile(f"{base + packed.SHAPE!r} is no shape")
+            if values.dtype not in CODES or values.dim() != 1 or values.layout != torch.strided:
+                raise BadFile(
+                    f"{base + packed.VALUES!r} should be a row of numbers, not {values.dtype} of {tuple(values.shape)}"
+                )
+            if base in tensors:
+                raise BadFile(f"{base!r} is there twice: as it is, and packed")
             found[base] = packed.unpack(base, tensor.cpu(), values.cpu(), tuple(shape.tolist())).to(values.device)
     return found
 

@@ -16,7 +16,7 @@ from .packed import BITMASK, PARTS, SHAPE, VALUES
 from .packed import check as check_bits
 
 VERSION = 1
-_MAX = 100_000_000  # bytes
+MAX = 100_000_000  # bytes
 _TAIL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 
 
@@ -134,8 +134,8 @@ def _plain(value: Any) -> bool:
 
 def from_text(text: bytes, where: str, size: int) -> Manifest:
     """Raises BadFile unless this is, to the last byte, what `to_text` wrote for a tensor file of this size."""
-    if len(text) > _MAX:
-        raise BadFile(f"{where} is {len(text)} bytes long, which no manifest is")
+    if len(text) > MAX:
+        raise BadFile(f"{where} is longer than {MAX} bytes, which no manifest is")
     data = read_json(text, where)
     if data.get("format") != "secateur":
         raise BadFile(f"{where} is no manifest of secateur")
@@ -229,10 +229,10 @@ def _cuts_from_data(data: Any, room: list[int]) -> Cuts:
             raise BadFile("an attribute is not described as one")
         attributes.append(attribute)
     drop = _of(data, "drop", dict)
-    if not all(counts(places, _MAX) for places in drop.values()):
+    if not all(counts(places, MAX) for places in drop.values()):
         raise BadFile("blocks that go are named by their places")
     lengths = _of(data, "lengths", dict)
-    if not counts(list(lengths.values()), _MAX):
+    if not counts(list(lengths.values()), MAX):
         raise BadFile("lengths should be whole numbers")
     added = {name: tuple(shape) for name, shape in _shapes(data, "added").items()}
     return Cuts(tensors, shapes, attributes, added, drop, lengths, _of(data, "recipe", str))
