@@ -202,7 +202,7 @@ def _convolution(g: Ghosts, i: int, step: Step) -> list[Ghost] | None:
             zero_rows.add(atom)
         elif atom not in g.cut_atoms(x) or atom in ghost.bad:
             bad[atom] = ghost.bad.get(atom) or f"varies with the inputs, from {where(step)} on"
-    for atom in (a for a in cut if a not in atoms(channels) and a not in ghost.zero):  # its units are pixels here
+    for atom in (a for a, dims in cut.items() if 1 not in dims and a not in ghost.zero):  # its units are pixels here
         if atom in ghost.bad:
             bad[atom] = ghost.bad[atom]
         g.losses.append(Loss(i, atom, f"what its removed units give is lost among the pixels of {where(step)}"))
