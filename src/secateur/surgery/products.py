@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Rule = Callable[["Ghosts", int, Step], list[Ghost] | None]
 RULES: dict[str, Rule] = {}
+_SLAB = 1 << 16  # elements that stay in the caches while they are worked with
 
 
 def _rule(names: str) -> Callable[[Rule], Rule]:
@@ -90,7 +91,15 @@ def _weighted(g: Ghosts, step: Step, pair: tuple[int, int], inner: tuple[int, in
             value = value.narrow(other, 0, 1)
     if len(g.trace.axes[pair[weight]]) != 2:
         return f"its removed units give a constant to {where(step)}, which has no bias to take it"
-    return wide(g.silence.part(pair[weight], {inner[weight]: at}).movedim(inner[weight], 1)) @ value.reshape(-1)
+    w, along, constants = pair[weight], inner[weight], value.reshape(-1)
+    rows = _slabs(g, w, torch.arange(g.trace.axes[w][1 - along].size), len(at))
+    parts = [wide(g.silence.part(w, {1 - along: some, along: at}).movedim(along, 1)) @ constants for some in rows]
+    return torch.cat(parts)
+
+
+def _slabs(g: Ghosts, w: int, rows: Tensor, width: int) -> Sequence[Tensor]:
+    """Rows of a weight, as many at a time as stay in the caches; all at once where it has to be worked out first."""
+    return rows.split(max(_SLAB // max(width, 1), 1) if g.silence.stored(w) else max(len(rows), 1))
 
 
 def _result(
@@ -272,7 +281,6 @@ def _max_pool(g: Ghosts, i: int, step: Step) -> list[Ghost] | None:
 
 
 _FEW = 8
-_SLAB = 1 << 16  # elements that stay in the caches while they are worked with
 
 
 def _kernel(g: Ghosts, w: int, rows: Tensor, at: Tensor) -> Tensor:
@@ -305,7 +313,7 @@ def _pixels(g: Ghosts, step: Step, x: int, w: int, at: Tensor) -> Tensor | str:
         if not any(padding):  # every place sees every tap
             taps = math.prod(e.size for e in g.trace.axes[w][2:])
             spread = constants.repeat_interleave(taps)
-            for some in rows.split(max(_SLAB // len(spread), 1)):
+            for some in _slabs(g, w, rows, len(spread)):
                 total[some] = _kernel(g, w, some, at).flatten(1) @ spread
             return total
         if _clipped(_kernel(g, w, rows[:_FEW], at).movedim(1, -1) @ constants, padding, dilation):  # the first channels show it

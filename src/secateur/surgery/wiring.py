@@ -292,6 +292,11 @@ class Silence:
         sizes = range(1, len(self.trace.axes[source]) + 1)
         return source, [size - 1 for size in step.func(torch.empty(*sizes, device="meta"), *step.args[1:]).shape]
 
+    def stored(self, number: int) -> bool:
+        """Whether a tensor lies in the model, at most turned."""
+        turned = self._turned(number)
+        return number in self.trace.names if turned is None else self.stored(turned[0])
+
     def part(self, number: int, at: Mapping[int, Tensor]) -> Tensor:
         """The entries `at[dim]` of the value, without making the rest of it."""
         name, turned = self.trace.names.get(number), self._turned(number)
