@@ -375,7 +375,7 @@ class Ghosts:
                 value = self.sample(n, [e.size for e in self.trace.axes[n]])
             value = value.contiguous() if "group_norm" in kind else torch.ops.aten.alias(value)
             stand[n] = value[:1] if few and value.dim() > 2 else value
-        name = {"view": "reshape", "_unsafe_view": "reshape"}.get(kind)
+        name = {"view": "reshape", "_unsafe_view": "reshape", "empty_like": "zeros_like"}.get(kind)  # not what is in memory
         out = call(step, stand, None if name is None else getattr(torch.ops.aten, name).default)
         outs = [o for o in (out if isinstance(out, list | tuple) else [out]) if isinstance(o, Tensor)]
         sizes = [[e.size for e in self.trace.axes[n]] for n in step.outs]
