@@ -28,6 +28,15 @@ def test_bias_and_activation_of_zero_go_into_the_next_bias(activation):
     check(Lam(lambda s, x: s.b(activation(s.a(x))), a=nn.Linear(12, 16), b=nn.Linear(16, 5)), tokens())
 
 
+def test_an_operator_that_wants_operands_of_one_shape_gets_them():
+    """Torch hands memory as it finds it to rrelu, which may happen to be zeros."""
+
+    def rrelu(x):
+        return torch.ops.aten.rrelu_with_noise(x, torch.zeros_like(x))
+
+    check(Lam(lambda s, x: s.b(rrelu(s.a(x))), a=nn.Linear(12, 16), b=nn.Linear(16, 5)), tokens())
+
+
 def test_a_consumer_without_a_bias_gets_one():
     t = check(
         Lam(lambda s, x: s.b(torch.sigmoid(s.a(x))), a=nn.Linear(12, 16, bias=False), b=nn.Linear(16, 5, bias=False)), tokens()

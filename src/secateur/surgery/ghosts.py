@@ -243,7 +243,7 @@ class Ghosts:
         full = [d not in whole or any(t is not None and extent(t, d, rank) > 1 for t in known.values()) for d in range(rank)]
         stand = {n: once(t) if t is not None else self.samples(n, full) for n, t in known.items()}
         try:
-            out = first(call(step, stand))
+            out = self.answer(step, stand)
         except Exception as error:
             return self.unknown(step, f"cannot be followed through {where(step)} ({type(error).__name__})")
         mixed = [n for n in bearers if any(a in self.ghost(n).zero for a in self.cut_atoms(n)) or self.ghost(n).bad]
@@ -251,6 +251,13 @@ class Ghosts:
             bad = {a: why for a, why in bad.items() if a in pairs or not self.absorbed(step, a, bearers)}
         single = [n for n, t in known.items() if t is None and (stand[n].numel() == 1 or not stand[n].is_floating_point())]
         return self.judged(step, out, cut, self.moved(step, stand, out, single) | bad if single else bad)
+
+    def answer(self, step: Step, stand: Mapping[int, Tensor]) -> Tensor:
+        """The operator on its stand-ins; some (rrelu) want all operands in one shape."""
+        try:
+            return first(call(step, stand))
+        except RuntimeError:
+            return first(call(step, dict(zip(stand, torch.broadcast_tensors(*stand.values())))))
 
     def pairs(self, step: Step, bearers: Sequence[int]) -> dict[Atom, str]:
         """Atoms of which every unit meets every other here, removed ones kept ones: only a product with zero is zero."""
@@ -266,7 +273,7 @@ class Ghosts:
     def moved(self, step: Step, stand: Mapping[int, Tensor], out: Tensor, single: Sequence[int]) -> dict[Atom, str]:
         """Atoms that differ when what varies is another number; of a single one no two samples can be compared."""
         others = {n: ~t if t.dtype == torch.bool else t + 1 for n, t in stand.items() if n in single}
-        again, number = first(call(step, {**stand, **others})), step.outs[0]
+        again, number = self.answer(step, {**stand, **others}), step.outs[0]
         pairs = {a: zip(self.removed(out, number, a), self.removed(again, number, a)) for a in self.cut_atoms(number)}
         differ = [a for a, each in pairs.items() if any(not torch.equal(one, two) for (_, one), (_, two) in each)]
         return dict.fromkeys(differ, f"varies with the inputs, from {where(step)} on")
