@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -286,14 +287,25 @@ gcresnet33ts:64 rdnet_tiny:64 mambaout_femto:64 shvit_s1:64 swiftformer_xs:64 vi
 """
 
 
+def _with_torchvision() -> None:
+    """Imports torchvision; where its compiled part does not load, it misses operators, which are declared for it."""
+    try:
+        import torchvision
+    except RuntimeError:
+        for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        keep = torch.library.Library("torchvision", "FRAGMENT")
+        for operator in ("nms", "qnms"):
+            with contextlib.suppress(RuntimeError):
+                keep.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _libraries.append(keep)
+        import torchvision  # noqa: F401
+
+
 def images() -> dict[str, tuple[str, Callable[[], Built]]]:
     """timm's models, where it and its torchvision can be imported. `name:side` runs on that side, `name@side` is built so."""
-    keep = torch.library.Library("torchvision", "FRAGMENT")
-    for operator in ("nms", "qnms"):  # a torchvision without its compiled part declares them in vain
-        with contextlib.suppress(RuntimeError):
-            keep.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _libraries.append(keep)
     try:
+        _with_torchvision()
         import timm
     except ImportError:
         return {}
