@@ -85,6 +85,27 @@ def test_targets_are_met_within_two_percent(net, x, scope, target):
     assert sum(r.after for r in plan.groups) / sum(r.before for r in plan.groups) == pytest.approx(target, rel=0.02)
 
 
+def test_attention_whose_heads_share_keys_is_counted_where_torch_has_no_formula_for_it(monkeypatch):
+    class Shares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v, self.o = nn.Linear(16, 32), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(32, 3)
+
+        def forward(self, x):
+            q, k, v = (layer(x).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+            return self.o(nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2))
+
+    def fails(*shapes, **more):
+        raise AssertionError("sdpa_flop_count: query/key/value shapes are incompatible")
+
+    from torch.utils.flop_counter import flop_registry
+
+    monkeypatch.setitem(flop_registry, torch.ops.aten._scaled_dot_product_flash_attention, fails)  # as torch 2.11 does
+    plan = shrink(Shares().eval(), torch.randn(2, 5, 16), flops=0.5)[1]
+    linear = 2 * 10 * (16 * (32 + 16 + 16) + 32 * 3)
+    assert plan.metrics()["flops_before"] == linear + 2 * 2 * 4 * 5 * 5 * (8 + 8)
+
+
 def test_a_target_that_is_missed_says_what_can_be_met_and_that_can_be_met():
     model, x = mlp(16, 32, 4), torch.randn(2, 16)
     with pytest.raises(

@@ -163,13 +163,12 @@ def pointwise(c: Call) -> Axes | list[Axes]:
 
 
 elementwise(
-    "clone detach alias lift lift_fresh lift_fresh_copy _to_copy contiguous copy copy_ fill fill_ zero_ resolve_conj",
+    "clone detach alias lift lift_fresh lift_fresh_copy _to_copy contiguous copy fill zero_ resolve_conj",
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like _conj _conj_physical real imag complex polar",
-    "bernoulli bernoulli_ normal_ uniform_ exponential_ random_ geometric_ cauchy_ log_normal_ native_dropout dropout",
+    "bernoulli normal_ uniform_ exponential_ random_ geometric_ cauchy_ log_normal_ native_dropout dropout",
     "rrelu rrelu_with_noise",
-    "masked_fill masked_fill_ where floor_divide floor_divide_ isnan nan_to_num lerp addcmul addcdiv expand_as view_as",
-    "gelu silu hardswish hardswish_ hardsigmoid hardsigmoid_ hardtanh hardtanh_ leaky_relu elu mish relu6 celu selu softplus",
-    "relu relu_ _prelu_kernel resolve_neg",
+    "masked_fill where floor_divide isnan nan_to_num lerp addcmul addcdiv expand_as view_as",
+    "gelu silu hardswish hardsigmoid hardtanh leaky_relu elu mish relu6 celu selu softplus relu _prelu_kernel resolve_neg",
 )
 
 
@@ -179,6 +178,9 @@ def name_of(func: Any) -> str:
 
 
 def lookup(func: Any) -> Rule | None:
-    """The rule for an operator: a registered one, or the element-wise one when torch says that it is."""
-    found = RULES.get(name_of(func))
-    return pointwise if found is None and torch.Tag.pointwise in func.tags else found
+    """The rule for an operator: a registered one, or the element-wise one if torch says so, of it or of its twin not in place."""
+    name = name_of(func)
+    found = RULES.get(name)
+    if found is not None:
+        return found
+    return pointwise if torch.Tag.pointwise in func.tags or RULES.get(name.removesuffix("_")) is pointwise else None

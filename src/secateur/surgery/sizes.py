@@ -28,13 +28,25 @@ Counts = Mapping[Atom, int]
 _STRETCHES = 8  # of a measurement, each with a median of its own
 
 
+_ATTENTION = (
+    "efficient_attention",
+    "flash_attention",
+    "cudnn_attention",
+    "flash_attention_for_cpu",
+    "fused_attention_overrideable",
+)
+
+
 def _formulas() -> dict[Any, Callable[..., int]]:
-    """Torch's own FLOP formulas, and the one it has for attention under the name that attention has on a CPU."""
+    """Torch's own FLOP formulas; for attention ours, since torch has none on a CPU, and before 2.13 none for shared keys."""
     from torch.utils.flop_counter import flop_registry
 
-    aten: Any = torch.ops.aten
-    on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
-    return {**flop_registry, on_cpu: flop_registry[aten._scaled_dot_product_flash_attention]}
+    return {**flop_registry, **{getattr(torch.ops.aten, f"_scaled_dot_product_{name}"): _attention for name in _ATTENTION}}
+
+
+def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    """Every query with every key, and what comes of it with every value; heads may share keys and values."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
 @dataclass(frozen=True)
