@@ -178,7 +178,7 @@ def name_of(func: Any) -> str:
 
 
 def lookup(func: Any) -> Rule | None:
-    """The rule for an operator: a registered one, or the element-wise one if torch says so, of it or of its twin not in place."""
+    """The rule for an operator: its own, or the element-wise one if torch says so of it or of its twin not in place."""
     name = name_of(func)
     found = RULES.get(name)
     if found is not None:
