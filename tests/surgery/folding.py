@@ -16,27 +16,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
 from cutting import choose, cut_, difference, run, seeded
 
 
-class Lam(nn.Module):
-    """A module from a function, so that a probe fits on a few lines."""
-
-    def __init__(self, forward, **parts):
-        super().__init__()
-        self.run = forward
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *x):
-        return self.run(self, *x)
-
-
-def tokens(width=12, length=5):
-    return torch.randn(2, length, width, generator=torch.Generator().manual_seed(1))
-
-
-def image(channels=3, size=8):
-    return torch.randn(2, channels, size, size, generator=torch.Generator().manual_seed(1))
-
-
 def conv(i, o, k=1, **options):
     return nn.Conv2d(i, o, k, **options)
 

@@ -16,7 +16,8 @@ from secateur.surgery.masked import silence_
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
 from cutting import choose, difference, seeded
-from folding import Lam, check, conv, cut_copy, image, shifted_bn, split, tokens, zero_weights_
+from folding import check, conv, cut_copy, shifted_bn, split, zero_weights_
+from probes import Lam, image, tokens
 
 # ---------------------------------------------------------------- where constants come from and go
 

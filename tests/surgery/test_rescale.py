@@ -13,7 +13,8 @@ from secateur.graph import trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
 from cutting import choose, difference
-from folding import Lam, check, conv, cut_copy, image, shifted_bn, split, tokens
+from folding import check, conv, cut_copy, shifted_bn, split
+from probes import Lam, image, tokens
 
 
 class Rms(nn.Module):
