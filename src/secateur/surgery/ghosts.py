@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..graph import Atom, Expr, Trace, atoms
+from ..graph import Atom, Expr, Prod, Trace, atoms, norm
 from ..graph.axes import Fam
 from ..graph.rules import lookup, pointwise
 from ..graph.rules_math import SPATIAL
 from ..graph.trace import GIVEN
 from ..graph.tracer import Ref, Step
-from .operands import Ghost, Loss, aliases, call, extent, first, once, pads_with_more, same, where, wide
+from .operands import Ghost, Loss, aliases, call, extent, first, is_random, once, pads_with_more, same, where, wide
 from .products import RULES
 from .wiring import Keep, Silence, reduced, tensors_in
 
@@ -46,7 +46,7 @@ _ZERO_TO_ZERO = (
 # These take units as they are; what they leave out is not summed away.
 _PICKS = ("index", "select", "slice", "gather", "split", "chunk", "unbind", "narrow", "take", "topk", "sort")
 # Over more of the same, these give another number.
-_LONGER = ("sum", "nansum", "logsumexp", "linalg_vector_norm")
+_LONGER = ("sum", "nansum", "logsumexp", "linalg_vector_norm", "prod", "cumsum", "cumprod")
 
 
 def _of_inputs(axis: Expr) -> bool:
@@ -136,6 +136,8 @@ class Ghosts:
             self.sum_away(i, step, inputs)
             self.longer(i, step)
             mixed = self.mixed(step, inputs)
+            if is_random(step):
+                mixed = {a: f"is drawn at random, in {where(step)}" for n in step.outs for a in self.cut_atoms(n)}
             lost = {**self.lost(inputs), **mixed}
             if all(a in lost for n in step.outs for a in self.cut_atoms(n)):
                 made = [Ghost(bad={a: lost[a] for a in self.cut_atoms(n)}) for n in step.outs]
@@ -250,7 +252,11 @@ class Ghosts:
         if mixed:  # zero times what varies is zero, unit by unit
             bad = {a: why for a, why in bad.items() if a in pairs or not self.absorbed(step, a, bearers)}
         single = [n for n, t in known.items() if t is None and (stand[n].numel() == 1 or not stand[n].is_floating_point())]
-        return self.judged(step, out, cut, self.moved(step, stand, out, single) | bad if single else bad)
+        for atom in cut:  # what carries removed units of other atoms only, varies where those are kept
+            foreign = [n for n in bearers if atom not in self.cut_atoms(n) and not self.silence.made_of_weights(n)]
+            if (single or foreign) and atom not in bad and self.moves(step, stand, out, [*single, *foreign], atom):
+                bad[atom] = f"varies with the inputs, from {where(step)} on"
+        return self.judged(step, out, cut, bad)
 
     def answer(self, step: Step, stand: Mapping[int, Tensor]) -> Tensor:
         """The operator on its stand-ins; some (rrelu) want all operands in one shape."""
@@ -270,13 +276,16 @@ class Ghosts:
                 found[atom] = f"meets the kept units in {where(step)}"
         return found
 
-    def moved(self, step: Step, stand: Mapping[int, Tensor], out: Tensor, single: Sequence[int]) -> dict[Atom, str]:
-        """Atoms that differ when what varies is another number; of a single one no two samples can be compared."""
-        others = {n: ~t if t.dtype == torch.bool else t + 1 for n, t in stand.items() if n in single}
-        again, number = self.answer(step, {**stand, **others}), step.outs[0]
-        pairs = {a: zip(self.removed(out, number, a), self.removed(again, number, a)) for a in self.cut_atoms(number)}
-        differ = [a for a, each in pairs.items() if any(not torch.equal(one, two) for (_, one), (_, two) in each)]
-        return dict.fromkeys(differ, f"varies with the inputs, from {where(step)} on")
+    def moves(self, step: Step, stand: Mapping[int, Tensor], out: Tensor, varying: Sequence[int], atom: Atom) -> bool:
+        """Whether the removed units of an atom differ when what varies is another number."""
+        number = step.outs[0]
+        before = [entries for _, entries in self.removed(out, number, atom)]
+        for change in (lambda t: t + 1, lambda t: -9 * t - 1):
+            others = {n: ~stand[n] if stand[n].dtype == torch.bool else change(stand[n]) for n in varying}
+            after = [entries for _, entries in self.removed(self.answer(step, {**stand, **others}), number, atom)]
+            if any(not torch.equal(one, two) for one, two in zip(before, after, strict=True)):
+                return True
+        return False
 
     def absorbed(self, step: Step, atom: Atom, bearers: Sequence[int]) -> bool:
         """Whether the units are zero in one factor of a product, so that the other does not matter."""
@@ -369,8 +378,28 @@ class Ghosts:
             silent = {a for a in cut if not any(bool(once(t).any()) for _, t in self.removed(out, number, a))}
             known = {a: bad[a] for a in cut if a in bad and not (a in zero and a in silent)}
             strange = {a: f"varies, from {where(step)} on" for a in cut if not any(a in self.cut_atoms(n) for n in inputs)}
+            sized = f"differs from place to place before {where(step)}, which is right for inputs of this size alone"
+            strange |= {a: sized for a in cut if any(self.loses_places(n, number, out, a) for n in inputs)}
             found.append(Ghost(frozenset(silent - known.keys() - strange.keys()), {**strange, **known}, out))
         return found
+
+    def loses_places(self, number: int, result: int, out: Tensor, atom: Atom) -> bool:
+        """Whether an atom's removed units differ along places of the inputs in a tensor, and no longer do in its result."""
+        value = self.ghost(number).value
+        if value is None or atom not in self.cut_atoms(number):
+            return False
+        axes = self.trace.axes
+        for d in self.whole(number):
+            axis = norm(axes[number][d])
+            places = {a for a in atoms(axis) if a.frozen in (GIVEN, SPATIAL)}
+            mixed = isinstance(axis, Prod) and len(places) < len(set(atoms(axis)))  # batch x heads: heads may differ
+            if not (value.stride(d) and places) or mixed or same(self.removed(value, number, atom)[0][1], d):
+                continue
+            left = [r for r, e in enumerate(axes[result]) if places & set(atoms(e))]
+            dims = self.cut_atoms(result)[atom]
+            if not any(r in dims or (out.stride(r) and not same(self.removed(out, result, atom)[0][1], r)) for r in left):
+                return True
+        return False
 
     def through(self, step: Step, kind: str) -> list[Tensor]:
         """The operator on values in full size, what varies as random numbers."""

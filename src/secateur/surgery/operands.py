@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..graph import Atom
+from ..graph.rules import arguments_of
 from ..graph.tracer import Ref, Step
 
 PASSING = ("clone", "_to_copy", "contiguous", "detach", "alias", "lift_fresh", "dropout", "native_dropout")
@@ -50,6 +51,15 @@ def aliases(func: Any) -> tuple[bool, bool]:
     shares = any(r.alias_info is not None for r in returns)
     writes = any(r.alias_info is not None and r.alias_info.is_write for r in returns)
     return writes and torch.Tag.inplace_view not in func.tags, shares
+
+
+def is_random(step: Step) -> bool:
+    """Whether an operator draws numbers. Dropout does not when it counts; nor does what is told that nothing is trained."""
+    if torch.Tag.nondeterministic_seeded not in step.func.tags or step.kind in PASSING:
+        return False
+    names = arguments_of(step.func)
+    given = {**names, **dict(zip(names, step.args)), **step.kwargs}
+    return given.get("training", given.get("train")) is not False
 
 
 def call(step: Step, stand: Mapping[int, Tensor], func: Any = None) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..graph import Atom, Cat, Expr, Group, Trace, atoms, keep_mask, norm
 from ..graph.tracer import Ref, Step
-from .operands import aliases
+from .operands import aliases, is_random
 
 Keep = Mapping[Atom, Tensor]
 _TURNS = {"aten::t", "aten::transpose", "aten::permute", "aten::detach", "aten::alias", "aten::contiguous"}
@@ -193,8 +193,8 @@ class Silence:
         self.makers: dict[int, int] = {}
         for i, step in enumerate(trace.steps):
             self.makers |= dict.fromkeys((n for n in step.outs if n not in trace.names), i)
-            if step.weights:
-                made_of = frozenset().union(*(self.origin.get(n, frozenset()) for n in tensors_in(step)))
+            if step.weights and not is_random(step) and all(n in self.origin for n in tensors_in(step)):
+                made_of = frozenset().union(*(self.origin[n] for n in tensors_in(step)))
                 self.origin |= {n: made_of for n in step.outs if n not in trace.names}
         self.known: dict[tuple[int, int, Atom], bool] = {}
         self._gone: dict[tuple[Expr, Atom], Tensor] = {}

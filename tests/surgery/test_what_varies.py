@@ -1,0 +1,72 @@
+"""What looks like a constant and is none is reported: several groups at once, random numbers, what hangs on sizes of inputs."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import secateur as sc
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
+from folding import check, conv
+from probes import Lam, image, tokens
+
+
+def gated(s, x):
+    """A gate for each head, as attention and state-space layers have."""
+    return s.o((s.a(x).view(*x.shape[:2], s.h, -1) * torch.sigmoid(s.g(x))[..., None]).flatten(2))
+
+
+def outer(combine):
+    return lambda s, x: s.o(combine(F.softplus(s.a(x))[..., None], F.softplus(s.g(x))[..., None, :]).flatten(2))
+
+
+@pytest.mark.parametrize("forward", [gated, *map(outer, (torch.mul, torch.add, torch.div))], ids=["gate", "mul", "add", "div"])
+def test_a_unit_that_is_removed_meets_kept_units_of_another_group(forward):
+    parts = {"a": nn.Linear(12, 16), "g": nn.Linear(12, 4), "o": nn.Linear(16 if forward is gated else 64, 5)}
+    check(Lam(forward, **parts, h=4), tokens(), report="varies with the inputs, from")
+
+
+def test_a_head_that_is_silent_is_silent_behind_any_gate():
+    parts = {"a": nn.Linear(12, 16, bias=False), "g": nn.Linear(12, 4), "o": nn.Linear(16, 5)}
+    check(Lam(gated, **parts, h=4), tokens(), constants=False)
+
+
+@pytest.mark.parametrize("draw", [torch.randn_like, lambda h: torch.randn(h.shape[-1])], ids=["like", "alone"])
+def test_what_is_drawn_at_random_is_no_constant(draw):
+    model = Lam(lambda s, x: s.o(s.a(x).exp() * draw(s.a(x))), a=nn.Linear(12, 16), o=nn.Linear(16, 5))
+    check(model, tokens(), report="what its removed units give")
+
+
+def picks_the_last(s, x):
+    places = torch.arange(x.shape[1], dtype=x.dtype)
+    return s.o((s.a(x) + places[:, None])[:, -1])
+
+
+@pytest.mark.parametrize(
+    ("forward", "why"),
+    [
+        (lambda s, x: s.o(torch.cat([s.t.expand(len(x), -1, -1), s.a(x)], 1).mean(1)), "from place to place before mean"),
+        (lambda s, x: s.o(F.pad(s.a(x).exp(), (0, 0, 0, 2)).mean(1)), "from place to place before mean"),
+        (picks_the_last, "from place to place before select"),
+        (lambda s, x: s.o(s.a(x).exp().prod(1)), "grows with the size of the inputs, in prod"),
+    ],
+    ids=["token", "padding", "position", "product"],
+)
+def test_a_constant_for_inputs_of_one_size_is_none(forward, why):
+    parts = {"a": nn.Linear(12, 16), "t": nn.Parameter(torch.ones(1, 1, 16)), "o": nn.Linear(16, 5)}
+    said = reasons(Lam(forward, **parts), tokens())
+    assert any(why in text for text in said), said
+
+
+def test_a_padded_average_pool_before_the_mean_of_all_pixels_is_reported():
+    parts = (conv(3, 8), nn.Softplus(), nn.AvgPool2d(3, 1, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    assert any("from place to place before mean" in text for text in reasons(nn.Sequential(*parts), image()))
+
+
+def reasons(model, x):
+    plan = sc.shrink(model.double().eval(), x.double(), sc.random(0), channels=0.5)[1]
+    return [row.why or "" for row in plan.groups]
