@@ -184,14 +184,14 @@ def _beside(flow: Silence, i: int, names: list[str], dim: int, axis: Expr) -> Sl
 
 
 def _added(flow: Silence, number: int) -> int | None:
-    """What is made of weights and added to a tensor by the next thing that happens to it."""
-    for j in flow.readers.get(number, ()):
-        step = flow.trace.steps[j]
-        if step.name in ("aten::add", "aten::add_") and not step.kwargs:
-            return next((n for n in tensors_in(step) if n in flow.origin), None)
-        if step.outs and "view" in step.name:
-            return _added(flow, step.outs[0])
-    return None
+    """What is made of weights and added to a tensor by the only thing that happens to it, past views."""
+    readers = flow.readers.get(number, ())
+    if len(readers) != 1 or number in flow.trace.record.returned:  # somebody sees it without what is added
+        return None
+    step = flow.trace.steps[readers[0]]
+    if step.name in ("aten::add", "aten::add_") and not step.kwargs:
+        return next((n for n in tensors_in(step) if n in flow.origin), None)
+    return _added(flow, step.outs[0]) if step.outs and "view" in step.name else None
 
 
 def _biases(flow: Silence, losses: list[Loss], bad: dict[Atom, str]) -> dict[Slot, Tensor]:
