@@ -1,4 +1,4 @@
-"""A bias takes what is lost only where it is one: added to the product as it is, by all that reads the product, and nowhere else."""
+"""A bias takes what is lost only where it is one: added to a product before anybody reads it, and to nothing else."""
 
 import sys
 from pathlib import Path
@@ -8,8 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from secateur.graph import trace
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
-from folding import check
+from cutting import choose, difference, seeded
+from folding import check, cut_copy
 from probes import Lam, drawn, tokens
 
 NONE = "has no bias to take it"
@@ -45,3 +48,48 @@ def test_a_product_that_is_read_without_the_vector_too_loses_its_constant(forwar
 def test_a_product_that_is_returned_without_the_vector_loses_its_constant():
     check(product(lambda s, y: (y + s.b, y), b=(6,)), tokens(), report=NONE)
     check(product(lambda s, y: (y.view(10, 6) + s.b, y.view(10, 6)), b=(6,)), tokens(), report=NONE)
+
+
+# ---------------------------------------------------------------- casts
+
+
+class Cast(nn.Module):
+    """A consumer that computes in another precision; `part`: which entries of the vector are its bias."""
+
+    def __init__(self, dtype, part=slice(0, 600), first=False):
+        super().__init__()
+        self.a, self.weight, self.bias = nn.Linear(12, 16), nn.Parameter(torch.ones(600, 16)), nn.Parameter(torch.ones(900))
+        self.dtype, self.part, self.first = dtype, part, first
+
+    def forward(self, x):
+        bias = self.bias.to(self.dtype)[self.part] if self.first else self.bias[self.part].to(self.dtype)
+        return F.linear(F.softplus(self.a(x)).to(self.dtype), self.weight.to(self.dtype), bias).double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("part", [slice(0, 600), slice(250, 850)])
+def test_a_bias_that_is_cast_takes_a_constant(dtype, first, part):
+    model, x = seeded(Cast(dtype, part, first)), tokens().double()
+    t = trace(model, (x,))
+    masked, small, said = cut_copy(model, t, choose(t, t.prunable, 0), (x,), True)
+    assert said == {}
+    assert difference(small, masked) < 16 * torch.finfo(dtype).eps
+
+
+def test_a_bias_takes_a_constant_under_autocast():
+    def forward(s, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return s.o(F.softplus(s.a(x))).float()
+
+    model, x = seeded(Lam(forward, a=nn.Linear(12, 16), o=nn.Linear(16, 5))).float(), tokens()
+    t = trace(model, (x,))
+    masked, small, said = cut_copy(model, t, choose(t, t.prunable, 0), (x,), True)
+    assert said == {}
+    assert difference(small, masked) < 16 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("bias", [lambda v: v.round(), lambda v: v.to(torch.int8).double(), lambda v: v.clamp(-9, 9)])
+def test_a_bias_that_is_rounded_or_clipped_takes_no_constant(bias):
+    model = Lam(lambda s, x: F.linear(F.softplus(s.a(x)), s.w, bias(s.b)), a=nn.Linear(12, 16), **drawn(w=(6, 16), b=(6,)))
+    check(model, tokens(), report=NONE)

@@ -26,6 +26,7 @@ from .wiring import Keep, Silence, tensors_in
 
 _ZERO_IS_NOTHING = HARMLESS | {"linalg_vector_norm"}  # over zeros these give what they give without them
 _ANSWERED = frozenset({"mean", "scale"})  # what changes with the size is made good in weights
+_DIGIT = 128
 _TRUSTED = (nn.Linear, nn.modules.conv._ConvNd)  # with a bias instead of None they add it
 
 
@@ -160,13 +161,19 @@ def _entries(flow: Silence, number: int, name: str) -> tuple[int, ...] | None:
     size = len(flow.parameters[name])
     if flow.trace.names.get(number) == name:
         return tuple(range(size))
-    others = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    seen = copy.copy(flow)
-    seen.zeros, seen.tensors = {}, {name: torch.arange(size).double()}
-    at = seen.value(number).long()
-    seen.tensors = {name: others}
-    fits = at.dim() == 1 and bool(((at >= 0) & (at < size)).all()) and torch.equal(seen.value(number), others[at])
-    return tuple(at.tolist()) if fits else None
+    probe = copy.copy(flow)
+    probe.zeros = {}
+
+    def seen(entries: Tensor) -> Tensor:
+        probe.tensors = {name: entries.double()}
+        return probe.value(number).double().cpu()
+
+    # numbers of eight bits at most, which every cast leaves as they are: the index by its digits, and others that are not whole
+    index = torch.arange(size)
+    at = (seen(index % _DIGIT) + _DIGIT * seen(index // _DIGIT % _DIGIT) + _DIGIT**2 * seen(index // _DIGIT**2)).long()
+    others = torch.randint(1 - 2 * _DIGIT, 2 * _DIGIT, (size,), generator=torch.Generator().manual_seed(0)).double() / 8
+    inside = at.dim() == 1 and bool(((at >= 0) & (at < size)).all())
+    return tuple(at.tolist()) if inside and all(torch.equal(seen(v), v[at]) for v in (others, -others)) else None
 
 
 def _beside(flow: Silence, i: int, names: list[str], dim: int, axis: Expr) -> Slot | None:
