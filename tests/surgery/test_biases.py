@@ -7,7 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 
+import secateur as sc
 from secateur.graph import trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
@@ -93,3 +96,25 @@ def test_a_bias_takes_a_constant_under_autocast():
 def test_a_bias_that_is_rounded_or_clipped_takes_no_constant(bias):
     model = Lam(lambda s, x: F.linear(F.softplus(s.a(x)), s.w, bias(s.b)), a=nn.Linear(12, 16), **drawn(w=(6, 16), b=(6,)))
     check(model, tokens(), report=NONE)
+
+
+# ---------------------------------------------------------------- biases that are made
+
+
+@pytest.mark.parametrize("kind", [lambda i, o: nn.Linear(i, o, bias=False), lambda i, o: nn.Conv1d(i, o, 1, bias=False)])
+def test_a_parametrized_layer_without_a_bias_gets_one(kind):
+    def shrunk(wrap):
+        first = kind(12, 16)
+        x = tokens() if isinstance(first, nn.Linear) else tokens().mT
+        model = nn.Sequential(first, nn.Softplus(), wrap(kind(16, 5))).double().eval()
+        small, plan = sc.shrink(model, x.double(), sc.random(0), channels=0.5)
+        assert small[2].bias.dtype == torch.float64
+        return plan.metrics()["exact"], plan.verify(each=False).max_error
+
+    exact, error = shrunk(lambda layer: register_parametrization(layer, "weight", nn.Tanh()))
+    assert exact
+    assert error < 1e-12
+    for norm in (weight_norm, spectral_norm):  # of a smaller weight it is another number
+        exact, error = shrunk(norm)
+        assert not exact
+        assert error > 1e-6

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -278,7 +279,7 @@ def _add_bias(model: nn.Module, slot: Slot, trace: Trace, value: Tensor, keep: K
         assert bias is not None
         bias.data = (bias.detach().double() + value.to(bias.device)).to(bias)
         return
-    like = next(p for n, p in owner._parameters.items() if p is not None and "weight" in n)
+    like = next(itertools.chain(owner.parameters(), owner.buffers()))  # a parametrized weight lies in a module below
     owner.register_parameter(local, nn.Parameter(value.to(like), requires_grad=like.requires_grad))
 
 
