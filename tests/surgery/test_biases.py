@@ -118,3 +118,58 @@ def test_a_parametrized_layer_without_a_bias_gets_one(kind):
         exact, error = shrunk(norm)
         assert not exact
         assert error > 1e-6
+
+
+class Deaf(nn.Linear):
+    """A linear layer that never looks at its bias."""
+
+    def forward(self, input):
+        return F.linear(input, self.weight) * 2
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda s, h: F.linear(h, s.c.weight),
+        lambda s, h: h @ s.c.weight.t(),
+        lambda s, h: s.c(h) * F.linear(torch.tanh(h), s.c.weight),
+        lambda s, h: s.deaf(h),
+    ],
+)
+def test_a_bias_that_nobody_would_read_is_not_made(forward):
+    parts = {"c": nn.Linear(16, 5, bias=False), "deaf": Deaf(16, 5, bias=False)}
+    check(Lam(lambda s, x: forward(s, torch.sigmoid(s.a(x))), a=nn.Linear(12, 16), **parts), tokens(), report=NONE)
+
+
+def test_a_new_bias_is_of_the_layer_that_runs_and_not_of_one_with_the_same_weight():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(12, 16), nn.Linear(16, 5, bias=False), nn.Linear(16, 5, bias=False)
+            self.c.weight = self.b.weight
+
+        def forward(self, x):
+            h = self.a(x)
+            return self.b(torch.sigmoid(h)) * self.c(F.softplus(h))
+
+    model, x = seeded(Tied()), tokens().double()
+    small, plan = sc.shrink(model, x, sc.random(0), channels=0.5)
+    assert plan.metrics()["exact"]
+    assert plan.verify(each=False).max_error < 1e-12
+    assert not torch.equal(small.b.bias, small.c.bias)
+
+
+def test_a_product_in_a_hook_of_a_layer_is_not_the_layer():
+    model = Lam(lambda s, x: s.c(torch.sigmoid(s.a(x))), a=nn.Linear(12, 16), c=nn.Linear(6, 5, bias=False), **drawn(w=(6, 16)))
+    model.c.register_forward_pre_hook(Before(model))
+    check(model, tokens(), report=NONE)
+
+
+class Before:
+    """A hook, as a class so that a copied model has a hook with its own weight."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, _, args):
+        return F.linear(args[0], self.model.w)

@@ -7,9 +7,7 @@ no such number or no such bias, the group is reported.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,7 +26,8 @@ from .wiring import Keep, Silence, tensors_in
 _ZERO_IS_NOTHING = HARMLESS | {"linalg_vector_norm"}  # over zeros these give what they give without them
 _ANSWERED = frozenset({"mean", "scale"})  # what changes with the size is made good in weights
 _DIGIT = 128
-_TRUSTED = (nn.Linear, nn.modules.conv._ConvNd)  # with a bias instead of None they add it
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_ADDING = {layer.forward for layer in (nn.Linear, *_CONVOLUTIONS)}  # with a bias instead of None they add it
 
 
 @dataclass
@@ -119,7 +118,7 @@ class Slot(NamedTuple):
 
 
 def find_slot(flow: Silence, i: int) -> Slot | None:
-    """The bias of a contraction of data with a weight: its own operand, or the parameter beside the weight."""
+    """The bias of a contraction of data with a weight: its own operand, or the one that its layer has been made without."""
     step, trace = flow.trace.steps[i], flow.trace
     given = [getattr(a, "number", None) for a in step.args]
     kind = step.kind
@@ -139,7 +138,7 @@ def find_slot(flow: Silence, i: int) -> Slot | None:
     if weight not in flow.origin or not names:
         return None
     if bias is None:
-        slot = _beside(flow, i, sorted(names), dim, axes[dim])
+        slot = _beside(flow, i, names, dim, axes[dim])
         bias = _added(flow, step.outs[0]) if slot is None and dim == len(axes) - 1 else None
         return slot if bias is None else _part(flow, bias, dim, axes[dim])
     return _part(flow, bias, dim, axes[dim])
@@ -177,18 +176,14 @@ def _entries(flow: Silence, number: int, name: str) -> tuple[int, ...] | None:
     return tuple(at.tolist()) if inside and all(torch.equal(seen(v), v[at]) for v in (others, -others)) else None
 
 
-def _beside(flow: Silence, i: int, names: list[str], dim: int, axis: Expr) -> Slot | None:
-    """The bias parameter that stands beside a weight under the same name, `weight` read as `bias`."""
-    step = flow.trace.steps[i]
-    for path, local in [n.rpartition(".")[::2] for n in names] + [(step.module, "weight")]:
-        with contextlib.suppress(AttributeError):
-            owner, other = flow.trace.model.get_submodule(path), local.replace("weight", "bias")
-            if other == local or other not in owner._parameters:
-                continue
-            value, name = owner._parameters[other], f"{path}.{other}" if path else other
-            if value is None and isinstance(owner, _TRUSTED):
-                return Slot(name, dim, True, norm(axis))
-    return None
+def _beside(flow: Silence, i: int, names: frozenset[str], dim: int, axis: Expr) -> Slot | None:
+    """The bias that the layer which runs the step has been made without."""
+    path = flow.trace.steps[i].module
+    owner = flow.trace.model.get_submodule(path)
+    if type(owner).forward not in _ADDING or owner._parameters.get("bias", ...) is not None:
+        return None
+    own = any(p is flow.parameters.get(n) for p in owner.parameters() for n in names)  # not what a hook before it does
+    return Slot(f"{path}.bias".lstrip("."), dim, True, norm(axis)) if own else None
 
 
 def _added(flow: Silence, number: int) -> int | None:
@@ -246,8 +241,8 @@ def _users(flow: Silence, slot: Slot, steps: set[int]) -> set[int]:
         held = {n: _entries(flow, n, slot.name) for n in found if n in flow.readers}
         found = {n for n, at in held.items() if at is None or not set(at).isdisjoint(slot.at)}
     users = {j for n in found for j in flow.readers.get(n, ()) if not flow.trace.steps[j].weights}
-    if slot.new:
-        return users
+    if slot.new:  # other code that takes the weight goes without the bias
+        return {j for j in users if flow.trace.steps[j].module == slot.name.rpartition(".")[0]}
     added = {j for j in users if flow.trace.steps[j].name in ("aten::add", "aten::add_")}
     return (users - added) | {i for j in added for n in tensors_in(flow.trace.steps[j]) for i in _before(flow, n)}
 
@@ -279,7 +274,7 @@ def _add_bias(model: nn.Module, slot: Slot, trace: Trace, value: Tensor, keep: K
         assert bias is not None
         bias.data = (bias.detach().double() + value.to(bias.device)).to(bias)
         return
-    like = next(itertools.chain(owner.parameters(), owner.buffers()))  # a parametrized weight lies in a module below
+    like = next(owner.parameters())  # a parametrized weight lies in a module below
     owner.register_parameter(local, nn.Parameter(value.to(like), requires_grad=like.requires_grad))
 
 
