@@ -173,3 +173,31 @@ class Before:
 
     def __call__(self, _, args):
         return F.linear(args[0], self.model.w)
+
+
+class Twice(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: register_parametrization(m, "weight", Twice())])
+def test_a_new_bias_is_scaled_with_its_weight(wrap):
+    """Fewer units in a head: the scale of attention grows, queries shrink, and what they get from removed units with them."""
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.o, self.heads = nn.Linear(12, 16), nn.Linear(24, 5), 4
+            self.q, self.k, self.v = (nn.Linear(16, 24, bias=False) for _ in "qkv")
+            wrap(self.q), wrap(self.k)
+
+        def forward(self, x):
+            b, n, _ = x.shape
+            h = F.softplus(self.a(x))
+            q, k, v = (p(h).view(b, n, self.heads, -1).transpose(1, 2) for p in (self.q, self.k, self.v))
+            return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    for seed in range(2):
+        _, plan = sc.shrink(Heads().double().eval(), tokens().double(), sc.random(seed), channels=0.5)
+        assert plan.metrics()["exact"]
+        assert plan.verify(each=False).max_error < 1e-13

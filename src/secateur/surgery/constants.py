@@ -49,13 +49,15 @@ class Folds:
             for path, name, number in edit.attributes:
                 setattr(model.get_submodule(path), name, number)
 
-    def follow(self) -> None:
+    def follow(self, flow: Silence) -> None:
         """Rows of a weight that are scaled take along a bias that they get only now."""
-        for slot in [s for s in self.biases if s.new]:
-            weight = slot.name.replace("bias", "weight")
-            for scale in (s for edit in self.edits for s in edit.scales if s.name == weight and s.rows is not None):
+        scales = [s for edit in self.edits for s in edit.scales if s.rows is not None]
+        for slot in [s for s in self.biases if s.new and scales]:
+            own = {id(p) for p in flow.trace.model.get_submodule(slot.name.rpartition(".")[0]).parameters()}
+            for scale in (s for s in scales if id(flow.parameters.get(s.name)) in own):
                 if scale.rows is not None and len(scale.rows) == len(self.biases[slot]):
-                    self.biases[slot] = torch.where(scale.rows, scale.factor, 1.0) * self.biases[slot]
+                    factor = torch.tensor(scale.factor, dtype=torch.float64)
+                    self.biases[slot] = torch.where(scale.rows, factor, 1.0) * self.biases[slot]
 
 
 def find(trace: Trace, keep: Keep, silence: Silence) -> Folds:
@@ -75,7 +77,7 @@ def find(trace: Trace, keep: Keep, silence: Silence) -> Folds:
         [e for e in edits if not e.over or e.over - spoilt],
         {trace.by_atom[a]: why for a, why in bad.items() if a in trace.by_atom},
     )
-    found.follow()
+    found.follow(silence)
     return found
 
 
