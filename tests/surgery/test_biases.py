@@ -201,3 +201,28 @@ def test_a_new_bias_is_scaled_with_its_weight(wrap):
         _, plan = sc.shrink(Heads().double().eval(), tokens().double(), sc.random(seed), channels=0.5)
         assert plan.metrics()["exact"]
         assert plan.verify(each=False).max_error < 1e-13
+
+
+# ---------------------------------------------------------------- biases that are read elsewhere
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda s, h: torch.cat([s.o(h).flatten(), s.o.bias]),
+        lambda s, h: (s.o(h), s.o.bias),
+        lambda s, h: (s.o(h), s.o.bias.pow(2).sum()),
+        lambda s, h: (s.o(h), (s.o.bias * s.d).sum()),
+        lambda s, h: s.o(h) * (s.o.bias * s.d),
+        lambda s, h: (F.linear(h, s.w) + s.d, s.d),
+        lambda s, h: (F.linear(h, s.w) + s.d, h[..., :5].detach() * 0 + s.d),
+        lambda s, h: (F.linear(h, s.w, s.e[:5]), s.e[3:].sum()),
+        lambda s, h: (F.linear(h, s.w, s.e[:5]), s.e[3:8] * s.d),
+    ],
+)
+def test_a_bias_that_has_another_use_takes_no_constant(forward):
+    model = Lam(
+        lambda s, x: forward(s, F.softplus(s.a(x))),
+        a=nn.Linear(12, 16), o=nn.Linear(16, 5), **drawn(w=(5, 16), d=(5,), e=(10,)),
+    )  # fmt: skip
+    check(model.requires_grad_(False), tokens(), report="applied more than once")

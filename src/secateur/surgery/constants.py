@@ -161,6 +161,8 @@ def _part(flow: Silence, number: int, dim: int, axis: Expr) -> Slot | None:
 def _entries(flow: Silence, number: int, name: str) -> tuple[int, ...] | None:
     """Which entries of a vector a tensor made of it holds; None where it is more than a choice of them."""
     size = len(flow.parameters[name])
+    if flow.origin[number] != {name}:
+        return None
     if flow.trace.names.get(number) == name:
         return tuple(range(size))
     probe = copy.copy(flow)
@@ -236,26 +238,30 @@ def _biases(flow: Silence, losses: list[Loss], bad: dict[Atom, str]) -> dict[Slo
 
 
 def _users(flow: Silence, slot: Slot, steps: set[int]) -> set[int]:
-    """All steps that use this bias, or the weight beside it when it is still to be made."""
+    """All steps that use this bias, or the weight beside it when it is still to be made. -1: the model returns what is made of
+    it."""
     names = {slot.name} if not slot.new else {n for i in steps for n in _weight_names(flow, i)}
-    found = {n for name in names for n in flow.made_with.get(name, ()) if flow.origin[n] <= names}
+    found = {n for name in names for n in flow.made_with.get(name, ()) if not slot.new or flow.origin[n] <= names}
     if slot.at is not None:
-        held = {n: _entries(flow, n, slot.name) for n in found if n in flow.readers}
+        held = {n: _entries(flow, n, slot.name) for n in found if n in flow.readers or n in flow.trace.record.returned}
         found = {n for n, at in held.items() if at is None or not set(at).isdisjoint(slot.at)}
     users = {j for n in found for j in flow.readers.get(n, ()) if not flow.trace.steps[j].weights}
     if slot.new:  # other code that takes the weight goes without the bias
         return {j for j in users if flow.trace.steps[j].module == slot.name.rpartition(".")[0]}
     added = {j for j in users if flow.trace.steps[j].name in ("aten::add", "aten::add_")}
-    return (users - added) | {i for j in added for n in tensors_in(flow.trace.steps[j]) for i in _before(flow, n)}
+    before = {j: {i for n in tensors_in(flow.trace.steps[j]) for i in _before(flow, n, slot.name)} or {j} for j in added}
+    shown = {-1} if found & flow.trace.record.returned else set()
+    return (users - added) | shown | {i for each in before.values() for i in each}
 
 
-def _before(flow: Silence, number: int) -> set[int]:
-    """The contraction whose result reaches an addition, past views."""
+def _before(flow: Silence, number: int, bias: str) -> set[int]:
+    """The contraction whose result reaches the addition of its bias, past views."""
     while number in flow.makers:
         i = flow.makers[number]
         step = flow.trace.steps[i]
         if "view" not in step.name:
-            return {i} if find_slot(flow, i) is not None else set()
+            slot = find_slot(flow, i)
+            return {i} if slot is not None and slot.name == bias else set()
         number = tensors_in(step)[0]
     return set()
 
