@@ -226,3 +226,21 @@ def test_a_bias_that_has_another_use_takes_no_constant(forward):
         a=nn.Linear(12, 16), o=nn.Linear(16, 5), **drawn(w=(5, 16), d=(5,), e=(10,)),
     )  # fmt: skip
     check(model.requires_grad_(False), tokens(), report="applied more than once")
+
+
+# ---------------------------------------------------------------- addmm
+
+
+@pytest.mark.parametrize("factors", [{"beta": 0.5}, {"alpha": 0.5}, {"beta": 0}])
+def test_a_bias_in_a_scaled_sum_takes_no_constant(factors):
+    def forward(s, x):
+        return torch.addmm(s.b, F.softplus(s.a(x)), s.w, **factors)
+
+    check(Lam(forward, a=nn.Linear(12, 16), **drawn(w=(16, 6), b=(6,))), tokens()[0], report=NONE)
+
+
+def test_a_vector_along_the_tokens_is_no_bias_of_the_rows():
+    def forward(s, x):
+        return torch.addmm(s.b, s.w, F.softplus(s.a(x)).t())
+
+    check(Lam(forward, a=nn.Linear(12, 16), **drawn(w=(5, 16), b=(5,))), tokens()[0], report=NONE)

@@ -130,15 +130,14 @@ def find_slot(flow: Silence, i: int) -> Slot | None:
         bias, data, weight = given[:3] if kind.startswith(("add", "badd")) else (None, *given[:2])
     else:
         return None
-    if weight is None or data is None or not step.outs:
+    scaled = any(step.kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
+    if weight is None or data is None or not step.outs or scaled:
+        return None
+    names = flow.origin.get(weight, frozenset())
+    if not names:  # a weight on the left makes rows, and biases are added to columns
         return None
     axes = trace.axes[step.outs[0]]
     dim = len(trace.axes[data]) - len(trace.axes[weight]) + 1 if "conv" in kind else len(axes) - 1
-    if weight not in flow.origin and data in flow.origin:
-        weight, dim = data, len(axes) - 2
-    names = flow.origin.get(weight, frozenset())
-    if weight not in flow.origin or not names:
-        return None
     if bias is None:
         slot = _beside(flow, i, names, dim, axes[dim])
         bias = _added(flow, step.outs[0]) if slot is None and dim == len(axes) - 1 else None
