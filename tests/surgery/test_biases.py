@@ -244,3 +244,41 @@ def test_a_vector_along_the_tokens_is_no_bias_of_the_rows():
         return torch.addmm(s.b, s.w, F.softplus(s.a(x)).t())
 
     check(Lam(forward, a=nn.Linear(12, 16), **drawn(w=(5, 16), b=(5,))), tokens()[0], report=NONE)
+
+
+# ---------------------------------------------------------------- RMSNorm
+
+
+def rms(x, weight, eps):
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+class Norm(nn.Module):
+    def __init__(self, forward, width=16, eps=0.1, **numbers):
+        super().__init__()
+        self.weight, self.eps, self.run = nn.Parameter(torch.ones(width)), eps, forward
+        vars(self).update(numbers)
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def normed(norm, forward=lambda s, h: s.o(s.n(h)), **parts):
+    return Lam(lambda s, x: forward(s, s.a(x)), a=nn.Linear(12, 16, bias=False), n=norm, o=nn.Linear(16, 5), **parts)
+
+
+def test_an_rms_norm_whose_inner_number_is_returned_is_reported():
+    def inner(s, x):
+        r = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + s.eps)
+        return s.weight * (x * r), r
+
+    def returned(s, h):
+        y, r = s.n(h)
+        return s.o(y), r
+
+    check(normed(Norm(inner), returned), tokens(), report="is no RMSNorm")
+
+
+def test_the_weight_of_a_norm_that_is_returned_is_reported():
+    norm = Norm(lambda s, x: rms(x, s.weight, s.eps))
+    check(normed(norm, lambda s, h: (s.o(s.n(h)), s.n.weight.pow(2).sum())), tokens(), report="outside of its")

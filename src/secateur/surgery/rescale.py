@@ -61,7 +61,9 @@ def mean_of_squares(flow: Silence, cut: list[Atom], bad: dict[Atom, str]) -> lis
     """
     found: dict[str, Edit] = {}
     known: dict[str, set[int]] = {}  # weight -> the products with it
-    beside: set[str] = set()  # weights that are used elsewhere, too
+    beside = {
+        name for n in flow.trace.record.returned for name in flow.origin.get(n, ())
+    }  # weights that are used elsewhere, too
     for i in sorted({i for atom in cut for i in _steps_over(flow, atom, "aten::mean")} - flow.idle):
         units = {a for e in reduced(flow.trace, flow.trace.steps[i]) for a in atoms(e)} & set(cut)
         try:
@@ -134,9 +136,10 @@ def _factors_of(flow: Silence, chain: list[int]) -> list[int]:
 
 
 def _chain(flow: Silence, number: int, most: int) -> list[int]:
-    """The steps that follow a tensor as long as exactly one reads it."""
+    """The steps that follow a tensor as long as exactly one reads it, and the model does not return it."""
     found: list[int] = []
-    while len(found) < most and len(flow.readers.get(number, ())) == 1:
+    returned = flow.trace.record.returned
+    while len(found) < most and len(flow.readers.get(number, ())) == 1 and number not in returned:
         found.append(flow.readers[number][0])
         outs = flow.trace.steps[found[-1]].outs
         if not outs:
