@@ -282,3 +282,42 @@ def test_an_rms_norm_whose_inner_number_is_returned_is_reported():
 def test_the_weight_of_a_norm_that_is_returned_is_reported():
     norm = Norm(lambda s, x: rms(x, s.weight, s.eps))
     check(normed(norm, lambda s, h: (s.o(s.n(h)), s.n.weight.pow(2).sum())), tokens(), report="outside of its")
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda s, x: rms(x, s.weight, s.eps) + s.eps,
+        lambda s, x: rms(x, s.weight, s.eps) / (s.weight.abs() + s.eps),
+        lambda s, x: torch.clamp(rms(x, s.weight, s.eps), min=s.eps),
+    ],
+)
+def test_an_eps_with_other_uses_is_reported(forward):
+    check(normed(Norm(forward)), tokens(), report="eps has other uses")
+
+
+def test_norms_that_share_one_eps_want_the_same_of_it():
+    def forward(s, x):
+        return s.o(rms(s.a(x), s.v, s.eps)) + s.p(rms(s.b(x), s.w, s.eps))
+
+    parts = {
+        "a": nn.Linear(12, 20, bias=False),
+        "b": nn.Linear(12, 10, bias=False),
+        "o": nn.Linear(20, 5),
+        "p": nn.Linear(10, 5),
+    }
+    model = Lam(forward, **parts, eps=0.1, **drawn(v=(20,), w=(10,)))
+    check(model, tokens(), least=2)  # the same part of both
+    check(model, tokens(), only=lambda g: g.size == 20, report="eps has other uses")
+    check(model, tokens(), only=lambda g: g.size == 10, report="eps has other uses")
+
+
+def test_norms_of_one_weight_may_have_an_eps_each():
+    one, two = nn.RMSNorm(16, eps=0.01), nn.RMSNorm(16, eps=0.1)
+    two.weight = one.weight
+    check(normed(one, lambda s, h: s.o(s.n(h) + torch.tanh(s.m(h))), m=two), tokens())
+
+
+def test_two_attributes_that_may_be_eps_are_named():
+    norm = Norm(lambda s, x: rms(x, s.weight, s.eps), other=0.1)
+    check(normed(norm), tokens(), report="the value of several attributes (eps, other)")

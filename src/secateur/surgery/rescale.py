@@ -61,32 +61,53 @@ def mean_of_squares(flow: Silence, cut: list[Atom], bad: dict[Atom, str]) -> lis
     """
     found: dict[str, Edit] = {}
     known: dict[str, set[int]] = {}  # weight -> the products with it
-    beside = {
-        name for n in flow.trace.record.returned for name in flow.origin.get(n, ())
-    }  # weights that are used elsewhere, too
+    eps: dict[tuple[str, str], dict[int, float]] = {}  # attribute -> the sums with it, and what it should be there
+    beside = {name for n in flow.trace.record.returned for name in flow.origin.get(n, ())}  # weights with other uses, too
     for i in sorted({i for atom in cut for i in _steps_over(flow, atom, "aten::mean")} - flow.idle):
         units = {a for e in reduced(flow.trace, flow.trace.steps[i]) for a in atoms(e)} & set(cut)
         try:
-            edit, product = _rms(flow, i)
+            edit, summed, product = _rms(flow, i)
         except Refused as refused:
             bad |= dict.fromkeys(units - bad.keys(), str(refused))
             continue
         name = edit.scales[0].name
         known.setdefault(name, set()).add(product)
+        for path, attribute, number in edit.attributes:
+            eps.setdefault((path, attribute), {})[summed] = number
         other = found.setdefault(name, edit)
-        if (other.scales, other.attributes) != (edit.scales, edit.attributes):
+        if other.scales != edit.scales:
             edit.why = f"{name} belongs to several RMSNorms, which lose different parts of their units"
+        other.attributes += [a for a in edit.attributes if a not in other.attributes]
         other.over |= edit.over
         other.atoms |= edit.atoms
         other.why = other.why or edit.why
     for i, step in enumerate(flow.trace.steps if found else ()):
         used = () if step.weights else {w for n in tensors_in(step) for w in flow.origin.get(n, ())} & found.keys()
         beside |= {name for name in used if i not in known[name]}
+    torn = _torn(flow, eps)
     for name, edit in found.items():
+        for path, attribute, _ in (a for a in edit.attributes if a[:2] in torn):
+            where = f"the RMSNorm in {path or 'the model'}"
+            edit.why = edit.why or f"{where}: its {attribute} has other uses too, so it cannot grow by old / new"
+        edit.attributes = [a for a in edit.attributes if a[:2] not in torn]
         if name in beside:
             edit.why = edit.why or f"{name} is used outside of its RMSNorm too, and should be scaled inside only"
         bad |= dict.fromkeys(edit.atoms - bad.keys(), edit.why) if edit.why else {}
     return list(found.values())
+
+
+def _torn(flow: Silence, eps: dict[tuple[str, str], dict[int, float]]) -> set[tuple[str, str]]:
+    """Attributes that should be several numbers, or that steps of their module use which are no sum of such a norm."""
+    found = {key for key, sums in eps.items() if len(set(sums.values())) > 1}
+    old: dict[str, list[tuple[tuple[str, str], object]]] = {}
+    for key, sums in eps.items():
+        number = next(v for v in flow.trace.steps[next(iter(sums))].args if isinstance(v, int | float))
+        old.setdefault(key[0], []).append((key, number))
+    for i, step in enumerate(flow.trace.steps if eps else ()):
+        for key, number in old.get(step.module, ()):
+            if i not in eps[key] and any(type(v) is float and v == number for v in (*step.args, *step.kwargs.values())):
+                found.add(key)
+    return found
 
 
 def _steps_over(flow: Silence, atom: Atom, name: str) -> list[int]:
@@ -97,8 +118,8 @@ def _steps_over(flow: Silence, atom: Atom, name: str) -> list[int]:
     return found
 
 
-def _rms(flow: Silence, i: int) -> tuple[Edit, int]:
-    """What makes good that the mean of step i is over fewer units, and the step that multiplies with the weight."""
+def _rms(flow: Silence, i: int) -> tuple[Edit, int, int]:
+    """What makes good that the mean of step i is over fewer units; the steps that add eps and multiply with the weight."""
     steps, where = flow.trace.steps, flow.trace.steps[i].module or "the model"
     refused = Refused(f"mean in {where} runs over the cut axis and is no RMSNorm: over fewer units it is another number")
     made = steps[flow.makers.get(tensors_in(steps[i])[0], i)]
@@ -121,7 +142,7 @@ def _rms(flow: Silence, i: int) -> tuple[Edit, int]:
         edit.attributes = [(*_eps_attribute(flow, steps[i].module, float(eps)), float(eps) * ratio)]
     except Refused as near:  # by far the larger part is made good all the same
         edit.why = str(near)
-    return edit, scaled[0]
+    return edit, chain[0], scaled[0]
 
 
 def _multiplies(flow: Silence, i: int) -> bool:
@@ -178,9 +199,8 @@ def _eps_attribute(flow: Silence, path: str, eps: float) -> tuple[str, str]:
     if not names and vars(module).get("eps", 0) is None:  # torch picks the machine's own epsilon
         names = ["eps"]
     if len(names) != 1:
-        raise Refused(
-            f"the RMSNorm in {path or 'the model'}: eps = {eps:g} is no attribute of the module, so it cannot grow by old / new"
-        )
+        which = "no attribute of the module" if not names else f"the value of several attributes ({', '.join(sorted(names))})"
+        raise Refused(f"the RMSNorm in {path or 'the model'}: eps = {eps:g} is {which}, so it cannot grow by old / new")
     return path, names[0]
 
 
