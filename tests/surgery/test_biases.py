@@ -321,3 +321,29 @@ def test_norms_of_one_weight_may_have_an_eps_each():
 def test_two_attributes_that_may_be_eps_are_named():
     norm = Norm(lambda s, x: rms(x, s.weight, s.eps), other=0.1)
     check(normed(norm), tokens(), report="the value of several attributes (eps, other)")
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        lambda x, r, w: w * torch.tanh(x * r),
+        lambda x, r, w: w * (x * r + x),
+        lambda x, r, w: w * (x * (r * r)),
+        lambda x, r, w: w * (x * (r + 1)),
+        lambda x, r, w: w * (x / (r + 3)),
+        lambda x, r, w: w * (x / r),
+    ],
+)
+def test_a_weight_behind_another_formula_does_not_take_the_factor(formula):
+    def forward(s, x):
+        return formula(x, torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + s.eps), s.weight)
+
+    check(normed(Norm(forward)), tokens(), report="RMSNorm")
+
+
+def test_a_weight_behind_views_and_quotients_takes_the_factor():
+    def forward(s, x):
+        y = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + s.eps)).flatten(0, 1)
+        return (-y / 2 * s.weight).unflatten(0, x.shape[:2])
+
+    check(normed(Norm(forward)), tokens())

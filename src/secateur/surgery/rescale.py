@@ -21,6 +21,8 @@ from .degrees import balanced
 from .wiring import Silence, reduced, tensors_in
 
 _EXPONENTS = (-0.5, 0.5, -0.25, 0.25, -1.0, 1.0)  # of a size, as it enters formulas
+_VIEWS = {"view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze", "transpose", "permute", "alias", "detach"}
+_PROPORTIONAL = _VIEWS | {"mul", "div", "neg", "_to_copy", "clone"}
 
 
 class Refused(Exception):
@@ -127,11 +129,13 @@ def _rms(flow: Silence, i: int) -> tuple[Edit, int, int]:
     if not power and not (made.name == "aten::mul" and len(set(tensors_in(made))) == 1 and len(made.args) == 2):
         raise refused
     chain = _chain(flow, steps[i].outs[0], 8)
-    names = [steps[j].name.partition("::")[2].rstrip("_") for j in chain]
-    if names[:2] != ["add", "rsqrt"] or "mul" not in names[2:]:
+    if [steps[j].kind.rstrip("_") for j in chain[:2]] != ["add", "rsqrt"]:
+        raise refused
+    after = _in_proportion(flow, chain[2:], steps[chain[1]].outs[0])
+    if not any(steps[j].kind.startswith("mul") for j in after):
         raise refused
     eps = next((v for v in steps[chain[0]].args if isinstance(v, int | float)), None)
-    scaled = [j for j in (*chain[2:], *_factors_of(flow, chain[2:])) if _multiplies(flow, j)]
+    scaled = [j for j in (*after, *_factors_of(flow, after)) if _multiplies(flow, j)]
     if eps is None or not scaled:
         raise Refused(f"the RMSNorm {where} has no weight that could take the factor sqrt(old / new)")
     axes = reduced(flow.trace, steps[i])
@@ -166,6 +170,19 @@ def _chain(flow: Silence, number: int, most: int) -> list[int]:
         if not outs:
             break
         number = outs[0]
+    return found
+
+
+def _in_proportion(flow: Silence, chain: list[int], number: int) -> list[int]:
+    """The first steps of a chain, as long as what comes out grows with the tensor as a product does: no activation, no sum."""
+    found: list[int] = []
+    for j in chain:
+        step = flow.trace.steps[j]
+        divided = step.kind.startswith("div") and (step.inputs[0] != number or step.kwargs)
+        if step.kind.rstrip("_") not in _PROPORTIONAL or step.inputs.count(number) != 1 or divided:
+            break
+        found.append(j)
+        number = step.outs[0]
     return found
 
 
