@@ -189,7 +189,8 @@ def test_a_new_bias_is_scaled_with_its_weight(wrap):
             super().__init__()
             self.a, self.o, self.heads = nn.Linear(12, 16), nn.Linear(24, 5), 4
             self.q, self.k, self.v = (nn.Linear(16, 24, bias=False) for _ in "qkv")
-            wrap(self.q), wrap(self.k)
+            wrap(self.q)
+            wrap(self.k)
 
         def forward(self, x):
             b, n, _ = x.shape
@@ -226,6 +227,24 @@ def test_a_bias_that_has_another_use_takes_no_constant(forward):
         a=nn.Linear(12, 16), o=nn.Linear(16, 5), **drawn(w=(5, 16), d=(5,), e=(10,)),
     )  # fmt: skip
     check(model.requires_grad_(False), tokens(), report="applied more than once")
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        lambda e: e[torch.tensor([9, 3, 4])].sum(),
+        lambda e: (e * torch.arange(10)).sum(),
+        lambda e: (e + torch.rand(10)).sum(),
+    ],
+)
+@pytest.mark.parametrize("forward", [lambda y, number: y * number, lambda y, number: (y, number)])
+def test_a_bias_that_is_mixed_with_numbers_of_no_module_has_another_use(mixed, forward):
+    def run(s, x):
+        return forward(F.linear(F.softplus(s.a(x)), s.w, s.e[:5]), mixed(s.e))
+
+    model = Lam(run, a=nn.Linear(12, 16), **drawn(w=(5, 16), e=(10,))).double().eval()
+    _, plan = sc.shrink(model, tokens().double(), sc.random(0), channels=0.5)
+    assert not plan.metrics()["exact"]
 
 
 # ---------------------------------------------------------------- addmm

@@ -20,7 +20,7 @@ from ..graph.groups import HARMLESS
 from ..graph.slots import owned_tensors
 from .ghosts import Ghosts
 from .operands import Loss
-from .rescale import Edit, Scale, mean_of_squares, sizes_in_formulas
+from .rescale import Edit, Scale, mean_of_squares, prepares, sizes_in_formulas
 from .wiring import Keep, Silence, tensors_in
 
 _ZERO_IS_NOTHING = HARMLESS | {"linalg_vector_norm"}  # over zeros these give what they give without them
@@ -244,7 +244,7 @@ def _users(flow: Silence, slot: Slot, steps: set[int]) -> set[int]:
     if slot.at is not None:
         held = {n: _entries(flow, n, slot.name) for n in found if n in flow.readers or n in flow.trace.record.returned}
         found = {n for n, at in held.items() if at is None or not set(at).isdisjoint(slot.at)}
-    users = {j for n in found for j in flow.readers.get(n, ()) if not flow.trace.steps[j].weights}
+    users = {j for n in found for j in flow.readers.get(n, ()) if not prepares(flow, flow.trace.steps[j])}
     if slot.new:  # other code that takes the weight goes without the bias
         return {j for j in users if flow.trace.steps[j].module == slot.name.rpartition(".")[0]}
     added = {j for j in users if flow.trace.steps[j].name in ("aten::add", "aten::add_")}

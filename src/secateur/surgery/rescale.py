@@ -84,7 +84,7 @@ def mean_of_squares(flow: Silence, cut: list[Atom], bad: dict[Atom, str]) -> lis
         other.atoms |= edit.atoms
         other.why = other.why or edit.why
     for i, step in enumerate(flow.trace.steps if found else ()):
-        used = () if step.weights else {w for n in tensors_in(step) for w in flow.origin.get(n, ())} & found.keys()
+        used = () if prepares(flow, step) else {w for n in tensors_in(step) for w in flow.origin.get(n, ())} & found.keys()
         beside |= {name for name in used if i not in known[name]}
     torn = _torn(flow, eps)
     for name, edit in found.items():
@@ -96,6 +96,11 @@ def mean_of_squares(flow: Silence, cut: list[Atom], bad: dict[Atom, str]) -> lis
             edit.why = edit.why or f"{name} is used outside of its RMSNorm too, and should be scaled inside only"
         bad |= dict.fromkeys(edit.atoms - bad.keys(), edit.why) if edit.why else {}
     return list(found.values())
+
+
+def prepares(flow: Silence, step: Step) -> bool:
+    """Whether what a step makes is known to be made of weights, so that those who read it are looked at instead."""
+    return bool(step.outs) and all(n in flow.origin for n in step.outs)
 
 
 def _torn(flow: Silence, eps: dict[tuple[str, str], dict[int, float]]) -> set[tuple[str, str]]:
