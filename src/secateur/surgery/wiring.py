@@ -191,10 +191,13 @@ class Silence:
         self.whole = trace.record.whole
         self.origin: dict[int, frozenset[str]] = {number: frozenset({name}) for number, name in trace.names.items()}
         self.makers: dict[int, int] = {}
+        drawn: set[int] = set()  # what hangs on random numbers
         for i, step in enumerate(trace.steps):
             self.makers |= dict.fromkeys((n for n in step.outs if n not in trace.names), i)
-            if step.weights and not is_random(step) and all(n in self.origin for n in tensors_in(step)):
-                made_of = frozenset().union(*(self.origin[n] for n in tensors_in(step)))
+            if is_random(step) or not drawn.isdisjoint(tensors_in(step)):
+                drawn.update(step.outs)
+            elif step.weights:
+                made_of = frozenset().union(*(self.origin.get(n, frozenset()) for n in tensors_in(step)))
                 self.origin |= {n: made_of for n in step.outs if n not in trace.names}
         self.known: dict[tuple[int, int, Atom], bool] = {}
         self._gone: dict[tuple[Expr, Atom], Tensor] = {}
