@@ -70,3 +70,12 @@ def test_a_padded_average_pool_before_the_mean_of_all_pixels_is_reported():
 def reasons(model, x):
     plan = sc.shrink(model.double().eval(), x.double(), sc.random(0), channels=0.5)[1]
     return [row.why or "" for row in plan.groups]
+
+
+@pytest.mark.parametrize("scaled", [{"beta": 0.5}, {"alpha": 0.5}])
+def test_what_a_scaled_sum_makes_of_its_bias_is_the_constant(scaled):
+    def forward(s, x):
+        return s.o(torch.addmm(s.b, x[0], s.w, **scaled))
+
+    parts = {"b": nn.Parameter(torch.ones(16)), "w": nn.Parameter(torch.ones(12, 16)), "o": nn.Linear(16, 5)}
+    check(Lam(forward, **parts), tokens())

@@ -37,7 +37,7 @@ def _product(g: Ghosts, i: int, step: Step) -> list[Ghost] | None:
     bias, left, right = (None, *numbers[:2]) if kind in ("mm", "bmm") else numbers[:3]
     if kind == "linear":
         left, right, bias = (*numbers, None)[:3]
-    if left is None or right is None:
+    if left is None or right is None or any(step.kwargs.get(k, 1) != 1 for k in ("alpha", "beta")):
         return None
     inner = len(g.trace.axes[left]) - 1, (1 if kind == "linear" else len(g.trace.axes[right]) - 2)
     return [_contract(g, i, step, (left, right), inner, bias)]
