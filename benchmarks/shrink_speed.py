@@ -217,12 +217,12 @@ def growth(rounds: int = 3) -> None:
     show("Growth: time over layers, then over weights (1 is linear)", ("Llama", "parameters", "time", "over the first"), rows)
 
 
-def latency(device: str, batch: int, precision: str, depth: float | None) -> None:
+def latency(device: str, batch: int, precision: str, depth: float | None, multiple_of: int) -> None:
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     rows = []
     for name, blocks in {"ResNet-50": depth, "ViT-B/16": None}.items():
         build, _ = MODELS[name]
-        budget: dict[str, Any] = {"flops": 0.5, "multiple_of": 8, "depth": blocks}
+        budget: dict[str, Any] = {"flops": 0.5, "multiple_of": multiple_of, "depth": blocks}
         model, x = build().eval().to(device), image(batch).to(device)
         small, plan = shrink(model, x, sc.magnitude, **budget)
         if precision == "bfloat16":
@@ -252,7 +252,7 @@ def latency(device: str, batch: int, precision: str, depth: float | None) -> Non
             ]
         )
     header = ("model", "batch", "cut", "FLOPs left", "dense", "small", "faster", "at least 1.7x")
-    show(f"Eager inference at flops=0.5, multiple_of=8, in {precision}, on {device}", header, rows)
+    show(f"Eager inference at flops=0.5, multiple_of={multiple_of}, in {precision}, on {device}", header, rows)
 
 
 def main() -> None:
@@ -262,6 +262,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--precision", choices=("tf32", "float32", "bfloat16"), default="tf32", help="of convolutions on a GPU")
     parser.add_argument("--depth", type=float, help="latency of the ResNet: this share of its blocks stays, then channels")
+    parser.add_argument("--multiple-of", type=int, default=8, help="latency: what every size that is cut is a multiple of")
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.manual_seed(0)
@@ -270,7 +271,7 @@ def main() -> None:
         peak(given.peak)
         return
     print(machine())
-    timed = given.device, given.batch, given.precision, given.depth
+    timed = given.device, given.batch, given.precision, given.depth, given.multiple_of
     parts = {"cost": cost, "memory": memory, "growth": growth, "latency": lambda: latency(*timed)}
     for part in given.parts:
         if part not in parts:

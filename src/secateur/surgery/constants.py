@@ -19,7 +19,7 @@ from ..graph import Atom, Expr, Group, Trace, atoms, keep_mask, norm
 from ..graph.groups import HARMLESS
 from ..graph.slots import owned_tensors
 from .ghosts import Ghosts
-from .operands import Loss
+from .operands import Loss, is_scaled
 from .rescale import Edit, Scale, mean_of_squares, prepares, sizes_in_formulas
 from .wiring import Keep, Silence, tensors_in
 
@@ -109,11 +109,10 @@ def _collective(trace: Trace, atom: Atom) -> str | None:
 
 
 class Slot(NamedTuple):
-    """A bias that a consumer adds to dim `dim` of its output; `new`: the parameter is None so far. `at`: the entries that are
+    """A bias that a consumer adds to an axis of its output; `new`: the parameter is None so far. `at`: the entries that are
     added there, where they are a part of the parameter."""
 
     name: str
-    dim: int
     new: bool
     axis: Expr
     at: tuple[int, ...] | None = None
@@ -130,8 +129,7 @@ def find_slot(flow: Silence, i: int) -> Slot | None:
         bias, data, weight = given[:3] if kind.startswith(("add", "badd")) else (None, *given[:2])
     else:
         return None
-    scaled = any(step.kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
-    if weight is None or data is None or not step.outs or scaled:
+    if weight is None or data is None or not step.outs or is_scaled(step):
         return None
     names = flow.origin.get(weight, frozenset())
     if not names:  # a weight on the left makes rows, and biases are added to columns
@@ -139,13 +137,13 @@ def find_slot(flow: Silence, i: int) -> Slot | None:
     axes = trace.axes[step.outs[0]]
     dim = len(trace.axes[data]) - len(trace.axes[weight]) + 1 if "conv" in kind else len(axes) - 1
     if bias is None:
-        slot = _beside(flow, i, names, dim, axes[dim])
+        slot = _beside(flow, i, names, axes[dim])
         bias = _added(flow, step.outs[0]) if slot is None and dim == len(axes) - 1 else None
-        return slot if bias is None else _part(flow, bias, dim, axes[dim])
-    return _part(flow, bias, dim, axes[dim])
+        return slot if bias is None else _part(flow, bias, axes[dim])
+    return _part(flow, bias, axes[dim])
 
 
-def _part(flow: Silence, number: int, dim: int, axis: Expr) -> Slot | None:
+def _part(flow: Silence, number: int, axis: Expr) -> Slot | None:
     """The parameter that a bias is, or the part of one."""
     names = flow.origin.get(number, frozenset())
     name = next(iter(names)) if len(names) == 1 else ""
@@ -154,7 +152,7 @@ def _part(flow: Silence, number: int, dim: int, axis: Expr) -> Slot | None:
     at = _entries(flow, number, name)
     if at is None or len(at) != axis.size or len(set(at)) != len(at):
         return None
-    return Slot(name, dim, False, axis, None if at == tuple(range(len(flow.parameters[name]))) else at)
+    return Slot(name, False, axis, None if at == tuple(range(len(flow.parameters[name]))) else at)
 
 
 def _entries(flow: Silence, number: int, name: str) -> tuple[int, ...] | None:
@@ -179,14 +177,14 @@ def _entries(flow: Silence, number: int, name: str) -> tuple[int, ...] | None:
     return tuple(at.tolist()) if inside and all(torch.equal(seen(v), v[at]) for v in (others, -others)) else None
 
 
-def _beside(flow: Silence, i: int, names: frozenset[str], dim: int, axis: Expr) -> Slot | None:
+def _beside(flow: Silence, i: int, names: frozenset[str], axis: Expr) -> Slot | None:
     """The bias that the layer which runs the step has been made without."""
     path = flow.trace.steps[i].module
     owner = flow.trace.model.get_submodule(path)
     if type(owner).forward not in _ADDING or owner._parameters.get("bias", ...) is not None:
         return None
     own = any(p is flow.parameters.get(n) for p in owner.parameters() for n in names)  # not what a hook before it does
-    return Slot(f"{path}.bias".lstrip("."), dim, True, norm(axis)) if own else None
+    return Slot(f"{path}.bias".lstrip("."), True, norm(axis)) if own else None
 
 
 def _added(flow: Silence, number: int) -> int | None:

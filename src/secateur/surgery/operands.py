@@ -62,6 +62,11 @@ def is_random(step: Step) -> bool:
     return given.get("training", given.get("train")) is not False
 
 
+def is_scaled(step: Step) -> bool:
+    """Whether a sum of a product and a bias takes either of them some other number of times than once."""
+    return any(step.kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
+
+
 def call(step: Step, stand: Mapping[int, Tensor], func: Any = None) -> Any:
     """The operator on stand-ins for its tensors; `func` instead of it, on its first two arguments."""
 

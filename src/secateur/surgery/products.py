@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..graph import Atom, atoms, keep_mask
 from ..graph.tracer import Ref, Step
-from .operands import PASSING, Ghost, Loss, once, once_along, same, where, wide
+from .operands import PASSING, Ghost, Loss, is_scaled, once, once_along, same, where, wide
 from .wiring import tensors_in
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def _product(g: Ghosts, i: int, step: Step) -> list[Ghost] | None:
     bias, left, right = (None, *numbers[:2]) if kind in ("mm", "bmm") else numbers[:3]
     if kind == "linear":
         left, right, bias = (*numbers, None)[:3]
-    if left is None or right is None or any(step.kwargs.get(k, 1) != 1 for k in ("alpha", "beta")):
+    if left is None or right is None or is_scaled(step):
         return None
     inner = len(g.trace.axes[left]) - 1, (1 if kind == "linear" else len(g.trace.axes[right]) - 2)
     return [_contract(g, i, step, (left, right), inner, bias)]

@@ -242,10 +242,6 @@ class Silence:
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.trace.model.named_parameters())
 
-    def cut_atoms(self, number: int) -> list[Atom]:
-        """The atoms of a tensor that lose units."""
-        return list(dict.fromkeys(a for e in self.trace.axes[number] for a in atoms(e) if a in self.keep))
-
     def made_of_weights(self, number: int) -> bool:
         return number in self.origin
 
