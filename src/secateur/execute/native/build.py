@@ -49,7 +49,8 @@ def _features_of(cpu: str) -> frozenset[str]:
     avx2 = frozenset({"avx2", "fma", "f16c", "popcnt", "bmi2"})
     avx512 = avx2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
     known = {"x86-64-v3": avx2, "haswell": avx2, "znver3": avx2, "x86-64-v4": avx512, "skylake-avx512": avx512}
-    known |= {"znver4": avx512 | {"avx512vbmi2", "avx512bf16"}, "sapphirerapids": avx512 | {"avx512vbmi2", "avx512bf16"}}
+    newer = avx512 | {"avx512vbmi2", "avx512bf16"}
+    known |= {"znver4": newer, "sapphirerapids": newer | {"amx-tile", "amx-bf16"}}
     return known.get(cpu, frozenset())
 
 
@@ -57,6 +58,15 @@ def has(*features: str) -> bool:
     """Kernels can be built here, for a CPU with all of these."""
     found = target()
     return found is not None and found[1].issuperset(features)
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether kernels may use tile registers of bfloat16 (AMX), which Linux gives to a process that asks."""
+    if sys.platform != "linux" or not has("amx-tile", "amx-bf16", "avx512bw", "avx512vbmi2", "avx512bf16"):
+        return False
+    arch_prctl, ask, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, ask, tile_data) == 0
 
 
 def reads_halves() -> bool:

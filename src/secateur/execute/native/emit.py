@@ -223,6 +223,10 @@ class Code:
     def _pointer(self, address: Value) -> Any:
         return self.builder.inttoptr(address.raw, ir.PointerType())
 
+    def pointer(self, address: Value) -> Value:
+        """An address as intrinsics take it."""
+        return Value(self, self._pointer(address))
+
     def load(self, address: Value, kind: ir.Type, align: int | None = None) -> Value:
         scalar = kind.element if isinstance(kind, ir.VectorType) else kind
         return Value(self, self.builder.load(self._pointer(address), typ=kind, align=align or size_of(scalar)))

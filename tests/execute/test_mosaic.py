@@ -1,0 +1,154 @@
+"""Tiles of bfloat16: where the CPU has no tile registers, the kernel still runs, with their instructions done in Python."""
+
+import ctypes
+
+import pytest
+import torch
+from llvmlite import ir
+
+from secateur.execute import mosaic
+from secateur.execute.native import build
+from secateur.execute.native import mosaic as kernels
+from secateur.execute.native.emit import I64, Value
+
+from .patterns import pruned
+from .test_formats import near
+
+AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi2"})
+
+
+class Registers:
+    """Eight tiles of 16 lines of 64 bytes, and what the instructions do with them."""
+
+    def __init__(self) -> None:
+        self.tiles = torch.zeros(8, 16, 64, dtype=torch.uint8)
+        self.used: set[str] = set()
+
+    def ldtilecfg(self, place: int) -> None:
+        told = torch.frombuffer((ctypes.c_uint8 * 64).from_address(place), dtype=torch.uint8)
+        assert told[0] == 1
+        assert told[16:32].view(torch.int16).tolist() == [64] * 8
+        assert told[48:56].tolist() == [16] * 8
+
+    def tilerelease(self) -> None:
+        self.tiles.zero_()
+
+    def tilezero(self, tile: int) -> None:
+        self.tiles[tile] = 0
+
+    def tileloadd64(self, tile: int, place: int, stride: int) -> None:
+        for i in range(16):
+            ctypes.memmove(self.tiles[tile, i].data_ptr(), place + i * stride, 64)
+
+    def tilestored64(self, tile: int, place: int, stride: int) -> None:
+        for i in range(16):
+            ctypes.memmove(place + i * stride, self.tiles[tile, i].data_ptr(), 64)
+
+    def tdpbf16ps(self, total: int, left: int, right: int) -> None:
+        """[row][column] += pairs of the row on the left times pairs of the column on the right."""
+        rows = self.tiles[left].view(torch.bfloat16).float()
+        columns = self.tiles[right].view(torch.bfloat16).view(16, 16, 2).transpose(0, 1).reshape(16, 32).float()
+        self.tiles[total].view(torch.float32).add_(rows @ columns.t())
+
+
+@pytest.fixture
+def registers(monkeypatch, tmp_path):
+    if not build.has("avx2"):
+        pytest.skip("not an x86 with AVX2")
+    done, kept = Registers(), {}
+
+    def in_python(code, name, *arguments):
+        def call(*numbers):
+            done.used.add(name)
+            getattr(done, name)(*numbers)
+
+        kept[name] = kept.get(name) or ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(arguments))(call)
+        raw = [each.raw if isinstance(each, Value) else ir.Constant(I64, each) for each in arguments]
+        raw = [code.builder.ptrtoint(each, I64) if isinstance(each.type, ir.PointerType) else each for each in raw]
+        kind = ir.FunctionType(ir.VoidType(), [I64] * len(raw)).as_pointer()
+        address = ir.Constant(I64, ctypes.cast(kept[name], ctypes.c_void_p).value)
+        code.builder.call(code.builder.inttoptr(address, kind), raw)
+
+    cpu, features = build.target()
+    build._target_machine()  # stays that of this CPU
+    monkeypatch.setattr(kernels, "_tile", in_python)
+    monkeypatch.setattr(build, "target", lambda: (cpu, features | AVX512))
+    monkeypatch.setattr(build, "has_tiles", lambda: True)
+    monkeypatch.setenv("SECATEUR_CACHE", str(tmp_path))
+    build.kernel.cache_clear()
+    yield done
+    build.kernel.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "batch", "pattern", "sparsity"),
+    [
+        (1, 1, 1, "1x1", 0.0),
+        (16, 32, 16, "1x1", 0.5),
+        (17, 33, 5, "1x1", 0.5),
+        (64, 64, 64, "1x1", 1.0),  # no tile at all
+        (272, 300, 33, "16x16", 0.8),  # more than one piece, with some panels of the last; tiles that are not there
+        (40, 520, 130, "2:4", 0.5),  # three blocks of columns; all sizes of groups of tiles
+        (20, 64, 600, "1x1", 0.8),  # two strips of inputs
+    ],
+)
+def test_kernel_computes_what_dense_does(registers, rows, columns, batch, pattern, sparsity):
+    matrix = pruned(rows, columns, pattern, sparsity, torch.bfloat16, 0)
+    packed = mosaic.MOSAIC.pack(matrix, ())
+    wide = torch.randn(batch, columns + 3).bfloat16()
+    for x in (wide[:, :columns], wide[:, 3:].contiguous(), wide.t().contiguous().t()[:, :columns]):
+        for bias in (None, torch.randn(rows).bfloat16(), torch.randn(rows)):
+            y = mosaic.MOSAIC.linear(x, packed, bias, rows, ())
+            assert y.shape == (batch, rows)
+            assert y.dtype == torch.bfloat16
+            assert near(y, x, matrix, bias, torch.bfloat16)
+    assert {"ldtilecfg", "tilezero", "tilestored64", "tilerelease"} <= registers.used
+    assert ("tdpbf16ps" in registers.used) == (sparsity < 1)
+
+
+def test_results_are_rounded_as_torch_rounds_them(registers):
+    """One weight of one to each row, so that what comes out is what went in, plus a bias that takes it between two halves."""
+    x = torch.randn(16, 32).bfloat16()
+    x[0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
+    bias = torch.randn(32) * 1e-2
+    y = mosaic.MOSAIC.linear(x[1:], mosaic.MOSAIC.pack(torch.eye(32).bfloat16(), ()), bias, 32, ())
+    assert torch.equal(y, (x[1:].float() + bias).bfloat16())
+    y = mosaic.MOSAIC.linear(x[:1], mosaic.MOSAIC.pack(torch.eye(1, 32).bfloat16(), ()), None, 1, ())
+    assert y.isnan().all()
+
+
+def test_tiles_that_are_empty_are_not_stored():
+    matrix = torch.zeros(64, 128, dtype=torch.bfloat16)
+    matrix[16:32, 32:64] = 1
+    values, masks, index, counts, starts = mosaic.MOSAIC.pack(matrix, ())
+    assert values.numel() == 16 * 32
+    assert masks.numel() == (1 + mosaic.LEAD) * 64
+    assert index.tolist() == [1]
+    assert counts.tolist() == [0, 1] + [0] * 14
+    assert starts.tolist() == [0, 0]
+
+
+def test_kernel_is_made_of_tile_instructions(monkeypatch):
+    if not build.has("avx2"):
+        pytest.skip("not an x86")
+    monkeypatch.setenv("SECATEUR_CPU", "sapphirerapids")
+    for each in (build.target, build._target_machine):
+        each.cache_clear()
+    try:
+        text = build.assembly(kernels.multiply("k", build.target()[1], mosaic.RING, mosaic.LEAD))
+    finally:
+        monkeypatch.undo()
+        for each in (build.target, build._target_machine):
+            each.cache_clear()
+    assert {"tdpbf16ps", "tileloadd", "vpexpandw"} <= {line.split()[0] for line in text.splitlines() if line.split()}
+
+
+def test_process_without_tile_registers_does_without(monkeypatch):
+    """Also where somebody says that the CPU is another: the system is asked, and says no."""
+    layer = torch.randn(32, 64).bfloat16()
+    packed = mosaic.MOSAIC.pack(layer, ())
+    monkeypatch.setattr(build, "has_tiles", lambda: False)
+    x = torch.randn(8, 64).bfloat16()
+    assert mosaic.MOSAIC.linear(x, packed, None, 32, ()) is None
+    y = torch.ops.secateur.linear(x, list(packed), None, "mosaic", 32, 64, [])
+    torch.testing.assert_close(y, x @ layer.t())
