@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from .trace import Trace
 
 Variable = Hashable  # an atom, or the id of an attribute that the constraints leave open
 _STEPS = 20_000  # values tried before the best answer so far is taken
+_MANY = 100_000  # results that a search remembers
 
 
 @dataclass
@@ -39,13 +41,9 @@ def plan_counts(trace: Trace, wanted: Mapping[Group, int], multiple_of: int = 1)
         if not 1 <= count <= group.size:
             raise ValueError(f"{group}: wanted {count} units; possible are 1 to {group.size}")
     atoms_of = {group.atom: group for group in wanted}
-    rules = [c for c in trace.constraints if any(v in atoms_of for v in c.variables)]
-    rules += _multiples(trace, atoms_of, multiple_of)
-    search = Search({g.atom: n for g, n in wanted.items()}, rules)
     counts: dict[Group, int] = {}
     moved: dict[Group, str] = {}
-    for members, own in search.classes():
-        answer = search.best(members, own)
+    for members, own, answer in _search(trace, atoms_of, multiple_of).answers({g.atom: n for g, n in wanted.items()}):
         for atom in members:
             if isinstance(atom, Atom):
                 group = atoms_of[atom]
@@ -63,18 +61,18 @@ def _reason(wanted: int, count: int, rules: Sequence[Constraint], solved: bool) 
 _LONG, _LANES = 32, 8  # an inner axis this long stays a multiple of this: kernels run along it, and stumble over other lengths
 
 
-_known: WeakKeyDictionary[Trace, dict[Any, list[Constraint]]] = WeakKeyDictionary()  # a search asks many times
+_known: WeakKeyDictionary[Trace, dict[Any, Search]] = WeakKeyDictionary()  # a budget asks many times, for nearly the same
 
 
-def _multiples(trace: Trace, free: Mapping[Atom, Group], multiple: int) -> list[Constraint]:
-    known = _known.setdefault(trace, {})
-    key = (multiple, frozenset(free))
+def _search(trace: Trace, free: Mapping[Atom, Group], multiple: int) -> Search:
+    known, key = _known.setdefault(trace, {}), (multiple, *free)
     if key not in known:
-        known[key] = _find_multiples(trace, free, multiple)
+        rules = [c for c in trace.constraints if any(v in free for v in c.variables)]
+        known[key] = Search(free, rules + _multiples(trace, free, multiple))
     return known[key]
 
 
-def _find_multiples(trace: Trace, free: Mapping[Atom, Group], multiple: int) -> list[Constraint]:
+def _multiples(trace: Trace, free: Mapping[Atom, Group], multiple: int) -> list[Constraint]:
     found: dict[Any, Constraint] = {}
     for axes in trace.dims.values():
         for term, inner in (t for e in axes for t in _terms(e)):
@@ -99,20 +97,57 @@ def _terms(e: Expr) -> Iterable[tuple[Expr, bool]]:
     return [(e, False)]
 
 
+def _form(c: Constraint) -> tuple[Any, list[tuple[Variable, int]]]:
+    """A constraint without its names, and these in order, each with the size that it has."""
+    names: list[tuple[Variable, int]] = []
+
+    def walk(x: Any) -> Any:
+        if isinstance(x, Const):
+            return x.value
+        if isinstance(x, Dim):
+            return walk(norm(x.expr))
+        if isinstance(x, Op):
+            return x.function.__name__, walk(x.left), walk(x.right)
+        if hasattr(x, "parts"):
+            return type(x).__name__, *map(walk, x.parts)
+        names.append((x, x.size) if isinstance(x, Atom) else (x.id, x.old))
+        return "?"
+
+    return (c.compare.__name__, c.outcome, walk(c.left), walk(c.right)), names
+
+
 class Search:
     """Branch and bound over counts: filter by constraints with one open variable, split into independent parts, try values."""
 
-    def __init__(self, wanted: Mapping[Atom, int], rules: Sequence[Constraint]) -> None:
-        self.wanted, self.rules = wanted, rules
+    def __init__(self, free: Iterable[Atom], rules: Sequence[Constraint]) -> None:
+        self.free, self.rules = dict.fromkeys(free), rules
+        self.wanted: Mapping[Atom, int] = {}
         self.watching: dict[Variable, list[Constraint]] = {}
         for c in rules:
             for v in c.variables:
                 self.watching.setdefault(v, []).append(c)
+        every = dict.fromkeys([*self.free, *(v for c in self.rules for v in self.open_in(c, {}))])
+        self.classes = self.components(list(every), {})
         self.steps = 0
+        # What was found out, for later questions.
+        self.known: dict[Any, dict[Variable, int] | None] = {}
         self.memo: dict[Any, tuple[float, list[int]] | None] = {}
+        self.tables: dict[Any, np.ndarray] = {}
+        self.forms: dict[Constraint, tuple[Any, list[tuple[Variable, int]]]] = {}
+
+    def answers(
+        self, wanted: Mapping[Atom, int]
+    ) -> Iterable[tuple[list[Variable], list[Constraint], dict[Variable, int] | None]]:
+        """The variables that constraints connect, with these and the best values, or None where none were found."""
+        self.wanted = wanted
+        for number, (members, rules) in enumerate(self.classes):
+            key = number, *(wanted.get(v) for v in members)  # type: ignore[arg-type]
+            if key not in self.known:
+                self.known[key] = self.best(members, rules)
+            yield members, rules, self.known[key]
 
     def open_in(self, c: Constraint, fixed: Mapping[Variable, int]) -> list[Variable]:
-        return [v for v in c.variables if v not in fixed and (v in self.wanted or not isinstance(v, Atom))]
+        return [v for v in c.variables if v not in fixed and (v in self.free or not isinstance(v, Atom))]
 
     def cost(self, v: Variable, values: Any) -> Any:
         return abs(values - self.wanted[v]) / v.size if isinstance(v, Atom) else 0.0 * values
@@ -128,11 +163,6 @@ class Search:
                 if isinstance(leaf, Attr) and leaf.id == v:
                     return leaf.old
         raise KeyError(v)
-
-    def classes(self) -> list[tuple[list[Variable], list[Constraint]]]:
-        """Variables that constraints connect, with their constraints."""
-        every = dict.fromkeys([*self.wanted, *(v for c in self.rules for v in self.open_in(c, {}))])
-        return self.components(list(every), {})
 
     def components(
         self, members: list[Variable], fixed: Mapping[Variable, int]
@@ -159,19 +189,22 @@ class Search:
         if not rules:  # nothing is in the way
             return {v: self.wanted[v] for v in members if isinstance(v, Atom)}
         self.steps = 0
+        for kept in (self.memo, self.tables):
+            if len(kept) >= _MANY:
+                kept.clear()
         answer = self.solve(members, rules, {}, {v: self.domain(v) for v in members}, float("inf"))
         return answer and answer[1]
 
     def solve(
         self,
         members: list[Variable],
-        rules: list[Constraint],
+        news: list[Constraint],
         fixed: dict[Variable, int],
         domains: dict[Variable, np.ndarray],
         bound: float,
     ) -> tuple[float, dict[Variable, int]] | None:
-        """The cheapest values for `members` below `bound`, or None."""
-        narrowed = self.narrow(rules, fixed, domains)
+        """The cheapest values for `members` below `bound`, or None. `news`: constraints that may say more than before."""
+        narrowed = self.narrow(news, fixed, domains)
         if narrowed is None:
             return None
         fixed, domains = narrowed
@@ -203,7 +236,8 @@ class Search:
         if key in self.memo:
             known = self.memo[key]
             return known and ((known[0], dict(zip(part, known[1]))) if known[0] < bound else None)
-        hub = max(part, key=lambda v: sum(v in c.variables for c in rules))
+        often = Counter(v for c in rules for v in c.variables)
+        hub = max(part, key=lambda v: often[v])
         costs = self.cost(hub, domains[hub])
         best: tuple[float, dict[Variable, int]] | None = None
         for i in np.argsort(costs, kind="stable"):
@@ -211,9 +245,9 @@ class Search:
             if costs[i] >= limit or self.steps > _STEPS:
                 break
             self.steps += 1
-            found = self.solve(part, rules, {**fixed, hub: int(domains[hub][i])}, domains, limit)
+            found = self.solve(part, self.watching[hub], {**fixed, hub: int(domains[hub][i])}, domains, limit)
             best = found or best
-        if best is not None or bound == float("inf"):
+        if self.steps <= _STEPS and (best is not None or bound == float("inf")):
             self.memo[key] = best and (best[0], [best[1][v] for v in part])
         return best
 
@@ -225,46 +259,35 @@ class Search:
         domains: Mapping[Variable, np.ndarray],
     ) -> Any:
         """A value that is equal for parts that differ in names only, such as the layers of one model."""
-        number = {v: i for i, v in enumerate(part)}
+        number = {v: -1 - i for i, v in enumerate(part)}
 
-        def renamed(x: Any) -> Any:
-            if isinstance(x, Atom):
-                return ("var", number[x]) if x in number else fixed.get(x, x.size)
-            if isinstance(x, Dim):
-                return renamed(norm(x.expr))
-            if isinstance(x, Op):
-                return x.function.__name__, renamed(x.left), renamed(x.right)
-            if isinstance(x, Const):
-                return x.value
-            if hasattr(x, "parts"):
-                return (type(x).__name__, *map(renamed, x.parts))
-            return ("var", number[x.id]) if x.id in number else fixed.get(x.id, x.old)
+        def renamed(c: Constraint) -> Any:
+            if c not in self.forms:
+                self.forms[c] = _form(c)
+            form, leaves = self.forms[c]
+            return form, *(number.get(v) or fixed.get(v, size) for v, size in leaves)
 
         wants = tuple((self.wanted.get(v), v.size) if isinstance(v, Atom) else None for v in part)  # type: ignore[arg-type]
         ranges = tuple((len(domains[v]), int(domains[v].sum())) for v in part)
-        return wants, ranges, tuple((c.compare.__name__, c.outcome, renamed(c.left), renamed(c.right)) for c in rules)
+        return wants, ranges, tuple(map(renamed, rules))
 
     def narrow(
-        self, rules: list[Constraint], fixed: dict[Variable, int], domains: dict[Variable, np.ndarray]
+        self, news: list[Constraint], fixed: dict[Variable, int], domains: dict[Variable, np.ndarray]
     ) -> tuple[dict[Variable, int], dict[Variable, np.ndarray]] | None:
         """Drop values that a constraint with one open variable forbids, until nothing changes; None when none is left."""
-        fixed, domains, queue = dict(fixed), dict(domains), list(rules)
+        fixed, domains, queue = dict(fixed), dict(domains), list(news)
         while queue:
             c = queue.pop()
             left = self.open_in(c, fixed)
             if len(left) > 1:
                 continue
-            trial: dict[Any, Any] = {**fixed, **({left[0]: domains[left[0]]} if left else {})}
-            with np.errstate(divide="ignore", invalid="ignore"):
-                try:
-                    fine = np.asarray(c.holds(trial))
-                except ZeroDivisionError:
-                    return None
+            fine = self.table(c, left[0] if left else None, fixed)
             if not left:
-                if not bool(fine.all()):
+                if not fine[0]:
                     return None
                 continue
-            values = domains[left[0]][np.broadcast_to(fine, domains[left[0]].shape)]
+            values = domains[left[0]]
+            values = values[fine[values - 1]]
             if not len(values):
                 return None
             domains[left[0]] = values
@@ -272,3 +295,19 @@ class Search:
                 fixed[left[0]] = int(values[0])
                 queue += self.watching[left[0]]
         return fixed, domains
+
+    def table(self, c: Constraint, v: Variable | None, fixed: Mapping[Variable, int]) -> np.ndarray:
+        """For each value of `v`, from one on, whether the constraint holds; without one, whether it does. What else it speaks
+        of is fixed or stays whole."""
+        key = c, v, *(fixed.get(u) for u in c.variables)
+        found = self.tables.get(key)
+        if found is None:
+            values = np.ones(1, dtype=np.int64) if v is None else self.domain(v)
+            trial: dict[Any, Any] = dict(fixed) if v is None else {**fixed, v: values}
+            with np.errstate(divide="ignore", invalid="ignore"):
+                try:
+                    holds = np.asarray(c.holds(trial))
+                except ZeroDivisionError:
+                    holds = np.asarray(False)
+            self.tables[key] = found = np.broadcast_to(holds, values.shape)
+        return found

@@ -184,7 +184,7 @@ def _finish(
 
 
 def _nearest_halves(code: Code, numbers: Value) -> Value:
-    """The upper halves of floats, rounded to the nearest, to even in between. NaN stays NaN: a bit is set that is not cut off."""
+    """The upper halves of floats, rounded to the nearest, to even in between. NaN stays: a bit is set that is not cut off."""
     bits = code.cast(numbers, code.vector(SIDE, I32))
     rounded = bits + (bits >> 16 & 1) + 0x7FFF
     no_number = Value(code, code.builder.fcmp_unordered("uno", numbers.raw, numbers.raw))
