@@ -49,7 +49,8 @@ def run(code: str, **environment: str) -> str:
 @pytest.fixture
 def built_for(monkeypatch, tmp_path):
     """Pretend to be on another CPU, and forget what was built for this one."""
-    caches = (build.target, build.kernel, build._target_machine)
+    plans = tiled_formats._rows_plan, tiled_formats._planes_plan, tiled_formats._are_computed
+    caches = (build.target, build.kernel, build._target_machine, *plans)
 
     def pretend(cpu: str) -> None:
         monkeypatch.setenv("SECATEUR_CPU", cpu)

@@ -113,13 +113,14 @@ for _signature in (
 
 
 def linear(x: Tensor, buffers: Buffers, bias: Tensor | None, form: str, rows: int, columns: int, options: Options) -> Tensor:
-    if x.shape[-1] != columns:
-        raise ValueError(f"the compressed layer takes {columns} features in the last dimension, and got {tuple(x.shape)}")
-    flat = x if x.dim() == 2 else x.reshape(-1, columns)
-    y = FORMATS[form].linear(flat, buffers, bias, rows, options) if flat.numel() else None
+    shape = x.shape
+    if shape[-1] != columns:
+        raise ValueError(f"the compressed layer takes {columns} features in the last dimension, and got {tuple(shape)}")
+    flat = x if len(shape) == 2 else x.reshape(-1, columns)
+    y = None if 0 in shape else FORMATS[form].linear(flat, buffers, bias, rows, options)
     if y is None:
         y = F.linear(flat, *_as_seen(x, FORMATS[form].unpack(buffers, rows, columns, options), bias))
-    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], rows)
+    return y if len(shape) == 2 else y.reshape(*shape[:-1], rows)
 
 
 def _as_seen(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from .._tree import Packed
 from ..masks import unpack_bits
@@ -74,21 +75,16 @@ class Compressed(Packed):
             )
         if _AUTOCAST() and self.kind != "embedding":
             input = autocast(input)
-        compiling = torch.compiler.is_compiling()
-        if not compiling and transformed():
-            return self._dense(input)
-        own = self._buffers
-        held: Any = [own[name] for name in self.names]
-        shape, bias, grad = (
-            (self.form, self.rows, self.columns, self.options),
-            self._parameters["bias"],
-            torch.is_grad_enabled(),
-        )
+        held: Any = list(map(self._buffers.__getitem__, self.names))
+        bias = self._parameters["bias"]
+        shape = self.form, self.rows, self.columns, self.options
         # Nobody watches: the function itself, since the way through the dispatcher takes as long as a small layer.
-        plain = not (grad or compiling or watched()) and type(input) is Tensor and not input.is_neg()
+        plain = alone(input)
         if plain and self.kind == "linear":
             return linear(input, held, bias, *shape)
-        ops = torch.ops.secateur
+        if not torch.compiler.is_compiling() and transformed():
+            return self._dense(input)
+        ops, grad = torch.ops.secateur, torch.is_grad_enabled()
         if self.kind == "linear":
             return (ops.linear_grad if grad else ops.linear)(input, held, bias, *shape)
         if self.kind == "embedding":
@@ -198,13 +194,17 @@ class Compressed(Packed):
 
 
 _MODES, _TRACER = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
-_AUTOCAST = torch._C._is_any_autocast_enabled
+_AUTOCAST, _GRAD = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
 _LEVEL = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 
 
-def watched() -> bool:
-    """Whether something looks at operators as they run: a dispatch mode (a counter, fake tensors), a tracer."""
-    return bool(_MODES()) or _TRACER() is not None
+def alone(x: Tensor) -> bool:
+    """Whether nothing looks at operators as they run (a compiler, a dispatch mode, a tracer) or changes what they mean
+    (gradients, torch.func), so that the plain function does. All in one place: a call that other layers have driven out of
+    the cache takes its time from how much code it touches."""
+    if is_dynamo_compiling() or _GRAD() or _MODES() or _LEVEL() is not None or forward_ad._current_level >= 0:
+        return False
+    return type(x) is Tensor and _TRACER() is None and not x.is_neg()
 
 
 def autocast(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ weight whose inputs are mostly zero (gates). Values may be stored in half precis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from .find import Zeros, fill, pack_bits, unpack_bits
 from .formats import Buffers, Format, Options, Use, register
 from .native import build
+from .native.build import Kernel
 from .tiled import DTYPES, as_float, kernels_for, scratch
 
 FEW = 4  # rows of input up to which these formats are tried
@@ -27,16 +28,19 @@ def _here(use: Use, *features: str) -> bool:
     return use.kind == "linear" and use.device == "cpu" and max(use.rows) <= FEW and build.has(*features)
 
 
-def _by_rows(x: Tensor, bias: Tensor | None, rows: int, body: Callable[[int, int, int], None]) -> Tensor:
-    """Call `body(x, bias, y)` with the addresses of each row of inputs, as float32 padded to whole groups of columns."""
-    batch, columns = x.shape
+def _by_rows(kernel: Kernel, held: Sequence[int], x: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    """Run the kernel on each row of inputs, as float32 padded to whole groups of columns: the addresses of inputs, bias and
+    results go before what is held."""
+    (batch, columns), threads = x.shape, torch.get_num_threads()
     more = -columns % GROUP
-    seen = F.pad(x.float(), (0, more)).contiguous() if more or x.dtype != torch.float32 or not x.is_contiguous() else x
-    y, bias = x.new_empty((batch, rows), dtype=torch.float32), as_float(bias, rows)
-    one, extra, out = seen.data_ptr(), bias.data_ptr(), y.data_ptr()
+    plain = x.dtype == torch.float32
+    seen = x if plain and not more and x.is_contiguous() else F.pad(x.float(), (0, more)).contiguous()
+    extra = as_float(bias, rows)
+    y = seen.new_empty_strided((batch, rows), (rows, 1))
+    one, each, out = seen.data_ptr(), extra.data_ptr(), y.data_ptr()
     for i in range(batch):
-        body(one + i * (columns + more) * 4, extra, out + i * rows * 4)
-    return y if x.dtype == torch.float32 else y.to(x.dtype)
+        build.run(kernel, (one + i * (columns + more) * 4, each, out + i * rows * 4, *held), threads)
+    return y if plain else y.to(x.dtype)
 
 
 def _starts(counts: Tensor) -> Tensor:
@@ -87,12 +91,10 @@ def _gather_unpack(buffers: Buffers, rows: int, columns: int, options: Options) 
 
 
 def _gather_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
-    values, index, first, starts = buffers
+    values = buffers[0]
     if not kernels_for(x, values):
         return None
-    body, threads = build.kernel("single.gather", DTYPES[values.dtype]), torch.get_num_threads()
-    held = [starts.data_ptr(), first.data_ptr(), index.data_ptr(), values.data_ptr()]
-    return _by_rows(x, bias, rows, lambda seen, b, y: build.run(body, [seen, rows, *held, b, y], threads))
+    return _by_rows(build.kernel("single.gather", DTYPES[values.dtype]), (rows, *map(Tensor.data_ptr, buffers)), x, bias, rows)
 
 
 GATHER = register(
@@ -123,12 +125,10 @@ def _runs_unpack(buffers: Buffers, rows: int, columns: int, options: Options) ->
 
 
 def _runs_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
-    values, first, starts = buffers
+    values = buffers[0]
     if not kernels_for(x, values):
         return None
-    body, threads = build.kernel("single.runs", DTYPES[values.dtype]), torch.get_num_threads()
-    held = [starts.data_ptr(), first.data_ptr(), values.data_ptr()]
-    return _by_rows(x, bias, rows, lambda seen, b, y: build.run(body, [seen, rows, *held, b, y], threads))
+    return _by_rows(build.kernel("single.runs", DTYPES[values.dtype]), (rows, *map(Tensor.data_ptr, buffers)), x, bias, rows)
 
 
 RUNS = register(Format("runs", ("values", "first", "starts"), _runs_fits, _runs_pack, _runs_unpack, _runs_linear))
@@ -158,12 +158,11 @@ def _panels_unpack(buffers: Buffers, rows: int, columns: int, options: Options) 
 
 
 def _panels_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
-    (height,), (values, index, starts) = options, buffers
+    (height,), values = options, buffers[0]
     if not kernels_for(x, values):
         return None
-    body, threads = build.kernel("single.panels", height, DTYPES[values.dtype]), torch.get_num_threads()
-    held = [starts.data_ptr(), index.data_ptr(), values.data_ptr()]
-    return _by_rows(x, bias, rows, lambda seen, b, y: build.run(body, [seen, rows // height, *held, b, y], threads))
+    body = build.kernel("single.panels", height, DTYPES[values.dtype])
+    return _by_rows(body, (rows // height, *map(Tensor.data_ptr, buffers)), x, bias, rows)
 
 
 PANELS = register(
@@ -224,13 +223,12 @@ def _table(kind: str) -> Tensor:
 
 
 def _bitmask_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
-    values, masks, starts = buffers
+    values, masks, _ = buffers
     if not kernels_for(x, values) or values.dtype == torch.float16 or not build.has("avx2"):
         return None
-    kind, threads = DTYPES[values.dtype], torch.get_num_threads()
-    body, table = build.kernel("single.bitmask", kind), _table(kind)
-    held = [masks.shape[1], starts.data_ptr(), masks.data_ptr(), values.data_ptr(), table.data_ptr()]
-    return _by_rows(x, bias, rows, lambda seen, b, y: build.run(body, [seen, rows, *held, b, y], threads))
+    kind = DTYPES[values.dtype]
+    held = rows, masks.shape[1], *map(Tensor.data_ptr, (*buffers, _table(kind)))
+    return _by_rows(build.kernel("single.bitmask", kind), held, x, bias, rows)
 
 
 def _bitmask_embedding(x: Tensor, buffers: Buffers, columns: int, options: Options) -> Tensor:
@@ -276,8 +274,8 @@ def _columns_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int,
     width = max(512, -(-rows // threads // 8) * 8)
     memory = scratch(threads * (inputs + 1) * 2)
     body = build.kernel("single.columns", DTYPES[weight.dtype])
-    held = [inputs, weight.data_ptr(), rows, width, memory.data_ptr(), (inputs + 1) * 8]
-    return _by_rows(x, bias, rows, lambda seen, b, y: build.run(body, [seen, *held, b, y], threads))
+    held = inputs, weight.data_ptr(), rows, width, memory.data_ptr(), (inputs + 1) * 8
+    return _by_rows(body, held, x, bias, rows)
 
 
 BY_COLUMNS = register(Format("columns", ("values",), _columns_fits, _columns_pack, _columns_unpack, _columns_linear))

@@ -6,8 +6,9 @@ Columns come in blocks of 192 with a byte for the place in the block; `height` r
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -45,13 +46,18 @@ def as_float(bias: Tensor | None, rows: int) -> Tensor:
         return no_bias(rows)
     if not bias.is_cpu:
         raise RuntimeError(f"the bias is on {bias.device} and the inputs are on the CPU: move the model with .to()")
-    return bias.float().contiguous()
+    return bias if bias.dtype == torch.float32 and bias.is_contiguous() else bias.float().contiguous()
 
 
 def kernels_for(x: Tensor, values: Tensor) -> bool:
-    if not (x.is_cpu and values.is_cpu and x.dtype in DTYPES and values.dtype in DTYPES) or build.target() is None:
+    return x.is_cpu and values.is_cpu and _are_computed(x.dtype, values.dtype)
+
+
+@cache
+def _are_computed(*dtypes: torch.dtype) -> bool:
+    if build.target() is None or not DTYPES.keys() >= {*dtypes}:
         return False
-    return torch.float16 not in (x.dtype, values.dtype) or build.reads_halves()
+    return torch.float16 not in dtypes or build.reads_halves()
 
 
 def _fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
@@ -127,20 +133,16 @@ def _shape(rows: int, columns: int, height: int) -> tuple[int, ...]:
     return columns, WIDTH, -(-columns // WIDTH), rows // height, CHUNK // height
 
 
-def _places(buffers: Buffers) -> list[int]:
-    """Where the packed matrix is, in the order that kernels have it. The caller keeps the tensors alive."""
-    values, index, counts, order, used, starts = [each.data_ptr() for each in buffers]
-    return [starts, used, counts, order, index, values]
-
-
 @lru_cache(maxsize=1024)  # by shape; a layer is called with the same few again and again
 def _rows_plan(
     batch: int, columns: int, rows: int, height: int, seen: str, stored: str, threads: int
-) -> tuple[Any, int, int, int, tuple[int, ...]]:
+) -> tuple[Any, int, array[int]]:
+    """The kernel, how many floats of scratch it needs, and its arguments as far as the shape says them."""
     tile = _tile_of(batch, height)
     tiles, room = -(-batch // tile), (columns + CHUNK) * tile
     multiply = build.kernel("tiled.multiply_rows", height, tile, seen, stored)
-    return multiply, tiles, _splits(tiles, rows, threads), room, _shape(rows, columns, height)
+    known = batch, rows, tiles, _splits(tiles, rows, threads), room * 4, *_shape(rows, columns, height)
+    return multiply, threads * room, array("q", (*build.COUNTERS, *known))
 
 
 def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
@@ -152,19 +154,17 @@ def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options
 
 def product(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, height: int, seen: str, stored: str) -> Tensor:
     """x [batch, columns] times the packed matrix, as float32. "six": inputs are the six pairs of each two numbers of x."""
-    (batch, columns), threads = x.shape, torch.get_num_threads()
-    stride, one = x.stride()
+    (batch, columns), (stride, one), threads = x.shape, x.stride(), torch.get_num_threads()
     if one != 1:
         x, stride = x.contiguous(), columns
     columns *= 3 if seen == "six" else 1
-    multiply, tiles, splits, room, shape = _rows_plan(batch, columns, rows, height, seen, stored, threads)
-    memory, y, extra = (
-        scratch(threads * room),
-        torch.empty((batch, rows), dtype=torch.float32, device="cpu"),
-        as_float(bias, rows),
-    )
-    work = (x.data_ptr(), stride * x.element_size(), memory.data_ptr(), room * 4, tiles, splits, y.data_ptr(), batch, rows)
-    build.run(multiply, (*shape, *_places(buffers), extra.data_ptr(), *work), threads)
+    multiply, floats, known = _rows_plan(batch, columns, rows, height, seen, stored, threads)
+    memory, extra = scratch(floats), as_float(bias, rows)
+    y = memory.new_empty_strided((batch, rows), (rows, 1))  # of all ways to make a tensor the one that runs the least code
+    block = known[:]
+    block.extend(map(Tensor.data_ptr, (*buffers, extra, x, memory, y)))
+    block.append(stride * x.element_size())
+    build.start(multiply, block, threads)
     return y
 
 
@@ -197,7 +197,7 @@ def _conv(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: 
     source, memory = x.float().contiguous(), scratch(image + threads * room).data_ptr()
     y, bias = x.new_empty((x.shape[0], rows, *out), dtype=torch.float32), as_float(bias, rows)
     places = (
-        *_places(buffers),
+        *map(Tensor.data_ptr, buffers),
         bias.data_ptr(),
         memory,
         corners.data_ptr(),

@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache, lru_cache
 from importlib import import_module
@@ -205,19 +205,23 @@ def _pool() -> tuple[Any, int] | None:
     return None
 
 
-def run(body: Kernel, arguments: Sequence[int], threads: int) -> None:
-    """Run a kernel on several threads. Arguments 0 and 1 are counters at zero: the next piece, and the next thread."""
-    _start(body, array("q", (0, 0, *arguments)), _pool() if threads > 1 else None, threads)
+COUNTERS = (0, 0)  # the first arguments of a kernel: the next piece of work, and the next thread
 
 
-def run_in_steps(body: Kernel, arguments: Sequence[int], threads: int) -> None:
+def run(body: Kernel, arguments: Iterable[int], threads: int) -> None:
+    """Run a kernel on several threads."""
+    start(body, array("q", (*COUNTERS, *arguments)), threads)
+
+
+def run_in_steps(body: Kernel, arguments: Iterable[int], threads: int) -> None:
     """The same for a kernel of two steps: three counters, of threads and of the pieces of each step, and where to wait."""
     pool = _pool() if threads > 1 else None
-    _start(body, array("q", (0, 0, 0, pool[1] if pool else 0, *arguments)), pool, threads)
+    run(body, (0, pool[1] if pool else 0, *arguments), threads)
 
 
-def _start(body: Kernel, block: array[int], pool: tuple[Any, int] | None, threads: int) -> None:
-    address, _ = block.buffer_info()
+def start(body: Kernel, block: array[int], threads: int) -> None:
+    """Run a kernel whose arguments, counters and all, stand in a block that is only for this call."""
+    pool, (address, _) = _pool() if threads > 1 else None, block.buffer_info()
     if pool is None:
         body(address)
     else:

@@ -22,7 +22,7 @@ def _each_row(code: Code, rows: Value, bias: Value, y: Value, together: int = 1)
 def gather(name: str, features: frozenset[str], stored: str) -> str:
     """Rows as groups of eight: eight values, a byte each for the column after the group's first, and that first column."""
     code, kind = Code(name, features), STORED[stored]
-    x, rows, starts, first, index, values, bias, y = (code.argument(i) for i in range(2, 10))
+    x, bias, y, rows, values, index, first, starts = (code.argument(i) for i in range(2, 10))
     pieces, finish = _each_row(code, rows, bias, y)
     chains = 4
 
@@ -57,7 +57,7 @@ def gather(name: str, features: frozenset[str], stored: str) -> str:
 def runs(name: str, features: frozenset[str], stored: str) -> str:
     """Rows as runs of eight columns side by side: eight values and the first column."""
     code, kind = Code(name, features), STORED[stored]
-    x, rows, starts, first, values, bias, y = (code.argument(i) for i in range(2, 9))
+    x, bias, y, rows, values, first, starts = (code.argument(i) for i in range(2, 9))
     pieces, finish = _each_row(code, rows, bias, y)
     chains = 4
     with pieces as piece, code.loop(piece * ROWS, code.least(piece * ROWS + ROWS, rows)) as row:
@@ -81,7 +81,7 @@ def runs(name: str, features: frozenset[str], stored: str) -> str:
 def panels(name: str, features: frozenset[str], height: int, stored: str) -> str:
     """`height` rows share a list of columns: each input meets a vector of weights, and no sum over lanes is needed."""
     code, kind = Code(name, features), STORED[stored]
-    x, count, starts, index, values, bias, y = (code.argument(i) for i in range(2, 9))
+    x, bias, y, count, values, index, starts = (code.argument(i) for i in range(2, 9))
     vectors, chains, per_piece = height // GROUP, 4, ROWS // height
     with (
         code.pieces(code.argument_address(0), (count + per_piece - 1) // per_piece) as piece,
@@ -118,7 +118,7 @@ def bitmask(name: str, features: frozenset[str], stored: str) -> str:
     Floats: the lane that each takes its value from (8 numbers), with the sign bit set where there is none.
     """
     code, kind = Code(name, features), STORED[stored]
-    x, rows, groups, starts, masks, values, table, bias, y = (code.argument(i) for i in range(2, 11))
+    x, bias, y, rows, groups, values, masks, starts, table = (code.argument(i) for i in range(2, 11))
     size, together = size_of(kind), 4
     pieces, finish = _each_row(code, rows, bias, y, together=1)
     expands = kind == BF16 and {"avx512bw", "avx512vbmi2", "bmi2"} <= features
@@ -207,7 +207,7 @@ def columns(name: str, features: frozenset[str], stored: str) -> str:
     Eight columns at a time are added to a slice of the outputs, so that memory is read in long runs.
     """
     code, kind = Code(name, features), STORED[stored]
-    x, inputs, weight, rows, width, scratch, scratch_size, bias, y = (code.argument(i) for i in range(2, 11))
+    x, bias, y, inputs, weight, rows, width, scratch, scratch_size = (code.argument(i) for i in range(2, 11))
     lanes, size, streams = 8, size_of(kind), 8
     active = scratch + code.take(code.argument_address(1)) * scratch_size
     count = Variable(code, code.number(0))

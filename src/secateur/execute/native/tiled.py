@@ -119,7 +119,7 @@ class _Matrix:
     def __init__(self, code: Code, first: int, height: int, tile: int, kind: ir.Type):
         self.code, self.height, self.tile, self.kind = code, height, tile, kind
         self.inputs, self.width, self.blocks, self.panels, self.chunk = (code.argument(first + i) for i in range(5))
-        self.starts, self.used, self.counts, self.order, self.index, self.values, self.bias = (
+        self.values, self.index, self.counts, self.order, self.used, self.starts, self.bias = (
             code.argument(first + 5 + i) for i in range(7)
         )
         self.chunks = (self.panels + self.chunk - 1) // self.chunk
@@ -169,8 +169,9 @@ def multiply_rows(name: str, features: frozenset[str], height: int, tile: int, s
     all rows, or where tiles are few with one of `splits` parts of them. Nobody waits for anybody.
     """
     code = Code(name, features)
-    matrix = _Matrix(code, RUN, height, tile, STORED[stored])
-    x, stride, scratch, scratch_size, tiles, splits, y, batch, rows = (code.argument(RUN + MATRIX + i) for i in range(9))
+    batch, rows, tiles, splits, scratch_size = (code.argument(RUN + i) for i in range(5))
+    matrix = _Matrix(code, RUN + 5, height, tile, STORED[stored])
+    x, scratch, y, stride = (code.argument(RUN + 5 + MATRIX + i) for i in range(4))
     packed = scratch + code.take(code.argument_address(1)) * scratch_size
     sums = packed + matrix.inputs * (tile * 4)
     with code.pieces(code.argument_address(0), tiles * splits) as piece:
