@@ -20,17 +20,29 @@ PACK_WIDTH = 64  # columns of the input that are laid out together: what is writ
 
 
 def transposed(code: Code, rows: list[Value]) -> list[Value]:
-    """As many vectors as lanes, mirrored: at each step, halves (then quarters, ...) change places across pairs of vectors."""
-    n, rows = len(rows), list(rows)
+    """As many vectors as lanes, mirrored: halves (then quarters, ...) change places across pairs of vectors. Squares of four by
+    four are zipped twice, which takes one instruction for each vector where a swap would take two."""
+    n, rows, mirrored = len(rows), list(rows), []
     step = n // 2
-    while step:
+    while step >= 4:
         for i in range(n):
             if not i & step:
                 a, b = rows[i], rows[i | step]
                 rows[i] = code.shuffle(a, b, [n + (j ^ step) if j & step else j for j in range(n)])
                 rows[i | step] = code.shuffle(a, b, [n + j if j & step else j ^ step for j in range(n)])
         step //= 2
-    return rows
+    for a, b, c, d in zip(rows[::4], rows[1::4], rows[2::4], rows[3::4]):
+        for half in (0, 2):
+            left, right = _zipped(code, a, b, half, 1), _zipped(code, c, d, half, 1)
+            mirrored += [_zipped(code, left, right, first, 2) for first in (0, 2)]
+    return mirrored
+
+
+def _zipped(code: Code, a: Value, b: Value, first: int, width: int) -> Value:
+    """Of each four lanes, two from `first` on: those of a and b in turns, `width` at a time."""
+    n = a.raw.type.count
+    turns = [(source, k + i) for k in range(first, first + 2, width) for source in (0, n) for i in range(width)]
+    return code.shuffle(a, b, [source + four + lane for four in range(0, n, 4) for source, lane in turns])
 
 
 def _pack_rows(code: Code, tile: int, seen: str, x: Value, stride: Value, batch: Value, inputs: Value, packed: Value) -> None:
@@ -281,6 +293,10 @@ def _accumulate(
                 total = into[r * vectors + v]
                 total.set((_pair_product if pairs else code.fma)(weight, seen[v], total.get()))
 
+    def one(i: Value, into: list[Variable]) -> None:
+        row = x + code.widen(code.load(index + i, I8), I64) * (tile * 4)
+        step(row, [_weight(code, values + (i * height + r) * size, kind, lanes) for r in range(height)], into)
+
     whole = count // 4 * 4
     with code.loop(0, whole, 4) as i:
         columns = code.widen(code.load(index + i, I32, align=1), I64)
@@ -289,9 +305,12 @@ def _accumulate(
             left = scale - 8 * c  # from its byte of the word to the address of its inputs
             row = x + ((columns << left if left >= 0 else columns >> -left) & (0xFF << scale))
             step(row, weights[c * height : (c + 1) * height], totals[c % chains])
-    with code.loop(whole, count) as i:
-        row = x + code.widen(code.load(index + i, I8), I64) * (tile * 4)
-        step(row, [_weight(code, values + (i * height + r) * size, kind, lanes) for r in range(height)], totals[0])
+    two = count // 2 * 2
+    with code.when(whole < two):
+        one(whole, totals[0])
+        one(whole + 1, totals[1 % chains])
+    with code.when(two < count):
+        one(two, totals[0])
     for number, place in enumerate(places):
         total = totals[0][number].get()
         for c in range(1, chains):
