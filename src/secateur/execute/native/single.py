@@ -140,18 +140,26 @@ def bitmask(name: str, features: frozenset[str], stored: str) -> str:
         first, after = (code.load(starts + (row + r) * 8, I64) for r in (0, count))
         pace, soon = (after - first) * size // groups, Variable(code, values + after * size)
         done, wide = _by_32(code, groups, x, mine, at, soon, pace) if expands else (code.number(0), None)
-        with code.loop(done, groups) as g:  # while these rows are read, ask for those after them at the same pace
-            code.prefetch(soon.get())
-            code.prefetch(mine + g * count + AHEAD // 2)
-            soon.set(soon.get() + pace)
+
+        def step(g: Value) -> None:
             seen = code.load(x + g * 32, code.vector(8))
-            word = code.load(mine + g * count, I32 if count == together else I8, align=1)
-            word = code.widen(word, I64)
+            word = code.widen(code.load(mine + g * count, I32 if count == together else I8, align=1), I64)
             for r in range(count):
                 shift = 8 * r - 5  # the mask of this row, times the 32 bytes of a table entry
                 entry = (word >> shift if shift >= 0 else word << -shift) & (0xFF << 5)
                 sums[r].set(code.fma(spread(table + entry, at[r].get()), seen, sums[r].get()))
                 at[r].set(at[r].get() + code.call("llvm.ctpop.i64", I64, entry) * size)
+
+        whole = done + (groups - done) // 4 * 4
+        with code.loop(done, whole, 4) as g:  # while these rows are read, ask for those after them at the same pace
+            for line in range(0, 256, 64):
+                code.prefetch(soon.get() + line)
+            code.prefetch(mine + g * count + AHEAD // 2)
+            soon.set(soon.get() + pace * 4)
+            for i in range(4):
+                step(g + i)
+        with code.loop(whole, groups) as g:
+            step(g)
         for r in range(count):
             total = code.total(sums[r].get())
             finish(row + r, total if wide is None else total + code.total(wide[r]))
