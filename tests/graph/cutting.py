@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 from secateur.graph import atoms, keep_mask, new_size, plan_counts, reshape, solve_attributes, trace
 from secateur.graph.axes import families
 from secateur.graph.slots import owned_tensors
-from secateur.graph.trace import main_outputs, plain_kernels
+from secateur.graph.surroundings import plain_kernels
+from secateur.graph.trace import main_outputs
 
 # Operators that have to see the kept units alone: what they compute of a unit depends on the others.
 COLLECTIVE = {

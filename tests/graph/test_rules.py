@@ -11,7 +11,7 @@ from secateur.graph.axes import families
 from secateur.graph.groups import HARMLESS
 from secateur.graph.provenance import Journal
 from secateur.graph.rules import RULES, pointwise
-from secateur.graph.trace import plain_kernels
+from secateur.graph.surroundings import plain_kernels
 from secateur.graph.tracer import Tracer
 
 A = torch.ops.aten

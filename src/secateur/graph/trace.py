@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_map
 
 from .. import _dist
@@ -27,6 +25,7 @@ from .rules import Axes
 from .siblings import adopt_unused
 from .sites import Sites
 from .slots import Slot, Standing, owned_tensors, states
+from .surroundings import module_names, plain_kernels, quiet, script_functions, tensors_inside
 from .tracer import Record, Site, Step, Tracer
 
 Outputs = Callable[[Any], Any]
@@ -226,10 +225,10 @@ def _run(
                 torch.no_grad(),
                 torch.random.fork_rng(devices=[]),
                 plain_kernels(),
-                _module_names(journal, names),
+                module_names(journal, names),
             ):
                 stack.enter_context(context)
-            stack.enter_context(_quiet())
+            stack.enter_context(quiet())
             standing = stack.enter_context(Standing(model, stand_in))
             given, named = _cloned((args, kwargs)) if mode is None else _converted(mode, (args, kwargs))
             for tensor in tensors_inside((given, named)):
@@ -237,7 +236,7 @@ def _run(
             if tags:
                 stack.enter_context(Tagging(model, journal))
             stack.enter_context(mode or contextlib.nullcontext())
-            stack.enter_context(_script_functions(tracer))
+            stack.enter_context(script_functions(tracer))
             stack.enter_context(tracer)
             stack.enter_context(Sites(tracer))
             result = model(*given, **named)
@@ -317,89 +316,3 @@ def _fake_mode() -> Any:
 
 def _converted(mode: Any, values: Any) -> Any:
     return tree_map(lambda v: mode.from_tensor(v) if isinstance(v, Tensor) else v, values)
-
-
-@contextlib.contextmanager
-def plain_kernels() -> Iterator[None]:
-    """Fused kernels of whole layers (LSTM, encoder layers) hide their axes; without them torch decomposes."""
-    fast, onednn, cudnn = (
-        torch.backends.mha.get_fastpath_enabled(),
-        torch._C._get_mkldnn_enabled(),
-        torch._C._get_cudnn_enabled(),
-    )
-    torch.backends.mha.set_fastpath_enabled(False)
-    torch._C._set_mkldnn_enabled(False)
-    torch._C._set_cudnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        torch._C._set_mkldnn_enabled(onednn)
-        torch._C._set_cudnn_enabled(cudnn)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Where fake tensors cannot go, the run is repeated on real ones: no reason to log it as an error."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before = log.disabled
-    log.disabled = True
-    try:
-        yield
-    finally:
-        log.disabled = before
-
-
-@contextlib.contextmanager
-def _module_names(journal: Journal, names: dict[int, str]) -> Iterator[None]:
-    """Keep the name of the module that runs on top of `journal.modules`. Global hooks: none is put on the model itself."""
-
-    def enter(module: nn.Module, _: Any) -> None:
-        journal.modules.append(names.get(id(module), ""))
-
-    def leave(module: nn.Module, _: Any, __: Any) -> None:
-        if journal.modules:
-            journal.modules.pop()
-
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextlib.contextmanager
-def _script_functions(tracer: Tracer) -> Iterator[None]:
-    """Sizes that a TorchScript function reads are invisible: those of its arguments may enter formulas there."""
-    kind: Any = torch.jit.ScriptFunction
-    call = kind.__call__
-
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if "size(" in self.code or ".shape" in self.code:
-            for tensor in tensors_inside((args, kwargs)):
-                for e in tracer.axes_of(tensor):
-                    if any(not a.frozen for a in atoms(e)):
-                        tracer.uses_size(e, f"TorchScript function {self.name}")
-        return call(self, *args, **kwargs)
-
-    kind.__call__ = watched
-    try:
-        yield
-    finally:
-        kind.__call__ = call
-
-
-def tensors_inside(value: Any, depth: int = 0) -> list[Tensor]:
-    """Tensors in nested containers and objects."""
-    if isinstance(value, Tensor):
-        return [value]
-    if depth > 5:
-        return []
-    if isinstance(value, Mapping):
-        items: Any = value.values()
-    elif isinstance(value, list | tuple | set):
-        items = value
-    else:
-        items = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
-    return [t for item in list(items) for t in tensors_inside(item, depth + 1)]

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from ..graph import Trace, trace
 from ..graph.slots import owned_tensors
-from ..graph.trace import plain_kernels
+from ..graph.surroundings import plain_kernels
 from ..stats import split_batch
 from .blocks import Drop, Inputs, Link, block_name, find_blocks, links_of, main_tensor, mended
 from .budget import tells, tolerance

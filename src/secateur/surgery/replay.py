@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from ..graph import Trace
 from ..graph.slots import Standing
-from ..graph.trace import plain_kernels
+from ..graph.surroundings import plain_kernels
 from ..graph.tracer import Ref, Step
 
 Visit = Callable[[int, Step, Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -20,7 +20,8 @@ from ..graph.equations import signature
 from ..graph.outline import Outlined, ValueRead
 from ..graph.provenance import Dim
 from ..graph.slots import owned_tensors
-from ..graph.trace import answers, plain_kernels
+from ..graph.surroundings import plain_kernels
+from ..graph.trace import answers
 from ..graph.tracer import Ref
 from .masked import run
 

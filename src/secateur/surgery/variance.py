@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..graph import Group, Trace
-from ..graph.trace import plain_kernels
+from ..graph.surroundings import plain_kernels
 from ..graph.tracer import Ref
 from ..stats import check_evidence, split_batch
 from .masked import run

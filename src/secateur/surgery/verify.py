@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..graph import Group, Trace, atoms, keep_mask, trace
-from ..graph.trace import main_outputs, tensors_inside
+from ..graph.surroundings import tensors_inside
+from ..graph.trace import main_outputs
 from .copies import copied
 from .cut import Cuts, check_fits
 from .masked import make, names_of, run, silence_
