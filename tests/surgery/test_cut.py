@@ -10,8 +10,8 @@ from torch import nn
 
 import secateur as sc
 from secateur.graph import plan_counts, trace
+from secateur.graph.layers import right_sizes
 from secateur.surgery import apply_cuts_, shrink
-from secateur.surgery.layers import right_sizes
 from secateur.surgery.wiring import Wiring
 
 

@@ -154,13 +154,25 @@ def _axis_signature(e: Expr) -> Any:
     return (type(e).__name__, *map(_axis_signature, parts))
 
 
-def flag_sizes_in_formulas(sites: Iterable[Site], uses: Iterable[SizeUse]) -> None:
+def flag_sizes_in_formulas(sites: Iterable[Site], guards: Iterable[Guard], uses: Iterable[SizeUse]) -> None:
     """Axes whose size enters a formula get the flag "scale": there, a smaller axis computes something else."""
-    axes: dict[Any, list[Expr]] = {}
-    for site in sites:
-        if isinstance(site.source, Attr):
-            axes.setdefault(site.source.id, []).append(site.axis)
+    bound = bound_axes(sites, guards)
     for use in uses:
-        for leaf in leaves(use.source):
-            for e in [leaf.expr] if isinstance(leaf, Dim) else axes.get(leaf.id, []) if isinstance(leaf, Attr) else []:
-                flag(e, "scale")
+        for e in axes_in(use.source, bound):
+            flag(e, "scale")
+
+
+def bound_axes(sites: Iterable[Site], guards: Iterable[Guard]) -> dict[Any, list[Expr]]:
+    """The axes whose size an attribute is, by `Attr.id`."""
+    found: dict[Any, list[Expr]] = {}
+    for where, entries in bindings(sites, guards).items():
+        found.setdefault(where[:2], []).extend(axis for _, axis, _ in entries)
+    return found
+
+
+def axes_in(source: Source, bound: Mapping[Any, list[Expr]]) -> list[Expr]:
+    """The axes whose sizes a number is made of, itself or by attributes."""
+    found: list[Expr] = []
+    for leaf in leaves(source):
+        found += [leaf.expr] if isinstance(leaf, Dim) else bound.get(leaf.id, []) if isinstance(leaf, Attr) else []
+    return found

@@ -19,6 +19,7 @@ from .axes import Atom, Expr, atoms, freeze
 from .constructor import Blueprint, blueprint, compared_only
 from .equations import Constraint, constraints, flag_sizes_in_formulas
 from .groups import Group, build_groups, skipped
+from .layers import sizes_for_attributes_
 from .outline import Outlined, ValueRead
 from .provenance import Guard, Journal, SizeUse, Tagging, is_literal
 from .rules import Axes
@@ -302,7 +303,8 @@ def _finish(model: nn.Module, tracer: Tracer, journal: Journal, buffers: set[str
     plan = blueprint(model)
     if plan is not None:
         record.sites += compared_only(model, dims, record.sites, journal.guards, plan)
-    flag_sizes_in_formulas(record.sites, journal.uses)
+    sizes_for_attributes_(model, dims, record.sites, journal)
+    flag_sizes_in_formulas(record.sites, journal.guards, journal.uses)
     groups = build_groups(dims, record.roles, buffers)
     rules = constraints(record, journal.guards)
     return Trace(model, dims, groups, record, journal.guards, journal.uses, rules, fake, plan)

@@ -2,8 +2,8 @@
 
 `shrink` makes a small copy, `shrink_` cuts in place. Rooms: `request` (what is asked), `blocks` and `depth` (whole blocks go
 first), `configs` (models built from a config), `work` (the way through), `importance` (scores of units), `budget` (how many
-stay), `masked`, `ghosts` and `constants` (what removed units still say), `cut` (slicing), `copies`, `layers` (sizes that
-layers keep), `optimizers`, `sizes` (what remains), `verify`, `refit` and `norms` (repairs from data), `shrunk` (the plan).
+stay), `masked`, `ghosts` and `constants` (what removed units still say), `cut` (slicing), `copies`, `optimizers`, `sizes` (what
+remains), `verify`, `refit` and `norms` (repairs from data), `shrunk` (the plan).
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from .._tree import nearest
 from ..graph import Atom, Change, Expr, Trace, atoms, keep_mask, norm, solve_attributes
+from ..graph.layers import right_sizes
 from ..graph.slots import owned_tensors
-from .layers import right_sizes
 
 Keep = Mapping[Atom, Tensor]
 Indices = dict[int, list[int]]  # dim -> what stays

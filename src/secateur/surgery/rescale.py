@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..graph import Atom, Cat, Expr, Prod, atoms, new_size, norm, solve_attributes
-from ..graph.provenance import Attr, Dim, SizeUse, evaluate, leaves
+from ..graph.equations import axes_in, bound_axes
+from ..graph.provenance import evaluate
 from ..graph.tracer import Step
 from .degrees import balanced
 from .wiring import Silence, reduced, tensors_in
@@ -260,25 +261,16 @@ def _uses(flow: Silence) -> list[_Use]:
     if not any("scale" in a.flags for a in counts):
         return []
     now = {(id(c.owner), c.key): c.new for c in solve_attributes(trace, counts)}
+    bound = bound_axes(trace.sites, trace.guards)
     found: dict[tuple[str, int, int], _Use] = {}
     for use in trace.uses:
         old, new = evaluate(use.source, {}, {}), evaluate(use.source, counts, now)
-        cut = frozenset(a for e in _axes_of(flow, use) for a in atoms(e) if a in counts)
+        cut = frozenset(a for e in axes_in(use.source, bound) for a in atoms(e) if a in counts)
         if cut and old != new:
             key = (use.module, old, new)
             known = found.get(key, _Use(use.module, use.how, old, new, frozenset(), {}))
             found[key] = known._replace(atoms=known.atoms | cut, sites=_sites(flow, use.module, old))
     return list(found.values())
-
-
-def _axes_of(flow: Silence, use: SizeUse) -> list[Expr]:
-    found: list[Expr] = []
-    for leaf in leaves(use.source):
-        if isinstance(leaf, Dim):
-            found.append(leaf.expr)
-        elif isinstance(leaf, Attr):
-            found += [s.axis for s in flow.trace.sites if isinstance(s.source, Attr) and s.source.id == leaf.id]
-    return found
 
 
 def _sites(flow: Silence, module: str, size: int) -> dict[int, float]:
@@ -293,6 +285,8 @@ def _sites(flow: Silence, module: str, size: int) -> dict[int, float]:
             power = next((e for e in _EXPONENTS if math.isclose(value, size**e, rel_tol=1e-9)), None)
             if power is not None:
                 found[i] = -power if kind == "div" else power
+        if any(type(v) is int and v == size for v in given):
+            found[i] = -1.0 if kind == "div" else 1.0
         own = "scaled_dot_product" in kind and step.kwargs.get("scale") is None
         if own and flow.trace.axes[tensors_in(step)[0]][-1].size == size:
             found[i] = -0.5

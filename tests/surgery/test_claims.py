@@ -1,0 +1,72 @@
+"""A plan that says exact is exact, for models as people write them; where it is not, the plan says why."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import secateur as sc
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
+from cutting import seeded
+from probes import Lam, tokens
+
+
+def cut(model, x, *more, channels=0.5):
+    """The plan of a cut in double precision, chosen at random."""
+    x, *more = (t.double() if t.is_floating_point() else t for t in (x, *more))
+    return sc.shrink(seeded(model), (x, *more), sc.random(0), channels=channels, floor=0.01)[1]
+
+
+def exact(model, *inputs, **options):
+    plan = cut(model, *inputs, **options)
+    assert plan.metrics()["exact"], plan
+    found = plan.verify()
+    assert found.moved
+    assert max(found.max_error, *found.groups.values()) < 1e-9, found
+    return plan
+
+
+def told(why, model, *inputs, **options):
+    plan = cut(model, *inputs, **options)
+    assert any(row.why and why in row.why for row in plan.groups), plan
+    assert plan.verify(each=False).max_error > 1e-6
+    return plan
+
+
+def two(forward, bias=True, **more):
+    return Lam(forward, a=nn.Linear(12, 16, bias=bias), o=nn.Linear(16, 5), **more)
+
+
+# ---------------------------------------------------------------- sizes that layers keep
+
+
+def test_the_width_of_a_layer_in_a_formula_is_made_good_or_told():
+    exact(two(lambda s, x: s.o(torch.tanh(s.a(x) * math.sqrt(s.a.out_features)))), tokens())
+    told("its size enters a formula", two(lambda s, x: s.o(F.softplus(s.a(x))) / s.o.in_features), tokens())
+    twice = Lam(lambda s, x: s.e(x) * math.sqrt(s.e.embedding_dim) @ s.e.weight.t(), e=nn.Embedding(20, 8))
+    told("its size enters a formula", twice, torch.arange(10).view(2, 5))
+
+
+def test_a_number_that_happens_to_be_a_power_of_the_width_is_not_its_scale():
+    told("its size enters a formula", two(lambda s, x: s.o(F.softplus(s.a(x) * 16**0.5)) / s.a.out_features), tokens())
+
+
+def test_a_width_that_is_compared_with_a_number_keeps_the_answer():
+    model = two(lambda s, x: s.o(F.softplus(s.a(x)) * (3 if s.a.out_features > 6 else 1)))
+    assert exact(model, tokens()).groups[0].after > 6
+    with pytest.raises(ValueError, match="16 > 6"):
+        cut(model, tokens(), channels=0.25)
+
+
+def test_an_attribute_that_an_assertion_ties_to_a_size_changes_formulas_with_it():
+    def forward(s, x):
+        h = F.softplus(s.a(x))
+        assert h.shape[-1] == s.d
+        return s.o(torch.tanh(h * s.d**-0.5))
+
+    told("its size enters a formula", two(forward, d=16), tokens())
