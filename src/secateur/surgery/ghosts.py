@@ -18,8 +18,9 @@ from ..graph.axes import Fam
 from ..graph.rules import lookup, pointwise
 from ..graph.rules_math import SPATIAL
 from ..graph.trace import GIVEN
-from ..graph.tracer import Ref, Step
-from .operands import Ghost, Loss, aliases, call, extent, first, is_random, once, pads_with_more, same, where, wide
+from ..graph.tracer import Step
+from .operands import Ghost, Loss, aliases, call, is_random, once, pads_with_more, same, where, wide
+from .pointwise import elementwise
 from .products import RULES
 from .wiring import Keep, Silence, reduced, tensors_in
 
@@ -142,7 +143,7 @@ class Ghosts:
             if all(a in lost for n in step.outs for a in self.cut_atoms(n)):
                 made = [Ghost(bad={a: lost[a] for a in self.cut_atoms(n)}) for n in step.outs]
             else:
-                made = self.elementwise(step) if lookup(step.func) is pointwise else self.other(step, kind)
+                made = elementwise(self, step) if lookup(step.func) is pointwise else self.other(step, kind)
                 for number, ghost in zip(step.outs, made) if mixed else ():
                     ghost.zero -= mixed.keys()
                     ghost.bad |= {a: mixed[a] for a in self.cut_atoms(number) if a in mixed}
@@ -227,85 +228,7 @@ class Ghosts:
     def reason(self, atom: Atom, ghost: Ghost) -> str | None:
         return f"what its removed units give {ghost.bad[atom]}" if atom in ghost.bad else None
 
-    # ------------------------------------------------------------ element by element
-
-    def elementwise(self, step: Step) -> list[Ghost]:
-        """The operator on constants, with samples for whatever varies; what differs between samples varies."""
-        inputs = list(dict.fromkeys(tensors_in(step)))
-        number = step.outs[0]
-        cut = self.cut_atoms(number)
-        bearers = [n for n in inputs if self.cut_atoms(n)]
-        pairs = self.pairs(step, bearers)
-        silent = all(a in self.ghost(n).zero for n in bearers for a in self.cut_atoms(n))
-        if silent and not pairs and self.zero_stays(step, bearers):
-            return [Ghost(frozenset(self.cut_atoms(n))) for n in step.outs]
-        bad = {a: why for n in bearers for a, why in self.ghost(n).bad.items()} | pairs
-        known = {n: self.known(n) for n in inputs}
-        whole, rank = self.whole(number), len(self.trace.axes[number])
-        full = [d not in whole or any(t is not None and extent(t, d, rank) > 1 for t in known.values()) for d in range(rank)]
-        stand = {n: once(t) if t is not None else self.samples(n, full) for n, t in known.items()}
-        try:
-            out = self.answer(step, stand)
-        except Exception as error:
-            return self.unknown(step, f"cannot be followed through {where(step)} ({type(error).__name__})")
-        mixed = [n for n in bearers if any(a in self.ghost(n).zero for a in self.cut_atoms(n)) or self.ghost(n).bad]
-        if mixed:  # zero times what varies is zero, unit by unit
-            bad = {a: why for a, why in bad.items() if a in pairs or not self.absorbed(step, a, bearers)}
-        single = [n for n, t in known.items() if t is None and (stand[n].numel() == 1 or not stand[n].is_floating_point())]
-        for atom in cut:  # what carries removed units of other atoms only, varies where those are kept
-            foreign = [n for n in bearers if atom not in self.cut_atoms(n) and not self.silence.made_of_weights(n)]
-            if (single or foreign) and atom not in bad and self.moves(step, stand, out, [*single, *foreign], atom):
-                bad[atom] = f"varies with the inputs, from {where(step)} on"
-        return self.judged(step, out, cut, bad)
-
-    def answer(self, step: Step, stand: Mapping[int, Tensor]) -> Tensor:
-        """The operator on its stand-ins; some (rrelu) want all operands in one shape."""
-        try:
-            return first(call(step, stand))
-        except RuntimeError:
-            return first(call(step, dict(zip(stand, torch.broadcast_tensors(*stand.values())))))
-
-    def pairs(self, step: Step, bearers: Sequence[int]) -> dict[Atom, str]:
-        """Atoms of which every unit meets every other here, removed ones kept ones: only a product with zero is zero."""
-        found: dict[Atom, str] = {}
-        for atom in self.cut_atoms(step.outs[0]):
-            meets = [n for n in bearers if atom in self.cut_atoms(n)]
-            alone = meets and self.dims(step.outs[0], atom) == min(self.dims(n, atom) for n in meets)
-            product = step.kind.rstrip("_") == "mul" and all(atom in self.ghost(n).zero for n in meets)
-            if meets and not alone and not product:
-                found[atom] = f"meets the kept units in {where(step)}"
-        return found
-
-    def moves(self, step: Step, stand: Mapping[int, Tensor], out: Tensor, varying: Sequence[int], atom: Atom) -> bool:
-        """Whether the removed units of an atom differ when what varies is another number."""
-        number = step.outs[0]
-        before = [entries for _, entries in self.removed(out, number, atom)]
-        for change in (lambda t: t + 1, lambda t: -9 * t - 1):
-            others = {n: ~stand[n] if stand[n].dtype == torch.bool else change(stand[n]) for n in varying}
-            after = [entries for _, entries in self.removed(self.answer(step, {**stand, **others}), number, atom)]
-            if any(not torch.equal(one, two) for one, two in zip(before, after, strict=True)):
-                return True
-        return False
-
-    def absorbed(self, step: Step, atom: Atom, bearers: Sequence[int]) -> bool:
-        """Whether the units are zero in one factor of a product, so that the other does not matter."""
-        kind = step.kind.rstrip("_")
-        return kind == "mul" and any(atom in self.ghost(n).zero for n in bearers)
-
-    def zero_stays(self, step: Step, bearers: Sequence[int]) -> bool:
-        """Whether the operator makes zero of zero, whatever the other operands are."""
-        plain = tuple((k, v) for k, v in (*enumerate(step.args), *step.kwargs.items()) if not isinstance(v, Ref | tuple | list))
-        loose = any(isinstance(v, tuple | list) for v in step.args)
-        key = None if loose else (step.func, repr(plain), tuple(isinstance(v, Ref) and v.number in bearers for v in step.args))
-        if key is None or key not in self.zeros:
-            stand = {n: torch.zeros(2) if n in bearers else self.sample(n, (2,)) for n in tensors_in(step)}
-            try:
-                out = first(call(step, stand))
-                answer = out.dtype == torch.bool or not bool(out.any())
-            except Exception:
-                answer = False
-            self.zeros[key] = answer
-        return self.zeros[key]
+    # ------------------------------------------------------------ values
 
     def known(self, number: int) -> Tensor | None:
         """The value at removed units, or of a tensor made of weights; None for what varies."""
@@ -332,24 +255,6 @@ class Ghosts:
         axes = self.trace.axes[number]
         at = len(full) - len(axes)
         return self.sample(number, [e.size if full[at + d] or e.size == 1 else 2 for d, e in enumerate(axes)])
-
-    def judged(self, step: Step, out: Tensor, cut: Mapping[Atom, Any], bad: Mapping[Atom, str]) -> list[Ghost]:
-        """The outcome as a ghost: dims of samples have to be constant over the removed units of each atom."""
-        number = step.outs[0]
-        axes, bad = self.trace.axes[number], {a: why for a, why in bad.items() if a in cut}
-        for d, e in enumerate(axes):
-            if out.dim() == len(axes) and out.shape[d] not in (1, e.size):  # samples
-                for atom in cut:
-                    for _, entries in self.removed(out, number, atom):
-                        if not same(entries, d):
-                            bad.setdefault(atom, f"varies with the inputs, from {where(step)} on")
-                out = out.narrow(d, 0, 1)
-        zero = {a for a in cut if a not in bad and not any(bool(t.any()) for _, t in self.removed(out, number, a))}
-        value = (
-            None if len(zero) == len(cut) else (out if out.dtype == torch.bool else out.double()).expand([e.size for e in axes])
-        )
-        ghost = Ghost(frozenset(zero), dict(bad), value)
-        return [ghost, *(Ghost(bad=dict.fromkeys(self.cut_atoms(n), f"varies, from {where(step)} on")) for n in step.outs[1:])]
 
     def unknown(self, step: Step, why: str) -> list[Ghost]:
         return [Ghost(bad=dict.fromkeys(self.cut_atoms(n), why)) for n in step.outs]
