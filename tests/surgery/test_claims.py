@@ -13,7 +13,7 @@ import secateur as sc
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
 from cutting import seeded
-from probes import Lam, tokens
+from probes import Lam, image, tokens
 
 
 def cut(model, x, *more, channels=0.5):
@@ -70,3 +70,34 @@ def test_an_attribute_that_an_assertion_ties_to_a_size_changes_formulas_with_it(
         return s.o(torch.tanh(h * s.d**-0.5))
 
     told("its size enters a formula", two(forward, d=16), tokens())
+
+
+# ---------------------------------------------------------------- what looks like zero
+
+
+def test_units_over_their_norm_are_zero_where_they_are_removed():
+    """The norm is spread over the units again; it is not zero there, and nothing is divided by zero."""
+    plan = exact(two(lambda s, x: s.o(F.normalize(F.relu(s.a(x)), dim=-1)), bias=False), tokens())
+    assert all(bool(p.isfinite().all()) for p in plan.small.parameters())
+
+
+def test_what_is_no_number_is_never_folded():
+    parts = {"a": nn.Conv2d(3, 8, 1, bias=False), "o": nn.Conv2d(8, 5, 1)}
+    plan = cut(Lam(lambda s, x: s.o(s.a(x).abs().log()), **parts), image())
+    assert "no number" in plan.groups[0].why
+    assert all(bool(p.isfinite().all()) for p in plan.small.parameters())
+
+
+@pytest.mark.parametrize(
+    ("count", "why"),
+    [
+        (lambda h: (h <= 0).sum(-1, keepdim=True), "a constant to sum"),
+        (lambda h: (~(h > 0)).sum(-1, keepdim=True), "a constant to sum"),
+        (lambda h: 1.0 * (h > -0.05).all(-1, keepdim=True), "all in the model runs over"),
+        (lambda h: torch.linalg.vector_norm(h, -1, dim=-1, keepdim=True), "linalg_vector_norm in the model runs over"),
+    ],
+    ids=["count", "not", "all", "smallest"],
+)
+def test_reductions_that_zeros_change_are_told(count, why):
+    plan = cut(two(lambda s, x: s.o(F.relu(s.a(x))) * count(s.a(x)), bias=False), tokens())
+    assert why in plan.groups[0].why

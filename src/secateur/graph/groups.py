@@ -11,7 +11,7 @@ from .rules import Role
 from .rules_math import KERNEL
 
 # Reductions for which a removed unit and a zero unit are the same thing.
-HARMLESS = frozenset({"sum", "nansum", "any", "all", "count_nonzero"})
+HARMLESS = frozenset({"sum", "nansum", "any", "count_nonzero"})
 
 
 class Member(NamedTuple):

@@ -31,8 +31,10 @@ def reduce(c: Call) -> Axes | list[Axes]:
         return pointwise(c)
     x = c.axes(c.self)
     dims = _reduced_dims(c, len(x))
+    order = c.get("ord", "p")
+    smallest = isinstance(order, int | float) and order < 0  # the norm of the smallest: zeros decide
     for d in dims:
-        flag(x[d], c.name)
+        flag(x[d], "norm" if smallest else c.name)
     return _reduce(c, x, dims)
 
 

@@ -211,6 +211,9 @@ def _biases(flow: Silence, losses: list[Loss], bad: dict[Atom, str]) -> dict[Slo
                 where = f"{step.kind} in {step.module or 'the model'}"
                 bad.setdefault(loss.atom, f"its removed units give a constant to {where}, which has no bias to take it")
             continue
+        if not bool(loss.value.isfinite().all()):
+            bad.setdefault(loss.atom, "its removed units give no number: they are divided by zero, or grow beyond all bounds")
+            continue
         at = lost.setdefault(slot, {}).setdefault(loss.step, {})
         at[loss.atom] = at.get(loss.atom, 0.0) + loss.value * kept
     uneven: set[tuple[Slot, Atom]] = set()

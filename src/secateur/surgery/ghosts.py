@@ -241,7 +241,8 @@ class Ghosts:
             return wide(self.silence.value(number)) if fixed else None
         ghost = self.ghost(number)
         if ghost.value is None:
-            return None if not ghost.zero else torch.zeros(()).double().expand([e.size for e in self.trace.axes[number]])
+            kind = torch.bool if self.silence.whole.get(number) == torch.bool else torch.float64
+            return None if not ghost.zero else torch.zeros((), dtype=kind).expand([e.size for e in self.trace.axes[number]])
         return ghost.value
 
     def sample(self, number: int, shape: Sequence[int]) -> Tensor:
@@ -266,7 +267,8 @@ class Ghosts:
         inputs = [n for n in dict.fromkeys(tensors_in(step)) if self.cut_atoms(n)]
         ghosts = {n: self.ghost(n) for n in inputs}
         passes = (aliases(step.func)[1] or any(k in kind for k in _ZERO_TO_ZERO)) and not pads_with_more(step, kind)
-        if passes and all(a in ghosts[n].zero for n in inputs for a in self.cut_atoms(n)):
+        new = {a for n in step.outs for a in self.cut_atoms(n)} - {a for n in inputs for a in self.cut_atoms(n)}  # copies
+        if passes and not new and all(a in ghosts[n].zero for n in inputs for a in self.cut_atoms(n)):
             return [Ghost(frozenset(self.cut_atoms(n))) for n in step.outs]
         bad = {a: why for g in ghosts.values() for a, why in g.bad.items()}
         zero = {a for n in inputs for a in self.cut_atoms(n)}

@@ -80,9 +80,10 @@ def _moves(g: Ghosts, step: Step, stand: Mapping[int, Tensor], out: Tensor, vary
 
 
 def _absorbed(g: Ghosts, step: Step, atom: Atom, bearers: Sequence[int]) -> bool:
-    """Whether the units are zero in one factor of a product, so that the other does not matter."""
+    """Whether the units are zero in one factor of a product, or in what is divided, so that the other does not matter."""
     kind = step.kind.rstrip("_")
-    return kind == "mul" and any(atom in g.ghost(n).zero for n in bearers)
+    enough = bearers if kind == "mul" else [step.inputs[0]] if kind == "div" else ()
+    return any(atom in g.ghost(n).zero for n in enough)
 
 
 def _zero_stays(g: Ghosts, step: Step, bearers: Sequence[int]) -> bool:
@@ -94,7 +95,7 @@ def _zero_stays(g: Ghosts, step: Step, bearers: Sequence[int]) -> bool:
         stand = {n: torch.zeros(2) if n in bearers else g.sample(n, (2,)) for n in tensors_in(step)}
         try:
             out = first(call(step, stand))
-            answer = out.dtype == torch.bool or not bool(out.any())
+            answer = not bool(out.any())
         except Exception:
             answer = False
         g.zeros[key] = answer
