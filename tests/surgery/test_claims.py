@@ -101,3 +101,34 @@ def test_what_is_no_number_is_never_folded():
 def test_reductions_that_zeros_change_are_told(count, why):
     plan = cut(two(lambda s, x: s.o(F.relu(s.a(x))) * count(s.a(x)), bias=False), tokens())
     assert why in plan.groups[0].why
+
+
+# ---------------------------------------------------------------- operators on a few numbers
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda s, x: s.o((s.a(x) < 0.1).to(x) - s.a(x)),
+        lambda s, x: s.o((8 * s.a(x)).long().to(x)),
+        lambda s, x: s.o((~(s.a(x) > 0.1)).to(x)),
+    ],
+    ids=["step", "whole numbers", "not"],
+)
+def test_constants_go_through_casts_as_values_do(forward):
+    exact(two(forward), tokens())
+
+
+def test_the_median_of_a_constant_is_the_constant():
+    exact(two(lambda s, x: s.o(F.softplus(s.a(x)).median(1).values)), torch.randn(2, 40, 12))
+
+
+def test_statistics_that_a_run_writes_are_not_those_of_the_model():
+    def forward(s, x):
+        n = s.n
+        return s.o(F.relu(F.batch_norm(s.a(x), n.running_mean, n.running_var, n.weight, n.bias, training=True)))
+
+    model = seeded(two(forward, n=nn.BatchNorm1d(16)))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    sc.shrink(model, torch.randn(6, 12).double(), sc.random(0), channels=0.5)[1].verify()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())

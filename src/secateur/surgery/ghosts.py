@@ -46,6 +46,8 @@ _ZERO_TO_ZERO = (
 )
 # These take units as they are; what they leave out is not summed away.
 _PICKS = ("index", "select", "slice", "gather", "split", "chunk", "unbind", "narrow", "take", "topk", "sort")
+# Kernels that misread dims of stride 0, or write to statistics without saying so: they get memory of their own.
+_SOLID = ("group_norm", "batch_norm", "median")
 # Over more of the same, these give another number.
 _LONGER = ("sum", "nansum", "logsumexp", "linalg_vector_norm", "prod", "cumsum", "cumprod")
 
@@ -316,7 +318,8 @@ class Ghosts:
             value = self.known(n)
             if value is None:
                 value = self.sample(n, [e.size for e in self.trace.axes[n]])
-            value = value.contiguous() if "group_norm" in kind else torch.ops.aten.alias(value)
+            solid = any(k in kind for k in _SOLID)
+            value = value.clone(memory_format=torch.contiguous_format) if solid else torch.ops.aten.alias(value)
             stand[n] = value[:1] if few and value.dim() > 2 else value
         name = {"view": "reshape", "_unsafe_view": "reshape", "empty_like": "zeros_like"}.get(kind)  # not what is in memory
         out = call(step, stand, None if name is None else getattr(torch.ops.aten, name).default)

@@ -80,12 +80,19 @@ def call(step: Step, stand: Mapping[int, Tensor], func: Any = None) -> Any:
     kwargs = {k: value(v) for k, v in step.kwargs.items() if k not in ("dtype", "device", "layout", "pin_memory")}
     kind = step.kind
     if func is None and kind in PASSING:
-        return value(step.args[0])
+        return _cast(value(step.args[0]), step.kwargs.get("dtype"))
     args = [value(v) for v in (step.args if func is None else step.args[:2])]
     if aliases(step.func)[0] and isinstance(args[0], Tensor):
         tensors = [a for a in args if isinstance(a, Tensor)]
         args[0] = args[0].expand(torch.broadcast_shapes(*(t.shape for t in tensors))).clone()
     return (func or step.func)(*args, **kwargs)
+
+
+def _cast(t: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """As a cast would leave it, but for rounding: fractions are in double precision here."""
+    if dtype is None or dtype.is_complex or (dtype.is_floating_point and t.is_floating_point()):
+        return t
+    return t.double() if dtype.is_floating_point else t.to(dtype)
 
 
 def once(t: Tensor) -> Tensor:
@@ -114,8 +121,10 @@ def same(t: Tensor, dim: int) -> bool:
     t = once(t)
     if t.shape[dim] == 1:
         return True
+    if not t.is_floating_point():
+        return bool((t == t.narrow(dim, 0, 1)).all())
     spread = (t - t.narrow(dim, 0, 1)).abs().max()
-    return bool(spread <= 64 * torch.finfo(torch.float64).eps * t.abs().max()) if t.is_floating_point() else bool(spread == 0)
+    return bool(spread <= 64 * torch.finfo(torch.float64).eps * t.abs().max())
 
 
 def wide(t: Tensor) -> Tensor:
