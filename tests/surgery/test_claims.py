@@ -132,3 +132,29 @@ def test_statistics_that_a_run_writes_are_not_those_of_the_model():
     before = {k: v.clone() for k, v in model.state_dict().items()}
     sc.shrink(model, torch.randn(6, 12).double(), sc.random(0), channels=0.5)[1].verify()
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+# ---------------------------------------------------------------- memory that is written to
+
+
+def in_a_cache(s, x):
+    s.cache[: len(x), : x.shape[1]] = F.softplus(s.a(x))
+    return s.o(s.cache[: len(x), : x.shape[1]])
+
+
+def in_a_table(s, x):
+    s.gain[:] = s.gain * 2
+    return s.o(s.a(x) * s.gain[None])
+
+
+def behind_its_back(s, x):
+    s.gain.detach().add_(1)
+    return s.o(s.a(x) * s.gain.view(1, 1, -1))
+
+
+@pytest.mark.parametrize("forward", [in_a_cache, in_a_table, behind_its_back])
+def test_a_buffer_is_read_as_what_was_written_to_it(forward):
+    model = two(forward)
+    model.register_buffer("cache", torch.zeros(4, 8, 16))
+    model.register_buffer("gain", torch.ones(16))
+    told("is written to in place", model, tokens())

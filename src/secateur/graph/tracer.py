@@ -147,6 +147,7 @@ class Tracer(TorchDispatchMode):
         self.literal_index: tuple[int, ...] = ()
         self.owned: dict[int, Info] = {}
         self.weights: set[int] = set()  # storages of real weights
+        self.memory: dict[int, Info] = {}  # the model's tensors by storage
         self.held: list[Tensor] = []  # keeps the ids in `owned` valid
         self.deferred: list[tuple[Expr, str]] = []
         self.now: dict[int, Info] = {}  # the inputs of the operator at hand, as they were before it
@@ -156,6 +157,7 @@ class Tracer(TorchDispatchMode):
         info.origin = tuple(frozenset({(name, d)}) for d in range(tensor.dim()))
         self.owned[id(tensor)] = info
         self.held.append(tensor)
+        self.memory[tensor.untyped_storage()._cdata] = info
         if isinstance(tensor, nn.Parameter) and not isinstance(tensor, FakeTensor):
             self.weights.add(tensor.untyped_storage()._cdata)
         self.record.names[info.number] = name
@@ -243,7 +245,7 @@ class Tracer(TorchDispatchMode):
             axes = self.give_up(func, found, outs)
         inputs = self.now.values()
         weights = all(info.origin is not None for info in inputs)
-        if not weights and isinstance(func, OpOverload) and func._schema.is_mutable:
+        if isinstance(func, OpOverload) and func._schema.is_mutable:
             self.no_longer_weights(func, args)
         origins = self.origins(found, func, args, kwargs, out, outs) if weights and axes is not None else None
         numbers: list[int] = []
@@ -256,11 +258,17 @@ class Tracer(TorchDispatchMode):
         self.record.steps.append(Step(func, self.refs(tuple(args)), plain, tuple(numbers), self.journal.module, weights))
 
     def no_longer_weights(self, func: Any, args: Sequence[Any]) -> None:
-        """What is written through a view is in the tensor that it is a view of: zeros that are filled are no zeros any more."""
+        """What is written through a view is in the tensor that it is a view of: zeros that are filled are no zeros any more,
+        and a buffer that is written to (a cache) is read as what was written."""
         for argument, value in zip(func._schema.arguments, args):
             written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and isinstance(value, Tensor) and value._is_view() and id(value._base) not in self.owned:
-                self.info(value._base).origin = None  # type: ignore[arg-type]
+            if not written or not isinstance(value, Tensor):
+                continue
+            found = self.memory.get(value.untyped_storage()._cdata)
+            if found is None and value._base is not None:
+                found = self.info(value._base)
+            if found is not None:
+                found.origin = None
 
     def refs(self, value: Any) -> Any:
         """The arguments as they are recorded: numbers for tensors."""

@@ -259,7 +259,7 @@ class Silence:
 
         def plain(v: Any) -> Any:
             if isinstance(v, Ref):
-                return self.value(v.number)
+                return self.value(v.number).clone() if aliases(step.func)[0] else self.value(v.number)
             return [plain(x) for x in v] if isinstance(v, tuple) else v
 
         with torch.no_grad():
