@@ -158,3 +158,49 @@ def test_a_buffer_is_read_as_what_was_written_to_it(forward):
     model.register_buffer("cache", torch.zeros(4, 8, 16))
     model.register_buffer("gain", torch.ones(16))
     told("is written to in place", model, tokens())
+
+
+# ---------------------------------------------------------------- sizes that torch works out
+
+
+@pytest.mark.parametrize(
+    ("split", "left"),
+    [
+        (lambda h, s: h.tensor_split(2, -1), [8, 8]),
+        (lambda h, s: torch.dsplit(h, 2), [8, 8]),
+        (lambda h, s: h.tensor_split((s.k,), -1), [5, 11]),
+        (lambda h, s: h.tensor_split((6,), -1), [10]),
+    ],
+    ids=["even", "along the third", "at an attribute", "at a number"],
+)
+def test_pieces_of_a_tensor_split_are_what_they_were(split, left):
+    def forward(s, x):
+        one, two = split(F.softplus(s.a(x)), s)
+        return s.o(torch.cat([one.tanh(), two.exp()], -1))
+
+    plan = exact(two(forward, k=5), tokens())
+    assert [row.before for row in plan.groups] == left
+
+
+def test_pieces_that_torch_makes_uneven_stay():
+    uneven = two(lambda s, x: s.o(torch.cat([p.exp() for p in s.a(x).tensor_split(3, -1)], -1)))
+    with pytest.raises(ValueError, match="uneven pieces"):
+        cut(uneven, tokens())
+
+
+@pytest.mark.parametrize(
+    "spread", [lambda g, h: g.expand_as(h), lambda g, h: torch.broadcast_tensors(h, g)[1]], ids=["as", "tensors"]
+)
+def test_a_number_that_is_spread_over_units_is_as_wide_as_they_are(spread):
+    def forward(s, x):
+        h = F.softplus(s.a(x))
+        return s.o(torch.cat([h, spread(s.g(x), h)], -1))
+
+    model = Lam(forward, a=nn.Linear(12, 16), g=nn.Linear(12, 1), o=nn.Linear(32, 5))
+    with pytest.raises(ValueError, match="cannot be met"):  # nothing makes the copies, so they stay, and so does what they copy
+        cut(model, tokens())
+
+
+def test_what_leaves_torch_keeps_its_shape():
+    with pytest.raises(ValueError, match="values are read into Python"):
+        cut(two(lambda s, x: s.o(torch.from_numpy(s.a(x).numpy()))), tokens())

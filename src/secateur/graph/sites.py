@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import recurrent
 from .align import reshape, split_at, take
-from .axes import Expr, Prod
+from .axes import Expr, Prod, freeze
 from .equations import place
 from .provenance import Attr, Dim, Op, Tagged, leaves, source_of
 from .tracer import Site, Tracer
@@ -176,6 +176,43 @@ def _split(s: Sites, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any)
     d = int(_arg(a, k, 2, "dim", default=0))
     for value, piece in zip(sizes if isinstance(sizes, tuple | list) else [sizes] * len(out), out):
         s.site(name, value, s.axes(piece)[d])
+
+
+@reads("tensor_split hsplit vsplit dsplit")
+def _tensor_split(s: Sites, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
+    """Torch slices out of sight: at these places, or into as many pieces as are asked for, as even as may be."""
+    where = _arg(a, k, 1, "indices_or_sections", "indices", "sections")
+    given = {"vsplit": 0, "hsplit": min(1, a[0].dim() - 1), "dsplit": 2}.get(name)
+    d = int(_arg(a, k, 2, "dim", default=0) if given is None else given)
+    parts = [s.axes(piece)[d] for piece in out]
+    if isinstance(where, tuple | list):
+        for bound in where:
+            _bounds(s, name, slice(bound, None), s.axes(a[0])[d])
+    elif len({e.size for e in parts}) == 1 and isinstance(where, int):
+        s.tracer.equal_counts(parts)
+    else:
+        for part in parts:
+            freeze(part, "split into uneven pieces by one number")
+
+
+@reads("expand_as view_as reshape_as")
+def _as(s: Sites, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
+    for axis, other in zip(s.axes(out), s.axes(_arg(a, k, 1, "other"))):
+        s.site(name, s.sized(other.size, other), axis)
+
+
+@reads("broadcast_tensors")
+def _broadcast(s: Sites, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
+    for column in zip(*(reversed(s.axes(t)) for t in out)):
+        sources = [e for t in _flat(a) for e in s.axes(t) if any(e is other for other in column)]
+        for axis in column if sources else ():
+            s.site(name, s.sized(axis.size, sources[0]), axis)
+
+
+@reads("numpy __array__ tolist")
+def _leaves(s: Sites, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
+    for axis in s.axes(a[0]):
+        freeze(axis, "values are read into Python")
 
 
 @reads("narrow")
