@@ -204,3 +204,17 @@ def test_a_number_that_is_spread_over_units_is_as_wide_as_they_are(spread):
 def test_what_leaves_torch_keeps_its_shape():
     with pytest.raises(ValueError, match="values are read into Python"):
         cut(two(lambda s, x: s.o(torch.from_numpy(s.a(x).numpy()))), tokens())
+
+
+# ---------------------------------------------------------------- what is around the call
+
+
+def test_a_cut_under_autocast_sees_the_weights_and_is_seen():
+    """Torch remembers weights in low precision as long as autocast lasts: those of before the cut."""
+    model, x = two(lambda s, x: s.o(F.softplus(s.a(x)))), tokens()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(x)
+        _, plan = sc.shrink(model, x, sc.random(0), channels=0.5)
+        assert plan.verify().max_error < 1e-2  # its constants are as autocast rounds them
+        sc.shrink_(model, x, sc.random(0), channels=0.5)
+        assert model(x).shape == (2, 5, 5)

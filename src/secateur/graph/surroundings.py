@@ -28,11 +28,23 @@ def plain_kernels() -> Iterator[None]:
     torch._C._set_mkldnn_enabled(False)
     torch._C._set_cudnn_enabled(False)
     try:
-        yield
+        with fresh_casts():
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         torch._C._set_mkldnn_enabled(onednn)
         torch._C._set_cudnn_enabled(cudnn)
+
+
+@contextlib.contextmanager
+def fresh_casts() -> Iterator[None]:
+    """Under autocast, torch remembers weights in low precision: what was remembered is not seen, and does not follow a cut."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextlib.contextmanager

@@ -117,6 +117,7 @@ def apply_cuts_(model: nn.Module, cuts: Cuts, values: Mapping[str, Tensor] | Non
             module.flatten_parameters()
     for name, shape in cuts.added.items():
         _add(model, name, shape, None if values is None else values[name])
+    torch.clear_autocast_cache()  # an autocast around all this remembers the old weights
     return model
 
 

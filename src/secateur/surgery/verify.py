@@ -54,8 +54,10 @@ def verify(
 ) -> Verified:
     """Compare the small model with the masked one; `each`: also the cut made anew, of all and of every group by itself."""
     check_fits(original, cuts)
+    device = next((p.device.type for p in original.parameters()), "cpu")
     try:
-        return _compare(original, small, cuts, args, kwargs, each, torch.float64)
+        with torch.autocast(device, enabled=False):  # one around all this would round
+            return _compare(original, small, cuts, args, kwargs, each, torch.float64)
     except Exception as error:
         found = _compare(original, small, cuts, args, kwargs, each, None)
         dtype = str(next(original.parameters()).dtype).removeprefix("torch.")
