@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -45,6 +47,21 @@ def fresh_casts() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+@contextlib.contextmanager
+def same_dice() -> Iterator[None]:
+    """What is drawn inside is drawn again afterwards: generators of torch, of Python, and of numpy where it is loaded."""
+    numpy: Any = sys.modules.get("numpy")
+    plain, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        random.setstate(plain)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from .rules import Axes
 from .siblings import adopt_unused
 from .sites import Sites
 from .slots import Slot, Standing, owned_tensors, states
-from .surroundings import module_names, plain_kernels, quiet, script_functions, tensors_inside
+from .surroundings import module_names, plain_kernels, quiet, same_dice, script_functions, tensors_inside
 from .tracer import Record, Site, Step, Tracer
 
 Outputs = Callable[[Any], Any]
@@ -181,7 +181,7 @@ def _refuse(model: nn.Module) -> None:
 
 def _plain_run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The run without any tracing: when it fails, the example inputs are at fault."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), Standing(model, lambda _, tensor: tensor.detach().clone()):
+    with torch.no_grad(), same_dice(), Standing(model, lambda _, tensor: tensor.detach().clone()):
         try:
             model(*_cloned(args), **_cloned(kwargs))
         except Exception as error:
@@ -224,7 +224,7 @@ def _run(
         with contextlib.ExitStack() as stack:
             for context in (
                 torch.no_grad(),
-                torch.random.fork_rng(devices=[]),
+                same_dice(),
                 plain_kernels(),
                 module_names(journal, names),
             ):

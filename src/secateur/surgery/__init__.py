@@ -17,6 +17,7 @@ from torch import nn
 
 from ..criteria import magnitude
 from ..graph.slots import owned_tensors
+from ..graph.surroundings import same_dice
 from ..stats import Loss
 from .copies import drop_leftovers_
 from .cut import Attribute, Cuts, apply_cuts_, history, put_, remember_, select_indices, without
@@ -106,7 +107,8 @@ def shrink(
         reestimate=reestimate,
         refit=refit,
     )
-    small, plan, state = shrunk_in_depth(model, example_inputs, criterion, given)
+    with same_dice():
+        small, plan, state = shrunk_in_depth(model, example_inputs, criterion, given)
     plan.cuts.recipe = plan.recipe
     remember_(small, (*history(model), plan.cuts))
     _carry_gradients(model, small, plan.cuts)
@@ -122,7 +124,8 @@ def shrink_(
 
     When anything fails, the model and the optimizer are exactly as they were.
     """
-    small, plan, state = shrunk_in_depth(model, example_inputs, criterion, options)
+    with same_dice():
+        small, plan, state = shrunk_in_depth(model, example_inputs, criterion, options)
     optimizer, gone = options.get("optimizer"), dropped(model, plan.cuts)
     with all_or_nothing(model):
         past, plan.cuts.recipe = history(model), plan.recipe

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..graph import Group, Trace, keep_mask
 from ..graph.slots import owned_tensors
-from ..graph.surroundings import fresh_casts
+from ..graph.surroundings import fresh_casts, same_dice
 from .copies import copied, follow_leftovers_
 from .cut import Attribute, Cuts, Keep, apply_cuts_, cuts_of
 from .wiring import Silence, silenced
@@ -120,6 +120,5 @@ def run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], unde
     def stand_in(_: str, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
-    still = torch.random.fork_rng(devices=[])
-    with torch.no_grad(), still, fresh_casts(), Standing(model, stand_in), under or nullcontext():
+    with torch.no_grad(), same_dice(), fresh_casts(), Standing(model, stand_in), under or nullcontext():
         return model(*args, **kwargs)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from ..graph import Trace
 from ..graph.slots import Standing
-from ..graph.surroundings import plain_kernels
+from ..graph.surroundings import plain_kernels, same_dice
 from ..graph.tracer import Ref, Step
 
 Visit = Callable[[int, Step, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -59,7 +59,7 @@ class Replay:
             return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()  # buffers may be written to
 
         given = tree_map(lambda v: change(v.detach()) if isinstance(v, Tensor) else v, (self.args, self.kwargs))
-        quiet = (torch.no_grad(), torch.random.fork_rng(devices=[]), plain_kernels(), Standing(self.model, stand_in))
+        quiet = (torch.no_grad(), same_dice(), plain_kernels(), Standing(self.model, stand_in))
         with quiet[0], quiet[1], quiet[2], quiet[3], _Beside(self.trace, visit):
             return self.model(*given[0], **given[1])
 
