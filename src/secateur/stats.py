@@ -133,6 +133,21 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     raise TypeError(f"a batch is a tensor, a mapping or a pair (inputs, target), not {type(batch).__name__}")
 
 
+@contextlib.contextmanager
+def on_batch(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """A run on data: when it fails, the error says so. What is found out on the way (ValueError) is told as it is."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        shapes = [tuple(v.shape) for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        raise ValueError(
+            f"{type(model).__name__} does not run on a batch of data= (tensors of shape {shapes}): {type(error).__name__}: "
+            f"{error}. A batch is a tensor, a mapping of keyword arguments, or a pair (inputs, target). The model is as it was."
+        ) from error
+
+
 def _list(needs: Iterable[str]) -> str:
     return " and ".join(sorted(needs))
 
@@ -183,7 +198,8 @@ def _one_pass(
             batches += 1
             args, kwargs, target_value = split_batch(batch)
             listening.set()
-            output = model(*args, **kwargs)
+            with on_batch(model, args, kwargs):
+                output = model(*args, **kwargs)
             listening.clear()  # checkpointed layers run again in the backward pass
             if gradients:
                 assert loss is not None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..stats import split_batch
+from ..stats import on_batch, split_batch
 from .cut import Cuts
 
 Statistics = tuple[Tensor, Tensor]  # mean and variance of each channel
@@ -71,7 +71,8 @@ def _statistics(model: nn.Module, batches: Sequence[Any]) -> dict[str, Statistic
         with torch.no_grad():
             for batch in batches if norms else ():
                 args, kwargs, _ = split_batch(batch)
-                model(*args, **kwargs)
+                with on_batch(model, args, kwargs):
+                    model(*args, **kwargs)
     finally:
         for hook in hooks:
             hook.remove()

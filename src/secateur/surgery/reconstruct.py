@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..graph import Group, Member, Trace
-from ..stats import check_evidence, split_batch
+from ..stats import check_evidence, on_batch, split_batch
 from .elimination import RIDGE, Normed, Order, Plain, State, Surgeon, eliminate
 from .importance import Repair, UnitCriterion, Units
 from .masked import silence_
@@ -144,7 +144,8 @@ def _inputs(trace: Trace, readers: dict[Group, list[Reader]], batches: Sequence[
     with _removing(hooks), torch.no_grad():
         for batch in batches:
             args, kwargs, _ = split_batch(batch)
-            trace.model(*args, **kwargs)
+            with on_batch(trace.model, args, kwargs):
+                trace.model(*args, **kwargs)
     found = {m: s.moments() for m, s in sums.items()}
     names = {module: name for name, module in trace.model.named_modules()}
     for module in (m for m, moments in found.items() if not bool(moments[1].isfinite().all())):
@@ -245,7 +246,7 @@ def _few(model: nn.Module, batch: Any) -> Any:
 
 def _answer(model: nn.Module, batch: Any) -> list[Tensor]:
     args, kwargs, _ = split_batch(batch)
-    with torch.no_grad():
+    with torch.no_grad(), on_batch(model, args, kwargs):
         return _tensors(model(*args, **kwargs))
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..stats import split_batch
+from ..stats import on_batch, split_batch
 from .cut import Cuts
 from .norms import checked
 
@@ -204,7 +204,7 @@ def _order(small: nn.Module, layers: Sequence[Layer], batch: Any, skipped: dict[
     hooks = [layer.small.register_forward_hook(see(layer)) for layer in layers]
     try:
         args, kwargs, _ = split_batch(batch)
-        with Bypasses(small, layers) as bypasses, torch.no_grad():
+        with Bypasses(small, layers) as bypasses, torch.no_grad(), on_batch(small, args, kwargs):
             small(*args, **kwargs)
     finally:
         for hook in hooks:

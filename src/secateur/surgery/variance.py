@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..graph import Group, Trace
 from ..graph.surroundings import plain_kernels
 from ..graph.tracer import Ref
-from ..stats import check_evidence, split_batch
+from ..stats import check_evidence, on_batch, split_batch
 from .masked import run
 from .wiring import Wiring, tensors_in, units_along
 
@@ -61,7 +61,7 @@ def variances(trace: Trace, groups: Sequence[Group], data: Iterable[Any] | None)
     for batch in data:
         args, kwargs, _ = split_batch(batch)
         watch.at = 0
-        with plain_kernels():
+        with plain_kernels(), on_batch(trace.model, args, kwargs):
             run(trace.model, args, kwargs, watch)
     found = {g: s for g, s in watch.sums.items() if bool(s[0].all())}
     return {g: s[2] / s[0] - (s[1] / s[0]).square() for g, s in found.items()}
