@@ -212,6 +212,8 @@ def criterion(function: Criterion | Callable[..., Tensor]) -> Criterion:
     if not callable(function):
         raise TypeError(f"a criterion is an expression such as sc.magnitude, or a function; not {type(function).__name__}")
     names = _arguments(function)
+    if function is random:
+        raise TypeError("random makes a criterion of a seed: write random() or random(7)")
     if not names or not set(names) <= set(EVIDENCE):
         known = ", ".join(EVIDENCE)
         raise TypeError(f"{_name(function)} asks for {names or 'nothing'}; the arguments of a criterion are among: {known}")

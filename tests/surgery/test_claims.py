@@ -1,9 +1,11 @@
 """A plan that says exact is exact, for models as people write them; where it is not, the plan says why."""
 
 import math
+import random
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ from torch import nn
 import secateur as sc
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
-from cutting import seeded
+from cutting import seeded, unchanged
 from probes import Lam, image, tokens
 
 
@@ -218,3 +220,63 @@ def test_a_cut_under_autocast_sees_the_weights_and_is_seen():
         assert plan.verify().max_error < 1e-2  # its constants are as autocast rounds them
         sc.shrink_(model, x, sc.random(0), channels=0.5)
         assert model(x).shape == (2, 5, 5)
+
+
+class Drawing(nn.Module):
+    """Draws from all generators that there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.n, self.o = nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Linear(16, 5)
+
+    def forward(self, x):
+        noise = torch.rand(1) + random.random() + float(numpy.random.rand())
+        return self.o(F.relu(self.n(self.a(x)))) + noise
+
+
+@pytest.mark.parametrize("how", [{}, {"refit": True}, {"reestimate": True}, {"criterion": sc.reconstruction}])
+def test_generators_are_as_they_were_after_a_cut(how):
+    model, x = Drawing(), torch.randn(8, 12)
+    data = None if not how else [x]
+
+    def dice():
+        return torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
+
+    before = dice()
+    _, plan = sc.shrink(model, x, channels=0.5, data=data, **how)
+    found = plan.verify()
+    assert dice() == before
+    assert how or found.max_error < 1e-6  # both sides draw the same
+
+
+@pytest.mark.parametrize("batch", [torch.randn(4, 7), {"y": torch.randn(4, 12)}], ids=["shape", "name"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"refit": True},
+        {"reestimate": True},
+        {"criterion": sc.reconstruction},
+        {"criterion": sc.surgery.activation_variance},
+        {"criterion": sc.taylor, "loss": lambda out, _: out.sum()},
+    ],
+    ids=["refit", "reestimate", "reconstruction", "variance", "taylor"],
+)
+def test_a_batch_that_does_not_run_is_named_with_its_shapes(batch, how):
+    model = Drawing()
+    with unchanged(model), pytest.raises(ValueError, match=r"Drawing does not run on a batch of data= \(tensors of shape"):
+        sc.shrink_(model, torch.randn(4, 12), channels=0.5, data=[batch], **how)
+
+
+def test_models_without_numbers_of_their_own_are_refused_in_our_words():
+    x = torch.randn(4, 12)
+    with pytest.raises(ValueError, match=r"'0\.weight' belongs to a lazy module"):
+        sc.shrink(nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 5)), x, channels=0.5)
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 5))
+    with pytest.raises(ValueError, match=r"'0\.weight' was made in inference mode"):
+        sc.shrink(model, x, channels=0.5)
+    plain = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 5))
+    with torch.device("meta"), pytest.raises(ValueError, match="default device is meta"):
+        sc.shrink(plain, x, channels=0.5)
+    with pytest.raises(TypeError, match=r"write random\(\)"):
+        sc.shrink(plain, x, sc.random, channels=0.5)

@@ -98,11 +98,19 @@ def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"shrink() wants a torch.nn.Module, got {type(model).__name__}")
     check_unpacked(model, "shrink cuts dense weights")
+    if torch.get_default_device().type == "meta":
+        raise ValueError("the default device is meta, where nothing has a value; call shrink under `with torch.device('cpu'):`")
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             where = f"module {name!r}" if name else "the model"
             raise ValueError(f"{where} is compiled by torch.jit, so its code is fixed; cut it first and script what comes out")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(f"{name!r} belongs to a lazy module and has no shape yet; run the model once first")
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"{name!r} was made in inference mode, where it stays; make the model outside of it, or cut it inside"
+            )
         if tensor.is_meta:
             raise ValueError(
                 f"{name!r} is on the meta device and holds no numbers: no unit can be told from another; load its weights first"
