@@ -329,3 +329,12 @@ def test_a_step_without_a_sparsity_level_says_which_tensor_wants_one(pruner):
     made.prepare(linear(), None)
     with pytest.raises(KeyError, match=r"no 'sparsity_level' for '0\.weight'; give it in its config"):
         made.step()
+
+
+@pytest.mark.parametrize("pruner", [SaliencyPruner, LSTMSaliencyPruner])
+@pytest.mark.parametrize("level", [2.0, -1, "half", None])
+def test_a_sparsity_level_that_is_no_share_is_told_with_its_tensor(pruner, level):
+    made = pruner({"sparsity_level": level})
+    made.prepare(linear(), None)
+    with pytest.raises(ValueError, match=r"of '0\.weight' is the share of its rows to prune"):
+        made.step()

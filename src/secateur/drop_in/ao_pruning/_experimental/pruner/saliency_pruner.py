@@ -34,10 +34,12 @@ class SaliencyPruner(BaseStructuredSparsifier):
 
 def level_of(tensor_name: str, config: Mapping[str, Any]) -> float:
     """The share to prune, which has no default."""
+    name, level = config.get("tensor_fqn", tensor_name), config.get("sparsity_level")
     if "sparsity_level" not in config:
-        name = config.get("tensor_fqn", tensor_name)
         raise KeyError(f"no 'sparsity_level' for {name!r}; give it in its config, or to all: {{'sparsity_level': 0.5}}")
-    return config["sparsity_level"]
+    if isinstance(level, bool) or not isinstance(level, int | float) or not 0 <= level <= 1:
+        raise ValueError(f"sparsity_level={level!r} of {name!r} is the share of its rows to prune: a number from 0 to 1")
+    return level
 
 
 def row_saliency(weight: Tensor, name: str = "the tensor") -> Tensor:
