@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import secateur as sc
@@ -104,3 +105,65 @@ def test_attention_to_something_else_takes_the_constants_of_its_inputs(widths):
     found = plan.verify()
     assert found.max_error < 1e-12
     assert found.moved
+
+
+class ByHand(nn.Module):
+    """Attention as papers write it; `kv` heads for keys and values."""
+
+    def __init__(self, attend, kv=4):
+        super().__init__()
+        self.q, self.k, self.v, self.o = nn.Linear(16, 16), nn.Linear(16, 4 * kv), nn.Linear(16, 4 * kv), nn.Linear(16, 5)
+        self.heads, self.kv, self.attend = 4, kv, attend
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        q, k, v = (f(x).view(b, n, h, -1) for f, h in ((self.q, self.heads), (self.k, self.kv), (self.v, self.kv)))
+        return self.o(self.attend(q, k, v).reshape(b, n, -1))
+
+
+def einsums(scores, dim):
+    """Scores in this order of axes, a softmax over one of them."""
+
+    def attend(q, k, v):
+        weights = torch.softmax(torch.einsum(f"bqhd,bkhd->{scores}", q, k) / q.shape[-1] ** 0.5, dim)
+        return torch.einsum(f"{scores},bkhd->bqhd", weights, v)
+
+    return attend
+
+
+def cut_by_hand(attend, kv=4):
+    torch.manual_seed(0)
+    model, x = ByHand(attend, kv).double().eval(), torch.randn(4, 4, 16, dtype=torch.float64)  # sizes tell no axis from another
+    plan = sc.shrink(model, x, sc.random(0), channels=0.5, floor=0.01)[1]
+    return plan, plan.verify(each=False).max_error
+
+
+@pytest.mark.parametrize(("scores", "dim"), [("bhqk", -1), ("bqhk", -1), ("bkqh", 1), ("kqhb", 0)])
+def test_attention_in_einsums_hands_on_the_bias_of_its_values(scores, dim):
+    plan, error = cut_by_hand(einsums(scores, dim))
+    assert plan.metrics()["exact"], plan
+    assert error < 1e-12
+
+
+@pytest.mark.parametrize(("scores", "dim"), [("bhqk", -2), ("bkqh", 2), ("kqhb", 1)])
+def test_weights_that_sum_to_one_over_something_else_hand_on_no_constant(scores, dim):
+    plan, error = cut_by_hand(einsums(scores, dim))
+    assert not plan.metrics()["exact"]
+    assert error > 1e-6
+
+
+def test_the_scale_of_shared_keys_is_made_good():
+    plan, error = cut_by_hand(
+        lambda q, k, v: F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), enable_gqa=True).transpose(
+            1, 2
+        ),
+        kv=2,
+    )
+    assert plan.metrics()["exact"], plan
+    assert error < 1e-12
+
+
+def test_a_norm_inside_a_head_does_not_grow_with_the_inputs():
+    unit = einsums("bhqk", -1)
+    plan, _ = cut_by_hand(lambda q, k, v: unit(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v))
+    assert not any("grows with the size" in (row.why or "") for row in plan.groups), plan

@@ -74,7 +74,10 @@ def _after(flow: Silence, step: Step, powers: Mapping[int, Tensor], share: float
         query, key, value = (power(n) for n in inputs[:3])
         if _number(query) + _number(key) + (share or 0.0) or any(bool(once(power(n)).any()) for n in inputs[3:]):
             raise _Lost  # also where queries are part of the bias of the attention
-        out = _even(value, 2).expand(shapes[0])
+        out = _even(value, 2)
+        if out.shape[1] not in (1, shapes[0][1]):  # heads that share keys and values
+            out = out.repeat_interleave(shapes[0][1] // out.shape[1], 1)
+        out = out.expand(shapes[0])
         return [out, *(torch.zeros(()).expand(s) for s in shapes[1:])]
     if kind in ("mm", "bmm", "addmm", "baddbmm", "linear"):
         return [_product(kind, [power(n) for n in inputs], shapes[0])]

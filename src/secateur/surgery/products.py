@@ -12,7 +12,6 @@ from torch import Tensor
 from ..graph import Atom, atoms, keep_mask
 from ..graph.tracer import Ref, Step
 from .operands import PASSING, Ghost, Loss, is_scaled, once, once_along, same, where, wide
-from .wiring import tensors_in
 
 if TYPE_CHECKING:
     from .ghosts import Ghosts
@@ -147,22 +146,39 @@ def _result(
 
 
 def _sums_to_one(g: Ghosts, number: int) -> bool:
-    """Whether the last dim holds the outcome of a softmax over it."""
-    makers = g.silence.makers
+    """Whether the last dim holds the outcome of a softmax over it, past layouts of all kinds."""
+    makers, dim = g.silence.makers, len(g.trace.axes[number]) - 1
     for _ in range(12):
         step = g.trace.steps[makers[number]] if number in makers else None
-        if step is None:
+        if step is None or not step.inputs:
             return False
-        kind = step.kind
-        rank = len(g.trace.axes[number])
-        if "softmax" in kind and "log" not in kind:
-            return step.args[1] in (-1, rank - 1)
-        inputs = tensors_in(step)
-        keeps = kind in (*PASSING, "view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze")
-        if not keeps or not inputs or g.trace.axes[inputs[0]][-1].size != g.trace.axes[number][-1].size:
+        if "softmax" in step.kind and "log" not in step.kind:
+            return step.args[1] % len(g.trace.axes[number]) == dim
+        before = _dim_before(step, *([e.size for e in g.trace.axes[n]] for n in (step.inputs[0], number)), dim)
+        if before is None:
             return False
-        number = inputs[0]
+        number, dim = step.inputs[0], before
     return False
+
+
+def _dim_before(step: Step, old: list[int], new: list[int], dim: int) -> int | None:
+    """The dim of what a layout is made of that a dim of it was, if that is one of them as it stands."""
+    kind = step.kind
+    if kind in PASSING:
+        return dim
+    if kind == "permute":
+        return step.args[1][dim] % len(old)
+    if kind == "transpose":
+        swapped = [d % len(old) for d in step.args[1:3]]
+        return swapped[1 - swapped.index(dim)] if dim in swapped else dim
+    if kind == "expand":
+        before = dim - len(new) + len(old)
+        return before if before >= 0 and old[before] == new[dim] else None
+    if kind not in ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"):
+        return None
+    inner = math.prod(new[dim + 1 :])
+    found = [d for d, size in enumerate(old) if size == new[dim] and math.prod(old[d + 1 :]) == inner]
+    return found[0] if len(found) == 1 else None
 
 
 @_rule(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..graph import Atom, Cat, Expr, Group, Trace, atoms, keep_mask, norm
+from ..graph.rules import arguments_of
 from ..graph.tracer import Ref, Step
 from .operands import aliases, is_random
 
@@ -130,10 +131,10 @@ def tensors_in(step: Step) -> tuple[int, ...]:
 
 
 def reduced(trace: Trace, step: Step) -> list[Expr]:
-    """The axes that a sum or a mean runs over."""
-    axes = trace.axes[tensors_in(step)[0]]
-    dims = step.args[1] if len(step.args) > 1 and isinstance(step.args[1], tuple) else range(len(axes))
-    return [axes[d] for d in dims]
+    """The axes that a sum, a mean or a norm runs over."""
+    axes, names = trace.axes[tensors_in(step)[0]], arguments_of(step.func)
+    dims = {**dict(zip(names, step.args)), **step.kwargs}.get("dim")
+    return [axes[d] for d in ([dims] if isinstance(dims, int) else dims or range(len(axes)))]
 
 
 def units_along(e: Expr, atom: Atom) -> list[Tensor]:
