@@ -79,3 +79,9 @@ def test_what_a_scaled_sum_makes_of_its_bias_is_the_constant(scaled):
 
     parts = {"b": nn.Parameter(torch.ones(16)), "w": nn.Parameter(torch.ones(12, 16)), "o": nn.Linear(16, 5)}
     check(Lam(forward, **parts), tokens())
+
+
+def test_windows_that_every_channel_draws_are_drawn_anew():
+    model = nn.Sequential(conv(3, 8), nn.FractionalMaxPool2d(2, output_size=3), conv(8, 5)).double()
+    plan = sc.shrink(model, image().double(), sc.random(0), channels=0.5)[1]
+    assert "is drawn at random" in plan.groups[0].why

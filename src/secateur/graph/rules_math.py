@@ -224,6 +224,8 @@ def _conv_roles(c: Call, weight: Tensor, transposed: bool, groups: int) -> None:
 def _spatial(rank: int, names: str) -> None:
     def pooled(c: Call) -> Axes | list[Axes]:
         x = c.axes(c.get("self", "input"))
+        if c.get("random_samples") is not None:  # every channel draws where its windows lie
+            unify(x[-rank - 1], c.axes(c.random_samples)[1])
         freeze_all(x[-rank:], SPATIAL)
         return c.each([*x[:-rank], *(fresh(s, SPATIAL) for s in c.outputs()[0].shape[-rank:])])
 
@@ -237,6 +239,7 @@ _spatial(2, "mkldnn_max_pool2d upsample_nearest2d upsample_bilinear2d upsample_b
 _spatial(2, "_upsample_bicubic2d_aa _upsample_nearest_exact2d reflection_pad2d replication_pad2d fractional_max_pool2d")
 _spatial(3, "max_pool3d max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d")
 _spatial(3, "upsample_nearest3d upsample_trilinear3d reflection_pad3d replication_pad3d _upsample_nearest_exact3d")
+_spatial(3, "fractional_max_pool3d")
 
 
 @rule("max_unpool2d max_unpool3d")

@@ -104,7 +104,11 @@ class Ghosts:
     def ghost(self, number: int) -> Ghost:
         if number not in self.found and self.silence.made_of_weights(number):
             self.found[number] = self.of_weights(number)
-        return self.found.get(number) or Ghost(bad=dict.fromkeys(self.cut_atoms(number), "is given"))
+        if number not in self.found:
+            maker = self.trace.steps[self.silence.makers[number]] if number in self.silence.makers else None
+            why = f"is drawn at random, in {where(maker)}" if maker is not None and is_random(maker) else "is given"
+            return Ghost(bad=dict.fromkeys(self.cut_atoms(number), why))
+        return self.found[number]
 
     def of_weights(self, number: int) -> Ghost:
         cut = self.cut_atoms(number)
