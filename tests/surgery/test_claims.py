@@ -249,6 +249,30 @@ def test_generators_are_as_they_were_after_a_cut(how):
     assert how or found.max_error < 1e-6  # both sides draw the same
 
 
+def any_weight(weight):
+    return torch.rand_like(weight)
+
+
+def any_unit(units):
+    return torch.rand(units.group.size)
+
+
+@pytest.mark.parametrize("chance", [any_weight, sc.surgery.unit_criterion(any_unit)])
+def test_criterion_of_chance_draws_anew_in_the_next_cut(chance):
+    """Ten random cuts to compare with are ten, not ten times one; after a seed they are the same again."""
+    model, x = Drawing(), torch.randn(8, 12)
+
+    def kept():
+        small, _ = sc.shrink(model, x, chance, channels=0.5)
+        return small.a.bias.tolist()
+
+    torch.manual_seed(0)
+    first, second = kept(), kept()
+    torch.manual_seed(0)
+    assert first != second
+    assert (kept(), kept()) == (first, second)
+
+
 @pytest.mark.parametrize("batch", [torch.randn(4, 7), {"y": torch.randn(4, 12)}], ids=["shape", "name"])
 @pytest.mark.parametrize(
     "how",

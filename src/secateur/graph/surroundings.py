@@ -49,19 +49,39 @@ def fresh_casts() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
+_DICE: list[list[Any]] = []  # of each `same_dice` around: the state to go back to
+
+
 @contextlib.contextmanager
 def same_dice() -> Iterator[None]:
     """What is drawn inside is drawn again afterwards: generators of torch, of Python, and of numpy where it is loaded."""
-    numpy: Any = sys.modules.get("numpy")
-    plain, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    before = [_generators()]
+    _DICE.append(before)
     try:
-        with torch.random.fork_rng(devices=list(devices)):
-            yield
+        yield
     finally:
+        _DICE.pop()
+        plain, arrays, cpu, devices = before[0]
         random.setstate(plain)
-        if numpy is not None:
-            numpy.random.set_state(arrays)
+        if arrays is not None:
+            sys.modules["numpy"].random.set_state(arrays)
+        torch.set_rng_state(cpu)
+        if devices is not None:
+            torch.cuda.set_rng_state_all(devices)
+
+
+def stays_drawn() -> None:
+    """What was drawn up to now is not drawn again, whatever is around: a criterion that draws, draws anew in the next cut."""
+    now = _generators()
+    for before in _DICE:
+        before[0] = now
+
+
+def _generators() -> tuple[Any, ...]:
+    numpy: Any = sys.modules.get("numpy")
+    arrays = None if numpy is None else numpy.random.get_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    return random.getstate(), arrays, torch.get_rng_state(), devices
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from .._axes import layout_of
 from .._tree import slots
 from ..criteria import Criterion, criterion
 from ..graph import Group, Member, Trace
+from ..graph.surroundings import same_dice, stays_drawn
 from ..stats import Loss, TensorEvidence, collect
 from ..targets import Target
 from .masked import label
@@ -127,12 +128,15 @@ def unit_scores(
     owners = {slot.name: slot for slot in slots(model)}
     parameters = {name: slot.tensor for name, slot in owners.items() if slot.tensor.is_floating_point()}
     if isinstance(by, UnitCriterion):
-        return _whole_units(trace, groups, by, parameters, by.gather(trace, groups, data, repair) if by.gather else {})
+        with same_dice():
+            gathered = by.gather(trace, groups, data, repair) if by.gather else {}
+        return _whole_units(trace, groups, by, parameters, gathered)
     by = criterion(by)
     speak = {group: carriers(group, parameters) for group in groups}
     names = list(dict.fromkeys(m.tensor for members in speak.values() for m in members))
     targets = {name: Target(owners[name], layout_of(owners[name].module, tuple(parameters[name].shape))) for name in names}
-    table = collect(model, list(targets.values()), by.needs, data, loss)
+    with same_dice():
+        table = collect(model, list(targets.values()), by.needs, data, loss)
     wanted: dict[str, set[int]] = {}
     for m in (m for members in speak.values() for m in members):
         wanted.setdefault(m.tensor, set()).add(m.dim)
@@ -140,6 +144,7 @@ def unit_scores(
     for name, dims in wanted.items():
         evidence = TensorEvidence(targets[name], table[name])
         sums |= {(name, d): total for d, total in _sums(by, evidence, dims).items()}
+    stays_drawn()
     scores: Scores = {}
     for group, members in speak.items():
         total = torch.zeros(group.size, dtype=torch.float64)
@@ -183,6 +188,7 @@ def _whole_units(
                     "one for each unit is expected"
                 )
             scores[group] = _ranked(group, answer.detach().double().cpu())
+    stays_drawn()
     return scores, left
 
 
