@@ -6,6 +6,7 @@ of columns, sixteen panels of 16 rows a piece of work. Tiles are in the order in
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -23,7 +24,7 @@ PANELS, TILES = 16, 8  # of a piece of work, of a block of columns
 RING, LEAD = 16, 2  # tiles that the kernel spreads out at a time, and that it reads ahead: at the end, empty ones are there
 STRIP, SHORT = 512, 64  # rows of input that meet one piece of work, at most, and at least where there are more
 # What the registers hold: eight tiles of 16 lines of 64 bytes.
-CONFIG = torch.tensor([1] + [0] * 15 + [64, 0] * 8 + [0] * 16 + [SIDE] * 8 + [0] * 8, dtype=torch.uint8)
+CONFIG = (ctypes.c_uint8 * 64)(1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[SIDE] * 8)
 
 
 def _fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
@@ -83,7 +84,7 @@ def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options
     memory, y = scratch(inputs + threads * room).data_ptr(), torch.empty((batch, rows), dtype=x.dtype, device="cpu")
     extra = no_bias(rows + more) if bias is None else F.pad(as_float(bias, rows), (0, more))
     held = [each.data_ptr() for each in buffers]
-    seen = (CONFIG.data_ptr(), x.data_ptr(), x.stride(0) * 2, batch, columns, memory)
+    seen = (ctypes.addressof(CONFIG), x.data_ptr(), x.stride(0) * 2, batch, columns, memory)
     matrix = (rows, -(-rows // SIDE), PANELS, _counts(rows, columns)[1], TILES, *held, extra.data_ptr())
     work = (y.data_ptr(), memory + inputs * 4, room * 4, strip, -(-lines // strip))
     build.run_in_steps(build.kernel("mosaic.multiply", RING, LEAD), (*seen, *matrix, *work), threads)
