@@ -120,6 +120,17 @@ def test_views_that_only_say_minus_are_read_as_such():
         close(packed(x), dense(x))
 
 
+@pytest.mark.parametrize(("options", "pattern"), [((1, 0), "1x1"), ((1, 1), "2:4")])
+def test_pairs_of_inputs_may_begin_anywhere(options, pattern):
+    dense = nn.Linear(40, 24).bfloat16().eval()
+    wide = torch.randn(5, 41).bfloat16()
+    with torch.no_grad():
+        dense.weight.copy_(pruned(24, 40, pattern, 0.5))
+        packed = Compressed(dense, FORMATS["pairs"], options).eval()
+        for x in (wide.flatten()[1:161].view(4, 40), wide[:1, :40], wide[3:4, :40], wide[:, 1:]):
+            close(packed(x), dense(x), 5e-2)
+
+
 def test_bias_may_lie_anywhere():
     dense = nn.Linear(40, 24).eval()
     dense.bias = nn.Parameter(torch.randn(48)[::2])

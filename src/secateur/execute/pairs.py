@@ -35,8 +35,11 @@ def _fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
 
 
 def _paired(matrix: Tensor) -> Tensor:
-    """Pairs of columns as one number of four bytes."""
-    return matrix.contiguous().view(torch.int32)
+    """Pairs of columns as one number of four bytes. A slice that begins, or has lines, at an odd place is copied: torch refuses
+    to see pairs there."""
+    whole = matrix.contiguous()
+    odd = (whole.storage_offset() | whole.stride(0)) & 1
+    return (whole.clone(memory_format=torch.contiguous_format) if odd else whole).view(torch.int32)
 
 
 @cache
