@@ -187,6 +187,59 @@ def test_buffers_that_do_not_fit_are_refused_and_nothing_is_loaded():
         assert torch.equal(flat(x), expected)
 
 
+HELD = [
+    ("tiled", (1,), "1x1"), ("tiled", (4,), "4x1"), ("pairs", (1, 0), "1x1"), ("pairs", (1, 1), "2:4"), ("gather", (), "1x1"),
+    ("runs", (), "1x8"), ("panels", (8,), "8x1"), ("bitmask", (), "1x1"), ("csr", (), "1x1"), ("mosaic", (), "1x1"),
+]  # fmt: skip
+
+
+def held(form: str, options: tuple[int, ...], pattern: str, seed: int = 0, rows: int = 280, columns: int = 404) -> Compressed:
+    layer = nn.Linear(columns, rows).to(torch.bfloat16 if form in ("pairs", "mosaic") else torch.float32)
+    with torch.no_grad():
+        layer.weight.copy_(pruned(rows, columns, pattern, 0.7, seed=seed))
+    return Compressed(layer, FORMATS[form], options).eval()
+
+
+def copied(layer: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in layer.state_dict().items()}
+
+
+@pytest.mark.parametrize(("form", "options", "pattern"), HELD)
+def test_offsets_that_lead_elsewhere_are_refused(form, options, pattern):
+    """A kernel would read, or write, wherever they say."""
+    layer, told = held(form, options, pattern), r"buffers in the state dict are not"
+    for name in {"starts", "used", "order", "index", "first", "counts", "masks"} & {*layer.names}:
+        for change in (lambda t: t.add_(77), lambda t: t.neg_(), lambda t: t.roll(1), lambda t: t[:-1], lambda t: t[:1]):
+            state = copied(layer)
+            state[name] = change(state[name])
+            for given in (state, {name: state[name]}):  # all of them, or one that is to go with those that are there
+                if not torch.equal(state[name], layer.get_buffer(name)):
+                    with pytest.raises(ValueError, match=told):
+                        layer.load_state_dict(given, strict=False)
+    state = copied(layer)
+    few = {"tiled": options[:1], "pairs": options[:1], "bitmask": (17,), "csr": (1,), "mosaic": (1,)}.get(form, (8,))[0]
+    state["values"] = state["values"][:few]  # which torch would take for all of them
+    with pytest.raises(ValueError, match=told):
+        layer.load_state_dict(state)
+    with pytest.raises(ValueError, match=told):
+        copy.deepcopy(layer).to("meta").load_state_dict(
+            {**copied(layer), "starts": layer.get_buffer("starts") + 9}, assign=True
+        )
+
+
+@pytest.mark.parametrize(("form", "options", "pattern"), HELD)
+def test_buffers_of_other_zeros_are_taken(form, options, pattern):
+    layer, other = (held(form, options, pattern, seed) for seed in (0, 1))
+    x = torch.randn(3, 404).to(layer.dtype)
+    with torch.no_grad():
+        other.get_buffer("values").view(other.dtype)[:40] *= 1e-30  # zero as float16: the places stay
+        for given, assign in ((other, False), (copy.deepcopy(other).half(), False), (other, True)):
+            state = {name: torch.stack([value, value], -1)[..., 0] for name, value in given.state_dict().items()}
+            layer.load_state_dict(state, assign=assign)
+            close(layer(x).float(), other(x).float(), 5e-2)
+    assert layer.get_buffer("starts").is_contiguous()
+
+
 def test_dense_layer_of_a_dtype_that_no_kernel_has():
     dense, packed = linear()
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -156,7 +157,7 @@ class Compressed(Packed):
                     f"{prefix}weight cannot be held as {self.form}: {error}; decompress_ the model first"
                 ) from None
             state_dict.update({f"{prefix}{name}": buffer for name, buffer in self._buffers.items() if buffer is not None})
-        elif f"{prefix}{self.names[0]}" in state_dict:
+        else:
             self._check(state_dict, prefix)
         for name in (*self.names, "minus"):  # other zeros, other sizes
             new, now = state_dict.get(f"{prefix}{name}"), self._buffers.get(name)
@@ -168,26 +169,43 @@ class Compressed(Packed):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _check(self, state_dict: Any, prefix: str) -> None:
-        """Refuse buffers of another format or damaged ones: kernels believe the numbers in them."""
-        given = [state_dict.get(f"{prefix}{name}") for name in self.names]
-        if any(each is None for each in given):
-            return  # torch says which are missing
+        """Refuse buffers of another format or damaged ones: kernels believe the numbers in them. The same if only some are
+        given, which are to go with those that are here."""
+        keys = {name: f"{prefix}{name}" for name in (*self.names, "minus") if f"{prefix}{name}" in state_dict}
         own = self.buffers_in_order()
-        if own[0].is_meta:
-            return
         try:
-            if any(a.dtype != b.dtype and not (a.is_floating_point() and b.is_floating_point()) for a, b in zip(given, own)):
+            for key in keys.values():  # with assign=True they are taken as they lie
+                state_dict[key] = state_dict[key].contiguous()
+            given = [state_dict[keys[name]] if name in keys else now for name, now in zip(self.names, own)]
+            if not all(each.is_meta for each in given) and not self._fit(given, own):
                 raise TypeError
-            moved = [each.to(now.device) for each, now in zip(given, own)]
-            if FORMATS[self.form].unpack(moved, self.rows, self.columns, self.options).shape != (self.rows, self.columns):
+            if "minus" in keys and state_dict[keys["minus"]].numel() != -(-math.prod(self.shape) // 8):
                 raise TypeError
-        except (RuntimeError, IndexError, TypeError):
+        except (RuntimeError, IndexError, TypeError, ValueError, AttributeError):
             options = "x".join(map(str, self.options))
             raise ValueError(
                 f"{prefix[:-1] or 'this layer'} is {self.form} {options}".rstrip()
                 + f" of {self.rows}x{self.columns} in the model, and its "
                 "buffers in the state dict are not: load the dense weight, or compress both models the same way"
             ) from None
+
+    def _fit(self, given: list[Tensor], own: list[Tensor]) -> bool:
+        """Whether these are the buffers that packing makes of the places which they name. The values there do not matter, and
+        some may have become zero since."""
+        if any(a.dtype != b.dtype and not (a.is_floating_point() and b.is_floating_point()) for a, b in zip(given, own)):
+            return False
+        (values, *rest), form, size = given, FORMATS[self.form], (self.rows, self.columns)
+        device = values.device if own[0].is_meta else own[0].device
+        rest = [each.to(device) for each in rest]
+        if not own[0].is_meta and values.shape == own[0].shape and all(map(torch.equal, rest, own[1:])):
+            return True
+        if self.names[0] != "values":  # a library's own form, of which only the sizes are known
+            return form.unpack([values.to(device), *rest], *size, self.options).shape == size
+        pairs = not values.is_floating_point()
+        ones = torch.ones(values.numel() * (2 if pairs else 1), dtype=torch.bfloat16 if pairs else torch.uint8, device=device)
+        places = form.unpack([ones.view(values.dtype) if pairs else ones.view(values.shape), *rest], *size, self.options)
+        again, *others = form.pack(places, self.options)
+        return places.shape == size and again.shape == values.shape and all(map(torch.equal, others, rest))
 
     def extra_repr(self) -> str:
         return f"{self.stood.__name__} {tuple(self.shape)}, {self.form}{list(self.options)}, {self.bytes():,} bytes"

@@ -58,7 +58,7 @@ def _unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tens
     pieces, blocks = _counts(rows, columns)
     tiles = values.new_zeros(len(counts) * TILES, SIDE * WIDE)
     kept = unpack_bits(masks.view(-1, SIDE * WIDE // 8)[:-LEAD], SIDE * WIDE)
-    first = torch.arange(len(counts), device=index.device).repeat_interleave(counts.long()) * TILES
+    first = torch.arange(len(counts), device=index.device).repeat_interleave(counts.long(), output_size=len(index)) * TILES
     tiles[first + index] = values.new_zeros(kept.shape).masked_scatter_(kept, values)
     whole = tiles.view(pieces, blocks, PANELS, TILES, WIDE // 2, SIDE, 2).permute(0, 2, 5, 1, 3, 4, 6)
     return whole.reshape(pieces * PANELS * SIDE, -1)[:rows, :columns].contiguous()
