@@ -144,12 +144,13 @@ def test_those_who_watch_operators_see_them(ids):
     assert count.get_flop_counts()["Global"][torch.ops.secateur.conv] == 2 * weights
 
 
-def test_a_trace_computes_and_remembers_no_numbers():
-    layer, x = compressed().linear, torch.randn(5, 32)
-    with torch.no_grad(), warnings.catch_warnings():
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_trace_computes_and_remembers_no_numbers(ids, expected, grad):
+    with torch.set_grad_enabled(grad), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit says that it is old
-        traced = torch.jit.trace(layer, torch.randn(5, 32))
-        close(traced(x), layer(x))
+        traced = torch.jit.trace(compressed(), torch.zeros_like(ids))
+        close(traced(ids).detach(), expected)
+    assert traced(ids).requires_grad
 
 
 def test_state_dict_loads_into_another_compressed_model(ids, tmp_path):

@@ -85,7 +85,8 @@ class Compressed(Packed):
             return linear(input, held, bias, *shape)
         if not torch.compiler.is_compiling() and transformed():
             return self._dense(input)
-        ops, grad = torch.ops.secateur, torch.is_grad_enabled()
+        # torch.jit.trace looks again without gradients at what it has seen with them.
+        ops, grad = torch.ops.secateur, torch.is_grad_enabled() or _TRACER() is not None
         if self.kind == "linear":
             return (ops.linear_grad if grad else ops.linear)(input, held, bias, *shape)
         if self.kind == "embedding":
