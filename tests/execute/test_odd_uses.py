@@ -105,6 +105,18 @@ def test_vmap_and_derivatives_of_functions():
     close(torch.vmap(packed)(ids), dense(ids))
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_taken(layout):
+    dense, packed = linear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that nested tensors may change
+        x = torch.nested.nested_tensor([torch.randn(2, 40), torch.randn(5, 40)], layout=layout)
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                for one, other in zip(packed(x).unbind(), dense(x).unbind()):
+                    close(one, other)
+
+
 def test_tangents_come_through():
     (dense, packed), x = linear(), torch.randn(3, 40)
     with warnings.catch_warnings(), torch.no_grad(), forward_ad.dual_level():
@@ -137,6 +149,13 @@ def test_bias_may_lie_anywhere():
     for form, x in (("tiled", torch.randn(9, 40)), ("gather", torch.randn(1, 40))):
         with torch.no_grad():
             close(Compressed(dense, FORMATS[form], OPTIONS[form]).eval()(x), dense(x))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("shape", [(), (39,), (2, 41)])
+def test_inputs_of_another_width_are_refused_in_words(grad, shape):
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"takes 40 features in the last dimension, and got \("):
+        linear()[1](torch.randn(shape))
 
 
 def test_whole_numbers_are_refused_as_by_the_dense_layer():

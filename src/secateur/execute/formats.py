@@ -114,7 +114,7 @@ for _signature in (
 
 def linear(x: Tensor, buffers: Buffers, bias: Tensor | None, form: str, rows: int, columns: int, options: Options) -> Tensor:
     shape = x.shape
-    if shape[-1] != columns:
+    if not shape or shape[-1] != columns:
         raise ValueError(f"the compressed layer takes {columns} features in the last dimension, and got {tuple(shape)}")
     flat = x if len(shape) == 2 else x.reshape(-1, columns)
     y = None if 0 in shape else FORMATS[form].linear(flat, buffers, bias, rows, options)

@@ -83,7 +83,7 @@ class Compressed(Packed):
         plain = alone(input)
         if plain and self.kind == "linear":
             return linear(input, held, bias, *shape)
-        if not torch.compiler.is_compiling() and transformed():
+        if not torch.compiler.is_compiling() and (transformed() or input.is_nested):
             return self._dense(input)
         # torch.jit.trace looks again without gradients at what it has seen with them.
         ops, grad = torch.ops.secateur, torch.is_grad_enabled() or _TRACER() is not None
@@ -100,7 +100,7 @@ class Compressed(Packed):
         return y.squeeze(0) if input.dim() == dims else y
 
     def _dense(self, input: Tensor) -> Tensor:
-        """With the weight unpacked, by operators for which torch knows all that vmap and derivatives ask."""
+        """With the weight unpacked, by operators for which torch knows all that vmap, derivatives and nested tensors ask."""
         weight, bias = self.weight.to(self.dtype if self.kind == "embedding" else input.dtype), self._parameters["bias"]
         bias = bias if bias is None else bias.to(input.dtype)
         if self.kind == "embedding":
@@ -223,7 +223,7 @@ def alone(x: Tensor) -> bool:
     the cache takes its time from how much code it touches."""
     if is_dynamo_compiling() or _GRAD() or _MODES() or _LEVEL() is not None or forward_ad._current_level >= 0:
         return False
-    return type(x) is Tensor and _TRACER() is None and not x.is_neg()
+    return type(x) is Tensor and _TRACER() is None and not x.is_neg() and not x.is_nested
 
 
 def autocast(x: Tensor) -> Tensor:
