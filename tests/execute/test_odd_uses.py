@@ -259,6 +259,16 @@ def test_buffers_of_other_zeros_are_taken(form, options, pattern):
     assert layer.get_buffer("starts").is_contiguous()
 
 
+@pytest.mark.parametrize("form", sorted(OPTIONS))
+def test_layer_on_the_meta_device_takes_packed_and_dense_weights(form):
+    (dense, packed), x = linear(form), torch.randn(1, 40)
+    for state in (packed.state_dict(), dense.state_dict()):
+        empty = copy.deepcopy(packed).to("meta")
+        empty.load_state_dict(state, assign=True)
+        with torch.no_grad():
+            close(empty(x), dense(x))
+
+
 def test_dense_layer_of_a_dtype_that_no_kernel_has():
     dense, packed = linear()
     with torch.no_grad():

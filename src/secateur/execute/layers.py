@@ -152,7 +152,8 @@ class Compressed(Packed):
             old = self.get_buffer(self.names[0])
             half = old.is_floating_point() and old.dtype != self.dtype
             try:
-                self._hold(weight.detach().to(old.device, self.dtype), old.dtype if half else None)
+                device = weight.device if old.is_meta else old.device  # nothing can be packed where there are no numbers
+                self._hold(weight.detach().to(device, self.dtype), old.dtype if half else None)
             except ValueError as error:
                 raise ValueError(
                     f"{prefix}weight cannot be held as {self.form}: {error}; decompress_ the model first"
