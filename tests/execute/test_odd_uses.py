@@ -151,6 +151,18 @@ def test_bias_may_lie_anywhere():
             close(Compressed(dense, FORMATS[form], OPTIONS[form]).eval()(x), dense(x))
 
 
+@pytest.mark.parametrize("form", sorted(OPTIONS))
+def test_bias_of_another_size_is_spread_or_refused_as_by_the_dense_layer(form):
+    (dense, packed), x = linear(form), torch.randn(3, 40)
+    with torch.no_grad():
+        one, few = {"bias": torch.randn(1)}, {"bias": torch.randn(23)}
+        close(torch.func.functional_call(packed, one, x), torch.func.functional_call(dense, one, x))
+        with pytest.raises(RuntimeError, match="expanded size"):
+            torch.func.functional_call(packed, few, x)
+        with pytest.raises(RuntimeError, match="expanded size"):
+            torch.func.functional_call(conv()[1], {"bias": torch.randn(7)}, torch.randn(1, 4, 9, 9))
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("shape", [(), (39,), (2, 41)])
 def test_inputs_of_another_width_are_refused_in_words(grad, shape):

@@ -116,6 +116,8 @@ def linear(x: Tensor, buffers: Buffers, bias: Tensor | None, form: str, rows: in
     shape = x.shape
     if not shape or shape[-1] != columns:
         raise ValueError(f"the compressed layer takes {columns} features in the last dimension, and got {tuple(shape)}")
+    if bias is not None and bias.numel() != rows:  # kernels read as many as there are rows
+        bias = bias.expand(rows)
     flat = x if len(shape) == 2 else x.reshape(-1, columns)
     y = None if 0 in shape else FORMATS[form].linear(flat, buffers, bias, rows, options)
     if y is None:
@@ -157,6 +159,8 @@ def conv(
     channels = columns // (move.kernel[0] * move.kernel[1])
     if x.dim() != 4 or x.shape[1] != channels:
         raise ValueError(f"the compressed convolution takes [batch, {channels}, height, width], and got {tuple(x.shape)}")
+    if bias is not None and bias.numel() != rows:
+        bias = bias.expand(rows)
     y = run(x, buffers, bias, rows, options, move) if run is not None and x.numel() else None
     if y is None:
         weight = FORMATS[form].unpack(buffers, rows, columns, options).reshape(rows, channels, *move.kernel)
