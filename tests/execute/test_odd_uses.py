@@ -231,6 +231,12 @@ def held(form: str, options: tuple[int, ...], pattern: str, seed: int = 0, rows:
     return Compressed(layer, FORMATS[form], options).eval()
 
 
+def there_and_back(starts: torch.Tensor) -> torch.Tensor:
+    """The second far ahead, the others as they were: unpacking this makes torch itself write past the end of its memory."""
+    starts.flatten()[1] += 100_000_000 if starts.dtype.itemsize > 2 else 7
+    return starts
+
+
 def copied(layer: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in layer.state_dict().items()}
 
@@ -240,7 +246,14 @@ def test_offsets_that_lead_elsewhere_are_refused(form, options, pattern):
     """A kernel would read, or write, wherever they say."""
     layer, told = held(form, options, pattern), r"buffers in the state dict are not"
     for name in {"starts", "used", "order", "index", "first", "counts", "masks"} & {*layer.names}:
-        for change in (lambda t: t.add_(77), lambda t: t.neg_(), lambda t: t.roll(1), lambda t: t[:-1], lambda t: t[:1]):
+        for change in (
+            lambda t: t.add_(77),
+            lambda t: t.neg_(),
+            lambda t: t.roll(1),
+            lambda t: t[:-1],
+            lambda t: t[:1],
+            there_and_back,
+        ):
             state = copied(layer)
             state[name] = change(state[name])
             for given in (state, {name: state[name]}):  # all of them, or one that is to go with those that are there

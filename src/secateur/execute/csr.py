@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .find import Zeros
+from .find import Zeros, owners
 from .formats import Buffers, Format, Options, Use, register
 
 
@@ -27,7 +27,7 @@ def _pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
 def _unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
     values, index, starts = buffers
     matrix = torch.zeros(rows, columns, dtype=values.dtype, device=values.device)
-    row = torch.arange(rows, device=values.device).repeat_interleave(starts.diff().long(), output_size=len(index))
+    row = owners(starts, len(index))
     matrix[row, index.long()] = values
     return matrix
 

@@ -71,3 +71,11 @@ def negative_zeros(weight: Tensor) -> Tensor | None:
     if not bool(found.any()):
         return None
     return pack_bits(found.reshape(-1))
+
+
+def owners(starts: Tensor, count: int) -> Tensor:
+    """The number of the row that each of `count` places belongs to. torch would write past the end for starts that go back."""
+    each = starts.long().diff()
+    if bool((each < 0).any()):
+        raise ValueError("starts go back")
+    return torch.arange(len(each), device=starts.device).repeat_interleave(each, output_size=count)

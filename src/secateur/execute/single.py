@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .find import Zeros, fill, pack_bits, unpack_bits
+from .find import Zeros, fill, owners, pack_bits, unpack_bits
 from .formats import Buffers, Format, Options, Use, register
 from .native import build
 from .native.build import Kernel
@@ -82,7 +82,7 @@ def _gather_pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
 
 def _gather_unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
     values, index, first, starts = buffers
-    row = torch.arange(rows, device=values.device).repeat_interleave(starts.diff().long(), output_size=len(first))
+    row = owners(starts, len(first))
     column = _unsigned(first).unsqueeze(1) + index.view(-1, GROUP)
     matrix = torch.zeros(rows, columns, dtype=values.dtype, device=values.device)
     kept = values.view(-1, GROUP) != 0  # the rest fills up groups
@@ -119,7 +119,7 @@ def _runs_pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
 def _runs_unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
     values, first, starts = buffers
     parts = torch.zeros(rows, -(-columns // GROUP), GROUP, dtype=values.dtype, device=values.device)
-    row = torch.arange(rows, device=values.device).repeat_interleave(starts.diff().long(), output_size=len(first))
+    row = owners(starts, len(first))
     parts[row, _unsigned(first) // GROUP] = values.view(-1, GROUP)
     return parts.flatten(1)[:, :columns].contiguous()
 
@@ -151,7 +151,7 @@ def _panels_pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
 
 def _panels_unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
     (height,), (values, index, starts) = options, buffers
-    panel = torch.arange(rows // height, device=values.device).repeat_interleave(starts.diff().long(), output_size=len(index))
+    panel = owners(starts, len(index))
     tall = torch.zeros(rows // height, columns, height, dtype=values.dtype, device=values.device)
     tall[panel, _unsigned(index)] = values.view(-1, height)
     return tall.transpose(1, 2).reshape(rows, columns)

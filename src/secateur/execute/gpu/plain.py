@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..find import Zeros, fill
+from ..find import Zeros, fill, owners
 from ..formats import Buffers, Format, Options, Use, register
 from .present import HALVES, kernels, missing, runs
 
@@ -119,7 +119,7 @@ def _squares_pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
 
 def _squares_unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
     (height,), (values, index, starts, _) = options, buffers
-    row = torch.arange(rows // height, device=values.device).repeat_interleave(starts.diff().long(), output_size=len(index))
+    row = owners(starts, len(index))
     pieces = torch.zeros(rows // height, columns // DEEP, height, DEEP, dtype=values.dtype, device=values.device)
     pieces[row, index.long()] = values
     return pieces.transpose(1, 2).reshape(rows, columns)
