@@ -1,6 +1,7 @@
 """Tiles of bfloat16: where the CPU has no tile registers, the kernel still runs, with their instructions done in Python."""
 
 import ctypes
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,7 +145,6 @@ def test_kernel_is_made_of_tile_instructions(monkeypatch):
 
 
 def test_process_without_tile_registers_does_without(monkeypatch):
-    """Also where somebody says that the CPU is another: the system is asked, and says no."""
     layer = torch.randn(32, 64).bfloat16()
     packed = mosaic.MOSAIC.pack(layer, ())
     monkeypatch.setattr(build, "has_tiles", lambda: False)
@@ -152,3 +152,13 @@ def test_process_without_tile_registers_does_without(monkeypatch):
     assert mosaic.MOSAIC.linear(x, packed, None, 32, ()) is None
     y = torch.ops.secateur.linear(x, list(packed), None, "mosaic", 32, 64, [])
     torch.testing.assert_close(y, x @ layer.t())
+
+
+def test_the_system_is_asked_whatever_somebody_says_that_the_cpu_is(monkeypatch):
+    """An instruction that is not there would end the process."""
+    if not build.has("avx2") or not Path("/proc/cpuinfo").exists():
+        pytest.skip("not an x86 with Linux")
+    cpu, _ = build.target()
+    monkeypatch.setattr(build, "target", lambda: (cpu, build._features_of("sapphirerapids")))
+    assert build.has("amx-tile")
+    assert build.has_tiles.__wrapped__() == ("amx_bf16" in Path("/proc/cpuinfo").read_text())

@@ -189,7 +189,7 @@ class Search:
         if not rules:  # nothing is in the way
             return {v: self.wanted[v] for v in members if isinstance(v, Atom)}
         self.steps = 0
-        for kept in (self.memo, self.tables):
+        for kept in (self.known, self.memo, self.tables):
             if len(kept) >= _MANY:
                 kept.clear()
         answer = self.solve(members, rules, {}, {v: self.domain(v) for v in members}, float("inf"))
