@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..axes import Atom, Expr, Fam, Role, atoms, collapse, factors, families, flag, freeze, fresh, norm
-from ..ops import Axes, Call, Rule, lookup, name_of
+from ..ops import Axes, AxisRule, Call, lookup, name_of
 from .outline import Outlined, tensors_of
 from .provenance import Const, Dim, Guard, Journal, Op, Source
 
@@ -235,7 +235,7 @@ class Tracer(TorchDispatchMode):
                 raise RuntimeError(f"{func} writes to a weight of the model")
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
-        found = lookup(func) if isinstance(func, OpOverload) else None
+        found = lookup(func).axes
         outs = list(out) if isinstance(out, _MANY) else [out]
         self.deferred = []
         axes = self.apply(found, func, args, kwargs, out, outs)
@@ -296,7 +296,7 @@ class Tracer(TorchDispatchMode):
         return info.number
 
     def apply(
-        self, found: Rule | None, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, outs: list[Any]
+        self, found: AxisRule | None, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, outs: list[Any]
     ) -> list[Axes] | None:
         """The axes that the rule gives, one list for each output, if they fit the real sizes."""
         if found is None:
@@ -307,7 +307,7 @@ class Tracer(TorchDispatchMode):
             self.record.errors.append(f"{func}: {type(error).__name__}: {error}")
             return None
 
-    def give_up(self, func: Any, found: Rule | None, outs: list[Any]) -> list[Axes]:
+    def give_up(self, func: Any, found: AxisRule | None, outs: list[Any]) -> list[Axes]:
         name = name_of(func)
         if found is None:
             self.record.unknown[name] += 1
@@ -320,7 +320,7 @@ class Tracer(TorchDispatchMode):
         return [[fresh(s, why) for s in o.shape] if isinstance(o, Tensor) else [] for o in outs]
 
     def origins(
-        self, found: Rule | None, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, outs: list[Any]
+        self, found: AxisRule | None, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, outs: list[Any]
     ) -> list[tuple[Origin, ...]] | None:
         """Where the dims of a tensor made of weights alone come from."""
         if found is None or not any(any(info.origin or ()) for info in self.now.values()):
