@@ -36,7 +36,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
+from itertools import product, zip_longest
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -76,9 +76,11 @@ class Case:
     tensor: int  # which of the sample's tensors carries the units
     dim: int
     bias: bool  # whether the first layer's bias, which removed units leave behind, is nonzero
+    fixed: bool  # whether the other dims are those of a parameter, or of the model's input
 
     def __str__(self) -> str:
-        return f"{op_name(self.op)} sample {self.sample} tensor {self.tensor} dim {self.dim} {'bias' if self.bias else 'zero bias'}"
+        bias, dims = "bias" if self.bias else "zero bias", "fixed dims" if self.fixed else "input dims"
+        return f"{op_name(self.op)} sample {self.sample} tensor {self.tensor} dim {self.dim} {bias}, {dims}"
 
 
 @dataclass
@@ -107,7 +109,7 @@ class Between(nn.Module):
     The operator's other tensors are buffers, so that they can be cut along; its other arguments are constants of the code.
     """
 
-    def __init__(self, function: Callable[..., Any], sample: Any, tensor: int, dim: int) -> None:
+    def __init__(self, function: Callable[..., Any], sample: Any, tensor: int, dim: int, fixed: bool) -> None:
         super().__init__()
         leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -124,12 +126,14 @@ class Between(nn.Module):
             return [o for o in tree_leaves(function(first, *args, **kwargs)) if isinstance(o, Tensor) and o.numel()]
 
         self.call, self.dim = call, dim
-        self.shape = tuple(n for d, n in enumerate(carrier.shape) if d != dim)
+        others = tuple(n for d, n in enumerate(carrier.shape) if d != dim)
+        self.places = nn.Parameter(torch.zeros(*others, FEATURES)) if fixed else None
+        self.shape = () if fixed else others
         self.a = nn.Linear(FEATURES, carrier.shape[dim])
         self.read = nn.ModuleList()
 
     def outputs(self, x: Tensor) -> list[Tensor]:
-        return self.call(self, self.a(x).movedim(-1, self.dim))
+        return self.call(self, self.a(x if self.places is None else x + self.places).movedim(-1, self.dim))
 
     def forward(self, x: Tensor) -> Tensor:
         flat = [as_real(o).flatten(int(self.batched)) for o in self.outputs(x)]
@@ -151,9 +155,11 @@ def build(case: Case, sample: Any, function: Callable[..., Any]) -> tuple[nn.Mod
     draw = torch.Generator().manual_seed(case.dim)
     why = ""
     for near in (False, True):
-        model = Between(function, sample, case.tensor, case.dim).double()
+        model = Between(function, sample, case.tensor, case.dim, case.fixed).double()
         mean, spread = units.mean(1), float(units.std()) if units.numel() > 1 else 1.0
         weight = torch.rand(model.a.weight.shape, generator=draw, dtype=torch.float64)
+        if model.places is not None:
+            model.places.data = torch.rand(model.places.shape, generator=draw, dtype=torch.float64) - 0.5
         if near:
             model.a.weight.data = weight / weight.sum(1, keepdim=True) * mean[:, None] * (0.5 if case.bias else 1.0)
             constant = 0.5 * mean
@@ -193,7 +199,7 @@ def _follows_batch(model: Any, inputs: Callable[..., Tensor], out: list[Tensor])
     """Whether the operator takes twice the batch, and all its outputs are twice as long along their first dim."""
     with contextlib.suppress(Exception):
         twice = run(model.outputs, inputs(0, 2))
-        return [o.shape for o in twice] == [(2 * o.shape[0], *o.shape[1:]) for o in out if o.dim()]
+        return all(o.dim() > 1 and t.shape == (2 * o.shape[0], *o.shape[1:]) for o, t in zip(out, twice, strict=True))
     return False
 
 
@@ -328,15 +334,15 @@ def cases_of(index: int, number: int, sample: Any) -> Iterator[Case]:
     for tensor in usable[:2]:
         for dim in range(tensors[tensor].dim()):
             if tensors[tensor].shape[dim] > 1:
-                for bias in (True, False):
-                    yield Case(index, number, tensor, dim, bias)
+                for bias, fixed in product((True, False), repeat=2):
+                    yield Case(index, number, tensor, dim, bias, fixed)
 
 
 def results_of(
     index: int, limit: int, done: Collection[Case] = (), begin: Callable[[Any], None] | None = None
 ) -> Iterator[Result]:
     """Examines the cases of one operator, except those already done; calls `begin` before each."""
-    nothing = Case(index, -1, -1, -1, False)
+    nothing = Case(index, -1, -1, -1, False, False)
     try:
         samples = samples_of(index, limit)
     except Skip as reason:
@@ -377,7 +383,7 @@ def work(indices: list[int], samples: int, done: set[Case], pipe: Any) -> None:
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
         for index in indices:
-            pipe.send(Case(index, -1, -1, -1, False))
+            pipe.send(Case(index, -1, -1, -1, False, False))
             for result in results_of(index, samples, done, pipe.send):
                 pipe.send(result)
     pipe.send(None)
@@ -393,7 +399,7 @@ class Job:
         self.process.start()
         theirs.close()
         self.indices, self.since, self.over = indices, time.monotonic(), False
-        self.case, self.cutting = Case(indices[0], -1, -1, -1, False), False
+        self.case, self.cutting = Case(indices[0], -1, -1, -1, False, False), False
 
     def news(self) -> Iterator[Result]:
         """The results that have come in since the last call. Raises EOFError when the process died."""
@@ -492,6 +498,7 @@ def summary(results: list[Result]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", default="", help="names in op_db, separated by commas")
+    parser.add_argument("--again", default="", help="a file that --json wrote: only operators that failed there")
     parser.add_argument("--samples", type=int, default=4, help="samples of each operator")
     parser.add_argument("--sample", type=int, default=0, help="a seeded random choice of so many operators")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
@@ -499,6 +506,9 @@ def main() -> None:
     parser.add_argument("--json", default="", help="a file for all results")
     options = parser.parse_args()
     indices = find_ops(options.ops.split(",")) if options.ops else list(range(len(op_db)))
+    if options.again:
+        failed = {row["name"] for row in json.loads(Path(options.again).read_text()) if row["verdict"] in FAILURES}
+        indices = [i for i in indices if op_name(i) in failed]
     if options.sample:
         indices = sorted(random.Random(0).sample(indices, min(options.sample, len(indices))))
     begin = time.perf_counter()
@@ -509,10 +519,8 @@ def main() -> None:
 
     results = sweep(indices, options.samples, options.jobs, options.limit, tell)
     failed = summary(results)
-    slowest = max(results, key=lambda r: r.seconds)
-    print(
-        f"{len(results)} cases in {time.perf_counter() - begin:.0f} s; the slowest took {slowest.seconds:.1f} s ({slowest.case})"
-    )
+    slow = max(results, key=lambda r: r.seconds)
+    print(f"{len(results)} cases in {time.perf_counter() - begin:.0f} s; the slowest took {slow.seconds:.1f} s ({slow.case})")
     if options.json:
         rows = [
             {"name": op_name(r.case.op), **asdict(r.case), "verdict": r.verdict, "why": r.why, "seconds": r.seconds}
