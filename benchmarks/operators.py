@@ -26,7 +26,6 @@ import json
 import multiprocessing
 import os
 import random
-import re
 import sys
 import time
 import traceback
@@ -34,9 +33,11 @@ import types
 import unittest
 import warnings
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import product, zip_longest
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import secateur as sc
+from secateur.surgery import unit_criterion
 
 if "expecttest" not in sys.modules:  # torch's operator list imports this package for its own test cases only
     try:
@@ -62,6 +64,7 @@ FAILURES = (WRONG, CRASH, ABORT, SLOW)
 REFUSALS = ("is left to cut", "cannot be met")  # what `shrink` says when it leaves every axis whole
 TOLERANCE = 1e-9
 FEATURES = 4
+CHUNK = 8  # operators for one process
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,12 @@ class Case:
     sample: int
     tensor: int  # which of the sample's tensors carries the units
     dim: int
-    bias: bool  # whether removed units leave a constant behind, or zero
+    bias: bool  # whether the first layer's bias, which removed units leave behind, is nonzero
+    fixed: bool  # whether the other dims are those of a parameter, or of the model's input
 
     def __str__(self) -> str:
-        bias = "bias" if self.bias else "no bias"
-        return f"{op_name(self.op)} sample {self.sample} tensor {self.tensor} dim {self.dim} {bias}"
+        bias, dims = "bias" if self.bias else "zero bias", "fixed dims" if self.fixed else "input dims"
+        return f"{op_name(self.op)} sample {self.sample} tensor {self.tensor} dim {self.dim} {bias}, {dims}"
 
 
 @dataclass
@@ -105,7 +109,7 @@ class Between(nn.Module):
     The operator's other tensors are buffers, so that they can be cut along; its other arguments are constants of the code.
     """
 
-    def __init__(self, function: Callable[..., Any], sample: Any, tensor: int, dim: int, bias: bool) -> None:
+    def __init__(self, function: Callable[..., Any], sample: Any, tensor: int, dim: int, fixed: bool) -> None:
         super().__init__()
         leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -122,12 +126,14 @@ class Between(nn.Module):
             return [o for o in tree_leaves(function(first, *args, **kwargs)) if isinstance(o, Tensor) and o.numel()]
 
         self.call, self.dim = call, dim
-        self.shape = tuple(n for d, n in enumerate(carrier.shape) if d != dim)
-        self.a = nn.Linear(FEATURES, carrier.shape[dim], bias=bias)
+        others = tuple(n for d, n in enumerate(carrier.shape) if d != dim)
+        self.places = nn.Parameter(torch.zeros(*others, FEATURES)) if fixed else None
+        self.shape = () if fixed else others
+        self.a = nn.Linear(FEATURES, carrier.shape[dim])
         self.read = nn.ModuleList()
 
     def outputs(self, x: Tensor) -> list[Tensor]:
-        return self.call(self, self.a(x).movedim(-1, self.dim))
+        return self.call(self, self.a(x if self.places is None else x + self.places).movedim(-1, self.dim))
 
     def forward(self, x: Tensor) -> Tensor:
         flat = [as_real(o).flatten(int(self.batched)) for o in self.outputs(x)]
@@ -149,17 +155,18 @@ def build(case: Case, sample: Any, function: Callable[..., Any]) -> tuple[nn.Mod
     draw = torch.Generator().manual_seed(case.dim)
     why = ""
     for near in (False, True):
-        model = Between(function, sample, case.tensor, case.dim, case.bias).double()
+        model = Between(function, sample, case.tensor, case.dim, case.fixed).double()
         mean, spread = units.mean(1), float(units.std()) if units.numel() > 1 else 1.0
         weight = torch.rand(model.a.weight.shape, generator=draw, dtype=torch.float64)
+        if model.places is not None:
+            model.places.data = torch.rand(model.places.shape, generator=draw, dtype=torch.float64) - 0.5
         if near:
             model.a.weight.data = weight / weight.sum(1, keepdim=True) * mean[:, None] * (0.5 if case.bias else 1.0)
             constant = 0.5 * mean
         else:
             model.a.weight.data = (weight - 0.5) * 2 * max(spread, 0.1)
             constant = mean + 0.1
-        if case.bias:
-            model.a.bias.data = constant
+        model.a.bias.data = constant if case.bias else torch.zeros_like(constant)
 
         def inputs(seed: int, times: int = 1, near: bool = near, shape: tuple[int, ...] = model.shape) -> Tensor:
             draw = torch.Generator().manual_seed(100 + seed)
@@ -192,7 +199,7 @@ def _follows_batch(model: Any, inputs: Callable[..., Tensor], out: list[Tensor])
     """Whether the operator takes twice the batch, and all its outputs are twice as long along their first dim."""
     with contextlib.suppress(Exception):
         twice = run(model.outputs, inputs(0, 2))
-        return [o.shape for o in twice] == [(2 * o.shape[0], *o.shape[1:]) for o in out if o.dim()]
+        return all(o.dim() > 1 and t.shape == (2 * o.shape[0], *o.shape[1:]) for o, t in zip(out, twice, strict=True))
     return False
 
 
@@ -205,14 +212,10 @@ def run(function: Callable[..., Any], x: Tensor) -> Any:
 # ---------------------------------------------------------------- the check
 
 
-def examine(case: Case, sample: Any, function: Callable[..., Any]) -> tuple[str, str]:
+def examine(model: Any, inputs: Callable[..., Tensor], seed: int) -> tuple[str, str]:
     """The verdict on one case, and why."""
     try:
-        model, inputs = build(case, sample, function)
-    except Skip as reason:
-        return SKIPPED, str(reason)
-    try:
-        small, plan = cut(model, inputs(0), zlib.crc32(str(case).encode()))
+        small, plan = cut(model, inputs(0), seed)
     except ValueError as error:
         return (WHOLE if any(text in str(error) for text in REFUSALS) else CRASH), f"{type(error).__name__}: {error}"
     except Exception as error:
@@ -222,12 +225,9 @@ def examine(case: Case, sample: Any, function: Callable[..., Any]) -> tuple[str,
         return WHOLE, "the plan cut something else"
     claims = plan.metrics()["exact"]
     masked, gone = copy.deepcopy(model), len(model.a.weight) - len(kept)
-    try:
-        mask_(masked, plan)
-    except Skip as reason:
-        return SKIPPED, str(reason)
+    masked.a.weight.data[[i for i in range(gone + len(kept)) if i not in set(kept)]] = 0
     worst, where, finite = 0.0, "", False
-    for seed, times in [(0, 1), (1, 1), (2, 1), *([(3, 2), (4, 3)] if model.batched else [])]:
+    for seed, times in [(0, 1), (1, 1), (2, 1), *([(3, 2)] if model.batched else [])]:
         try:
             expected = run(masked, inputs(seed, times))
         except Exception:
@@ -252,33 +252,26 @@ def examine(case: Case, sample: Any, function: Callable[..., Any]) -> tuple[str,
 
 
 def cut(model: nn.Module, x: Tensor, seed: int) -> tuple[nn.Module, Any]:
-    """Removes half of the units, or as many as can be removed: all but one, or one."""
+    """Removes about half of the first layer's units; where that is impossible, another share of them."""
     size = len(model.a.weight)  # type: ignore[arg-type]
+    draw = torch.Generator().manual_seed(seed)
+
+    @unit_criterion
+    def at_random(units: Any) -> Tensor | str:
+        if all(member.tensor != "a.weight" for member in units.group.members):
+            return "not the axis that is examined"
+        return torch.rand(units.group.size, generator=draw)
+
     refused: ValueError | None = None
-    for left in dict.fromkeys((max(1, size // 2), size - 1, 1)):
+    for share in dict.fromkeys((max(1, size // 2) / size, 0.5, (size - 1) / size, 1 / size, 0.6, 0.4, 0.75)):
         try:
-            return sc.shrink(model, x, sc.random(seed), channels=left / size, floor=0.01)
+            return sc.shrink(model, x, at_random, channels=share, floor=0.01)
         except ValueError as error:
             refused = refused or error
             if "cannot be met" not in str(error):
                 break
     assert refused is not None
     raise refused
-
-
-def mask_(model: nn.Module, plan: Any) -> None:
-    """Zeroes the weights of removed units. A group that a single buffer makes is masked by zeroing that buffer along its dim."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for row in plan.groups:
-        if row.after == row.before:
-            continue
-        name, dim = re.fullmatch(r"(.+)\[(\d+)\].*", row.name).groups()  # type: ignore[union-attr]
-        makers = [member for member in row.members if not member.startswith("read.")]
-        if name != "a.weight" and makers != [name]:
-            raise Skip("cuts an axis that several buffers make")
-        kept = set(plan.cuts.tensors[name][int(dim)])
-        gone = [i for i in range(tensors[name].shape[int(dim)]) if i not in kept]
-        tensors[name].data.index_fill_(int(dim), torch.tensor(gone), 0)
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
@@ -311,39 +304,45 @@ def place_of(error: BaseException) -> str:
 
 
 def samples_of(index: int, limit: int) -> list[tuple[int, Any]]:
-    """At most `limit` samples, spread over those that differ in shapes or in arguments."""
+    """At most `limit` samples that have cases: different kinds first (ranks of tensors, flags, names of arguments)."""
     op = op_db[index]
     if not op.supports_dtype(torch.float64, "cpu"):
         raise Skip("does not take float64")
     torch.manual_seed(0)
     random.seed(0)
-    found: dict[str, tuple[int, Any]] = {}
+    kinds: defaultdict[str, dict[str, tuple[int, Any]]] = defaultdict(dict)
     for number, sample in enumerate(op.sample_inputs("cpu", torch.float64, requires_grad=False)):
-        leaves = tree_leaves((sample.input, sample.args, sample.kwargs))
-        kind = repr([(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for v in leaves])
-        found.setdefault(kind, (number, sample))
-    every = list(found.values())
-    chosen = sorted({round(i * (len(every) - 1) / max(1, limit - 1)) for i in range(limit)}) if len(every) > limit else []
-    return [every[i] for i in chosen] or every
+        if any(cases_of(index, number, sample)):
+            leaves = tree_leaves((sample.input, sample.args, sample.kwargs))
+            words = [v.dim() if isinstance(v, Tensor) else str(type(v)) if type(v) in (int, float) else repr(v) for v in leaves]
+            exact = repr([tuple(v.shape) if isinstance(v, Tensor) else repr(v) for v in leaves])
+            kinds[repr((words, list(sample.kwargs)))].setdefault(exact, (number, sample))
+    turns = zip_longest(*(kind.values() for kind in kinds.values()))
+    ordered = [found for turn in turns for found in turn if found is not None]
+    first = ordered[: len(kinds)]
+    if limit < len(first):  # spread over the kinds
+        return [first[round(i * (len(first) - 1) / max(1, limit - 1))] for i in range(limit)]
+    return ordered[:limit]
 
 
 def cases_of(index: int, number: int, sample: Any) -> Iterator[Case]:
     """Each dim of the sample's first two floating-point tensors, with and without a bias."""
     tensors = [v for v in tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(v, Tensor)]
-    usable = [i for i, t in enumerate(tensors) if t.dtype is torch.float64 and t.layout is torch.strided and t.numel()]
+    if any(t.layout is not torch.strided for t in tensors):
+        return
+    usable = [i for i, t in enumerate(tensors) if t.dtype is torch.float64 and t.numel()]
     for tensor in usable[:2]:
         for dim in range(tensors[tensor].dim()):
             if tensors[tensor].shape[dim] > 1:
-                for bias in (True, False):
-                    yield Case(index, number, tensor, dim, bias)
+                for bias, fixed in product((True, False), repeat=2):
+                    yield Case(index, number, tensor, dim, bias, fixed)
 
 
 def results_of(
-    index: int, limit: int, done: Iterable[Case] = (), begin: Callable[[Case], None] | None = None
+    index: int, limit: int, done: Collection[Case] = (), begin: Callable[[Any], None] | None = None
 ) -> Iterator[Result]:
     """Examines the cases of one operator, except those already done; calls `begin` before each."""
-    nothing = Case(index, -1, -1, -1, False)
-    done = set(done)
+    nothing = Case(index, -1, -1, -1, False, False)
     try:
         samples = samples_of(index, limit)
     except Skip as reason:
@@ -352,10 +351,10 @@ def results_of(
     except Exception as error:
         yield Result(nothing, SKIPPED, f"its samples cannot be made ({type(error).__name__})")
         return
-    empty = True
+    if not samples:
+        yield Result(nothing, SKIPPED, "no dense floating-point tensor with an axis of two or more")
     for number, sample in samples:
         for case in cases_of(index, number, sample):
-            empty = False
             if case in done:
                 continue
             if begin is not None:
@@ -364,97 +363,101 @@ def results_of(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 try:
-                    verdict, why = examine(case, sample, op_db[index].op)
+                    model, inputs = build(case, sample, op_db[index].op)
+                    if begin is not None:
+                        begin(True)
+                    verdict, why = examine(model, inputs, zlib.crc32(str(case).encode()))
+                except Skip as reason:
+                    verdict, why = SKIPPED, str(reason)
                 except Exception as error:  # a mistake of this file: it must not pass for one of the library
                     verdict, why = CRASH, f"in the sweep itself: {place_of(error)}"
             yield Result(case, verdict, why, time.perf_counter() - start)
-    if empty:
-        yield Result(nothing, SKIPPED, "no dense floating-point tensor with an axis of two or more")
 
 
 # ---------------------------------------------------------------- worker processes
 
 
-def work(pipe: Any, limit: int) -> None:
-    """Takes operators from the pipe until None comes; sends each case when it begins and its result when it ends."""
+def work(indices: list[int], samples: int, done: set[Case], pipe: Any) -> None:
+    """Sends each case before it is built, True before it is cut, and its result; at the end None."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
-        while (task := pipe.recv()) is not None:
-            index, done = task
-            for result in results_of(index, limit, done, pipe.send):
+        for index in indices:
+            pipe.send(Case(index, -1, -1, -1, False, False))
+            for result in results_of(index, samples, done, pipe.send):
                 pipe.send(result)
-            pipe.send(None)
+    pipe.send(None)
 
 
-class Worker:
-    """A process that examines one operator at a time, and is replaced when it dies or is late."""
+class Job:
+    """A process that examines a few operators, except for cases that are done."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, indices: list[int], samples: int, done: set[Case]) -> None:
         fork = multiprocessing.get_context("fork")
-        self.pipe, theirs = fork.Pipe()
-        self.process = fork.Process(target=work, args=(theirs, limit), daemon=True)
+        self.pipe, theirs = fork.Pipe(duplex=False)
+        self.process = fork.Process(target=work, args=(indices, samples, done, theirs), daemon=True)
         self.process.start()
         theirs.close()
-        self.index: int | None = None
-        self.case: Case | None = None
-        self.since = time.monotonic()
+        self.indices, self.since, self.over = indices, time.monotonic(), False
+        self.case, self.cutting = Case(indices[0], -1, -1, -1, False, False), False
 
-    def give(self, index: int, done: list[Case]) -> None:
-        self.index, self.case, self.since = index, None, time.monotonic()
-        self.pipe.send((index, done))
+    def news(self) -> Iterator[Result]:
+        """The results that have come in since the last call. Raises EOFError when the process died."""
+        while not self.over and self.pipe.poll():
+            message, self.since = self.pipe.recv(), time.monotonic()
+            if isinstance(message, Result):
+                yield message
+            elif isinstance(message, Case):
+                self.case, self.cutting = message, False
+            elif message:
+                self.cutting = True
+            else:
+                self.over = True
 
-    def close(self) -> None:
+    def end(self) -> int | None:
+        """Ends the process and returns the exit code it had."""
+        self.process.join(None if self.over else 0.5)
+        code = self.process.exitcode
         self.process.kill()
         self.process.join()
         self.pipe.close()
+        return code
 
 
-def sweep(indices: list[int], samples: int, jobs: int, seconds: float, tell: Callable[[Result], None]) -> list[Result]:
-    """All cases of the operators, `jobs` workers at a time."""
-    waiting = list(reversed(indices))
-    finished: dict[int, list[Case]] = {index: [] for index in indices}
-    results: list[Result] = []
+def sweep(
+    indices: Iterable[int], samples: int, jobs: int, seconds: float, tell: Callable[[Result], None] = lambda _: None
+) -> list[Result]:
+    """Examines the operators in `jobs` processes at a time; a case that ends its process, or is late, ends nothing else."""
+    indices, running, results = list(indices), [], []
+    waiting = [indices[i : i + CHUNK] for i in range(0, len(indices), CHUNK)][::-1]
 
     def note(result: Result) -> None:
-        finished[result.case.op].append(result.case)
         results.append(result)
         tell(result)
 
-    workers = [Worker(samples) for _ in range(min(jobs, len(indices)))]
-    while waiting or any(w.index is not None for w in workers):
-        for w in workers:
-            if w.index is None and waiting:
-                index = waiting.pop()
-                w.give(index, finished[index])
-        multiprocessing.connection.wait([w.pipe for w in workers if w.index is not None], timeout=0.2)
-        for place, w in enumerate(workers):
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            running.append(Job(waiting.pop(), samples, {r.case for r in results}))
+        wait([job.pipe for job in running], timeout=0.5)
+        for job in running.copy():
             died = False
             try:
-                while w.index is not None and w.pipe.poll():
-                    message = w.pipe.recv()
-                    w.since = time.monotonic()
-                    if message is None:
-                        w.index = None
-                    elif isinstance(message, Case):
-                        w.case = message
-                    else:
-                        note(message)
-                        w.case = None
+                for result in job.news():
+                    note(result)
             except (EOFError, OSError):
                 died = True
-            late = w.index is not None and time.monotonic() - w.since > seconds
-            if w.index is not None and (died or late):
-                code = w.process.exitcode if died and not w.process.join(5) else None
-                case = w.case or Case(w.index, -1, -1, -1, False)
-                w.close()
-                note(Result(case, ABORT if died else SLOW, f"exit code {code}" if died else f"over {seconds:g} s", seconds))
-                if w.case is not None:
-                    waiting.append(w.index)
-                workers[place] = Worker(samples)
-    for w in workers:
-        w.close()
+            late = time.monotonic() - job.since > seconds
+            if not (job.over or died or late):
+                continue
+            running.remove(job)
+            code = job.end()
+            if not job.over:
+                verdict, why = (ABORT, f"exit code {code}") if died else (SLOW, f"no answer after {seconds:g} s")
+                if not job.cutting:
+                    verdict, why = SKIPPED, "the operator alone ends the process or takes too long on these values"
+                note(Result(job.case, verdict, why, time.monotonic() - job.since))
+                rest = job.indices[job.indices.index(job.case.op) + (job.case.sample < 0) :]
+                waiting += [rest] if rest else []
     return results
 
 
@@ -495,6 +498,7 @@ def summary(results: list[Result]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", default="", help="names in op_db, separated by commas")
+    parser.add_argument("--again", default="", help="a file that --json wrote: only operators that failed there")
     parser.add_argument("--samples", type=int, default=4, help="samples of each operator")
     parser.add_argument("--sample", type=int, default=0, help="a seeded random choice of so many operators")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
@@ -502,6 +506,9 @@ def main() -> None:
     parser.add_argument("--json", default="", help="a file for all results")
     options = parser.parse_args()
     indices = find_ops(options.ops.split(",")) if options.ops else list(range(len(op_db)))
+    if options.again:
+        failed = {row["name"] for row in json.loads(Path(options.again).read_text()) if row["verdict"] in FAILURES}
+        indices = [i for i in indices if op_name(i) in failed]
     if options.sample:
         indices = sorted(random.Random(0).sample(indices, min(options.sample, len(indices))))
     begin = time.perf_counter()
@@ -512,10 +519,8 @@ def main() -> None:
 
     results = sweep(indices, options.samples, options.jobs, options.limit, tell)
     failed = summary(results)
-    slowest = max(results, key=lambda r: r.seconds)
-    print(
-        f"{len(results)} cases in {time.perf_counter() - begin:.0f} s; the slowest took {slowest.seconds:.1f} s ({slowest.case})"
-    )
+    slow = max(results, key=lambda r: r.seconds)
+    print(f"{len(results)} cases in {time.perf_counter() - begin:.0f} s; the slowest took {slow.seconds:.1f} s ({slow.case})")
     if options.json:
         rows = [
             {"name": op_name(r.case.op), **asdict(r.case), "verdict": r.verdict, "why": r.why, "seconds": r.seconds}
