@@ -27,6 +27,7 @@ def embedding_bag(c: Call) -> list[Axes]:
     w = c.axes(c.weight)
     freeze(w[0], f"{BY_VALUE} (rows of a lookup table)")
     c.produce(c.weight, 1)
+    freeze_all(c.axes(c.get("per_sample_weights")), "one weight per index")
     return [[fresh(c.out[0].shape[0]), w[1]], *([fresh(s) for s in o.shape] for o in c.out[1:])]
 
 
@@ -166,7 +167,8 @@ def isin(c: Call) -> Axes:
 
 @operator("bucketize", values="computes")
 def bucketize(c: Call) -> Axes:
-    return c.axes(c.self)
+    freeze_all(c.axes(c.boundaries), f"{BY_VALUE} (bucketize)")
+    return c.axes(c.self) if isinstance(c.self, Tensor) else []
 
 
 @operator("one_hot", values="computes")

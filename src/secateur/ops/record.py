@@ -66,7 +66,8 @@ class Operator:
         input entry; entries are moved, copied or left out. "computes": several entries; the operator itself is run on
         constants. "max pooling", "batch normalisation": the same, with a shortcut. `Contraction`, `Convolution`,
         `Attention`: a sum of products. None: unknown, so what comes out varies.
-    `zero`: zero inputs give zero outputs, for all calls or for the arguments for which the function says so.
+    `zero`: where the first tensor argument is zero, and the others that carry its units are, so is the output; always, or for
+        the arguments for which the function says so.
     `over`: the name under which a reduction or normalisation marks the axes that it runs over.
     `per_channel`: a normalisation that treats every channel (dim 1) on its own.
     `grows`: over more entries of the same value the result is larger, so it depends on the size of the inputs.
@@ -75,6 +76,7 @@ class Operator:
         "quotient": powers add up, or the second is subtracted. None: it cannot be followed.
     `identity`: the first input comes out unchanged, except for a cast.
     `undefined`: the output is uninitialised memory.
+    `noise`: the argument that only a call in training mode reads.
     `contiguous`: its kernels misread expanded tensors.
     `spatial`: how many spatial dims it works on; a batch dim before the channels may be sampled.
     `flops`: the FLOPs, as a function of shapes, as `torch.utils.flop_counter` has them.
@@ -91,6 +93,7 @@ class Operator:
     factor: Literal["same", "equal", "product", "quotient"] | None = None
     identity: bool = False
     undefined: bool = False
+    noise: str | None = None
     contiguous: bool = False
     spatial: int = 0
     flops: Callable[..., int] | None = None
@@ -306,6 +309,7 @@ _elementwise("mul", factor="product")
 _elementwise("div", factor="quotient")
 _elementwise("empty_like", undefined=True)
 _elementwise("zeros_like ones_like full_like rand_like randn_like randint_like copy fill zero_ real imag complex polar")
-_elementwise("bernoulli normal_ uniform_ exponential_ random_ geometric_ cauchy_ log_normal_ rrelu rrelu_with_noise")
+_elementwise("bernoulli normal_ uniform_ exponential_ random_ geometric_ cauchy_ log_normal_ rrelu")
+_elementwise("rrelu_with_noise", noise="noise")
 _elementwise("masked_fill floor_divide isnan nan_to_num lerp addcmul addcdiv expand_as view_as")
 _elementwise("gelu silu hardswish hardsigmoid hardtanh leaky_relu elu mish relu6 celu selu softplus relu _prelu_kernel")

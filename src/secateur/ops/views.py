@@ -303,7 +303,7 @@ def ordered(c: Call) -> Axes | list[Axes]:
     return c.each(x)
 
 
-@operator("renorm", values="computes", zero=True, over="norm")
+@operator("renorm", over="norm")
 def renorm(c: Call) -> Axes:
     """Every slice along `dim` is divided by a norm of its own."""
     x = c.axes(c.self)

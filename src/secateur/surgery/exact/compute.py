@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...axes import Atom, Expr, Prod, atoms, norm
 from ...ops import SPATIAL, lookup
-from ...trace import GIVEN, Step
+from ...trace import GIVEN, Ref, Step
 from .state import State
 from .values import RemovedValue, arguments, once, operands, run_step, same, where, wide
 
@@ -27,7 +27,8 @@ def computed(state: State, step: Step) -> list[RemovedValue]:
     removed = {n: state.removed(n) for n in inputs}
     carried = {a for n in inputs for a in state.cut_atoms(n)}
     zero = {a for a in carried if all(a in removed[n].zero for n in inputs if a in state.cut_atoms(n))}
-    if _zero_stays(step) and zero == carried and all(state.cut_atoms(n).keys() <= carried for n in step.outs):
+    data = {a for n in _first_operand(step) for a in state.cut_atoms(n)}
+    if _zero_stays(step) and zero == carried and all(state.cut_atoms(n).keys() <= data for n in step.outs):
         made = [RemovedValue(frozenset(state.cut_atoms(n))) for n in step.outs]
     else:
         varies = {a: why for value in removed.values() for a, why in value.varies.items()}
@@ -40,6 +41,12 @@ def computed(state: State, step: Step) -> list[RemovedValue]:
             why = f"is a position that depends on the inputs, from {where(step)} on"
             made[i] = RemovedValue(varies=dict.fromkeys(state.cut_atoms(step.outs[i]), why))
     return made
+
+
+def _first_operand(step: Step) -> list[int]:
+    """The tensor that is the first argument of a step, or the tensors in it; the others are indices, grids and the like."""
+    given = step.args[0] if step.args else None
+    return [r.number for r in (given if isinstance(given, tuple) else (given,)) if isinstance(r, Ref)]
 
 
 def _zero_stays(step: Step) -> bool:

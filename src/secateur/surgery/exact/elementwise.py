@@ -11,12 +11,12 @@ from ...axes import Atom
 from ...ops import lookup
 from ...trace import Ref, Step
 from .state import State
-from .values import RemovedValue, extent, first, once, run_step, same, where
+from .values import RemovedValue, extent, first, once, read_inputs, run_step, same, where
 
 
 def elementwise(state: State, step: Step) -> list[RemovedValue]:
     """Runs the operator on the constants of removed units; where the result differs between samples, it varies."""
-    inputs = list(dict.fromkeys(step.inputs))
+    inputs = list(dict.fromkeys(read_inputs(step)))
     number = step.outs[0]
     cut = state.cut_atoms(number)
     bearers = [n for n in inputs if state.cut_atoms(n)]
@@ -26,7 +26,8 @@ def elementwise(state: State, step: Step) -> list[RemovedValue]:
         return [RemovedValue(frozenset(state.cut_atoms(n))) for n in step.outs]
     varies = {a: why for n in bearers for a, why in state.removed(n).varies.items()} | pairs
     known = {n: state.known(n) for n in inputs}
-    stand = {n: once(t) if t is not None else _samples(state, n, _full(state, number, known)) for n, t in known.items()}
+    full = _full(state, number, known)
+    stand = {n: _samples(state, n, full) if known.get(n) is None else once(known[n]) for n in step.inputs}  # type: ignore[arg-type]
     try:
         out = _run(step, stand)
     except Exception as error:

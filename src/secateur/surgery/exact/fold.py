@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...axes import HARMLESS, Atom, Expr, Group, atoms, keep_mask, norm
 from ...edit import owned_tensors
 from ...ops import Contraction, Convolution, lookup
-from ...trace import Trace
+from ...trace import Step, Trace
 from .propagate import propagate
 from .rescale import Edit, Scale, mean_of_squares, prepares, sizes_in_formulas
 from .values import Contribution, base_name, is_scaled, operands, where
@@ -100,10 +100,16 @@ def _collective(trace: Trace, atom: Atom) -> str | None:
     """Why a group cannot be cut exactly at all: an operator that runs over its axis depends on how many units there are."""
     for flag in sorted(atom.flags - _ZERO_IS_NOTHING - _ANSWERED):
         for step in trace.steps:
-            if flag == lookup(step.func).over and any(a is atom for n in step.inputs for e in trace.axes[n] for a in atoms(e)):
+            if flag in _kinds(step) and any(a is atom for n in step.inputs for e in trace.axes[n] for a in atoms(e)):
                 return f"{where(step)} runs over the cut axis: no constant makes up for the units that are gone"
         return f"{flag} runs over the cut axis: no constant makes up for the units that are gone"
     return None
+
+
+def _kinds(step: Step) -> tuple[str, ...]:
+    """The names under which a step marks axes: a norm of the smallest entries counts as a normalisation."""
+    over = lookup(step.func).over
+    return (over, "norm") if over == "linalg_vector_norm" else (over,)
 
 
 # ---------------------------------------------------------------- where they go
@@ -209,7 +215,7 @@ def _biases(flow: MaskedWeights, losses: list[Contribution], bad: dict[Atom, str
                 bad.setdefault(loss.atom, f"its removed units give a constant to {place}, which has no bias to take it")
             continue
         if not bool(loss.value.isfinite().all()):
-            bad.setdefault(loss.atom, "its removed units give no finite number (a division by zero, or an overflow)")
+            bad.setdefault(loss.atom, "its removed units give no number that is finite (a division by zero, or an overflow)")
             continue
         at = lost.setdefault(slot, {}).setdefault(loss.step, {})
         at[loss.atom] = at.get(loss.atom, 0.0) + loss.value * kept

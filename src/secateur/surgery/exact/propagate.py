@@ -16,7 +16,7 @@ from .compute import batch_norm, computed, depends_on_input_size, max_pool
 from .elementwise import elementwise
 from .products import product
 from .state import State
-from .values import Contribution, RemovedValue, aliases, is_random, where
+from .values import Contribution, RemovedValue, aliases, is_random, read_inputs, where
 from .weights import Keep, MaskedWeights
 from .wiring import reduced
 
@@ -30,6 +30,7 @@ def propagate(trace: Trace, keep: Keep, weights: MaskedWeights, mixing: Mapping[
     for i, step in enumerate(trace.steps):
         if i in weights.idle:
             continue
+        _draw(state, i, step)
         if step.weights:
             memory.record(state, step, None)
             _sum_weights_away(state, i, step)
@@ -43,6 +44,13 @@ def propagate(trace: Trace, keep: Keep, weights: MaskedWeights, mixing: Mapping[
     return state.contributions
 
 
+def _draw(state: State, i: int, step: Step) -> None:
+    """Random numbers for each unit are drawn anew when there are fewer units."""
+    if is_random(step) and not lookup(step.func).undefined:
+        for atom in dict.fromkeys(a for n in step.outs for a in state.cut_atoms(n)):
+            state.contributions.append(Contribution(i, atom, f"{where(step)} draws random numbers for each of its units"))
+
+
 def _after(state: State, i: int, step: Step) -> list[RemovedValue]:
     """The removed values of the outputs of a step."""
     made = _by_record(state, i, step)
@@ -53,7 +61,7 @@ def _after(state: State, i: int, step: Step) -> list[RemovedValue]:
     mixed = _mixed(state, step)
     if is_random(step):
         mixed = {a: f"is drawn at random, in {where(step)}" for n in step.outs for a in state.cut_atoms(n)}
-    lost = {**_lost(state, step.inputs), **mixed}
+    lost = {**_lost(state, read_inputs(step)), **mixed}
     values = lookup(step.func).values
     if values is None:
         lost |= {a: f"varies, from {where(step)} on" for n in step.outs for a in state.cut_atoms(n) if a not in lost}
@@ -115,6 +123,10 @@ def _lost(state: State, inputs: Sequence[int]) -> dict[Atom, str]:
 def _settle(state: State, step: Step, number: int, value: RemovedValue) -> None:
     """Remembers the removed values of an output, and since which operator they differ from position to position."""
     axes, held = state.trace.axes[number], value.value
+    if held is not None and held.is_complex():
+        constant = [a for a in state.cut_atoms(number) if a not in value.zero and a not in value.varies]
+        value.varies |= dict.fromkeys(constant, f"is complex, from {where(step)} on")
+        held = value.value = None
     if held is not None and any(held.stride(d) and axes[d].size > 1 for d in state.whole(number)):
         value.since = next((s for n in step.inputs if n in state.found and (s := state.found[n].since)), where(step))
     state.found[number] = value

@@ -85,6 +85,12 @@ def is_random(step: Step) -> bool:
     return given.get("training", given.get("train")) is not False and given.get("dropout_p", 1.0) != 0.0
 
 
+def read_inputs(step: Step) -> tuple[int, ...]:
+    """The numbers of the tensors that a step reads: all but noise that it ignores."""
+    noise = operands(step, lookup(step.func).noise)[0]
+    return step.inputs if noise is None or is_random(step) else tuple(n for n in step.inputs if n != noise)
+
+
 def is_scaled(step: Step) -> bool:
     """True if alpha or beta is not 1."""
     return any(step.kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
