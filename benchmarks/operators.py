@@ -36,7 +36,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import product, zip_longest
+from itertools import zip_longest
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,11 @@ REFUSALS = ("is left to cut", "cannot be met")  # what `shrink` says when it lea
 TOLERANCE = 1e-9
 FEATURES = 4
 CHUNK = 8  # operators for one process
+# How a case is built: bias, fixed, frozen. The last two need an operator with several tensors.
+FORMS = (
+    *((True, True, False), (True, False, False), (False, True, False), (False, False, False)),
+    *((True, False, True), (False, True, True)),
+)
 
 
 @dataclass(frozen=True)
@@ -77,10 +82,12 @@ class Case:
     dim: int
     bias: bool  # whether the first layer's bias, which removed units leave behind, is nonzero
     fixed: bool  # whether the other dims are those of a parameter, or of the model's input
+    frozen: bool  # whether the operator's other tensors are constants of the code, or buffers of the model
 
     def __str__(self) -> str:
         bias, dims = "bias" if self.bias else "zero bias", "fixed dims" if self.fixed else "input dims"
-        return f"{op_name(self.op)} sample {self.sample} tensor {self.tensor} dim {self.dim} {bias}, {dims}"
+        form = f"{bias}, {dims}, constants" if self.frozen else f"{bias}, {dims}"
+        return f"{op_name(self.op)} sample {self.sample} tensor {self.tensor} dim {self.dim}, {form}"
 
 
 @dataclass
@@ -106,30 +113,31 @@ class Skip(Exception):
 class Between(nn.Module):
     """Linear, the operator, and a linear layer for each of its outputs, summed.
 
-    The operator's other tensors are buffers, so that they can be cut along; its other arguments are constants of the code.
+    The operator's other tensors are buffers, which can be cut along with the units, or constants of the code, which cannot. Its
+    other arguments are constants of the code.
     """
 
-    def __init__(self, function: Callable[..., Any], sample: Any, tensor: int, dim: int, fixed: bool) -> None:
+    def __init__(self, function: Callable[..., Any], sample: Any, case: Case) -> None:
         super().__init__()
         leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        carrier, self.batched = leaves[places[tensor]], False
-        for i in places:
-            if i != places[tensor]:
-                self.register_buffer(f"given{i}", leaves[i].detach().clone())
+        at = places[case.tensor]
+        carrier, self.dim, self.batched = leaves[at], case.dim, False
+        buffers = {i: f"given{i}" for i in places if i != at and not case.frozen}
+        for i, name in buffers.items():
+            self.register_buffer(name, leaves[i].detach().clone())
+        leaves = [leaf.detach().clone() if i in places else leaf for i, leaf in enumerate(leaves)]
 
         def call(own: nn.Module, h: Tensor) -> list[Tensor]:
-            values = [
-                h if i == places[tensor] else getattr(own, f"given{i}") if i in places else v for i, v in enumerate(leaves)
-            ]
+            values = [getattr(own, buffers[i]) if i in buffers else h if i == at else leaf for i, leaf in enumerate(leaves)]
             first, args, kwargs = tree_unflatten(values, spec)
             return [o for o in tree_leaves(function(first, *args, **kwargs)) if isinstance(o, Tensor) and o.numel()]
 
-        self.call, self.dim = call, dim
-        others = tuple(n for d, n in enumerate(carrier.shape) if d != dim)
-        self.places = nn.Parameter(torch.zeros(*others, FEATURES)) if fixed else None
-        self.shape = () if fixed else others
-        self.a = nn.Linear(FEATURES, carrier.shape[dim])
+        self.call = call
+        others = tuple(n for d, n in enumerate(carrier.shape) if d != case.dim)
+        self.places = nn.Parameter(torch.zeros(*others, FEATURES)) if case.fixed else None
+        self.shape = () if case.fixed else others
+        self.a = nn.Linear(FEATURES, carrier.shape[case.dim])
         self.read = nn.ModuleList()
 
     def outputs(self, x: Tensor) -> list[Tensor]:
@@ -155,7 +163,7 @@ def build(case: Case, sample: Any, function: Callable[..., Any]) -> tuple[nn.Mod
     draw = torch.Generator().manual_seed(case.dim)
     why = ""
     for near in (False, True):
-        model = Between(function, sample, case.tensor, case.dim, case.fixed).double()
+        model = Between(function, sample, case).double()
         mean, spread = units.mean(1), float(units.std()) if units.numel() > 1 else 1.0
         weight = torch.rand(model.a.weight.shape, generator=draw, dtype=torch.float64)
         if model.places is not None:
@@ -334,15 +342,15 @@ def cases_of(index: int, number: int, sample: Any) -> Iterator[Case]:
     for tensor in usable[:2]:
         for dim in range(tensors[tensor].dim()):
             if tensors[tensor].shape[dim] > 1:
-                for bias, fixed in product((True, False), repeat=2):
-                    yield Case(index, number, tensor, dim, bias, fixed)
+                for form in FORMS[: 6 if len(tensors) > 1 else 4]:
+                    yield Case(index, number, tensor, dim, *form)
 
 
 def results_of(
     index: int, limit: int, done: Collection[Case] = (), begin: Callable[[Any], None] | None = None
 ) -> Iterator[Result]:
     """Examines the cases of one operator, except those already done; calls `begin` before each."""
-    nothing = Case(index, -1, -1, -1, False, False)
+    nothing = Case(index, -1, -1, -1, False, False, False)
     try:
         samples = samples_of(index, limit)
     except Skip as reason:
@@ -383,7 +391,7 @@ def work(indices: list[int], samples: int, done: set[Case], pipe: Any) -> None:
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
         for index in indices:
-            pipe.send(Case(index, -1, -1, -1, False, False))
+            pipe.send(Case(index, -1, -1, -1, False, False, False))
             for result in results_of(index, samples, done, pipe.send):
                 pipe.send(result)
     pipe.send(None)
@@ -399,7 +407,7 @@ class Job:
         self.process.start()
         theirs.close()
         self.indices, self.since, self.over = indices, time.monotonic(), False
-        self.case, self.cutting = Case(indices[0], -1, -1, -1, False, False), False
+        self.case, self.cutting = Case(indices[0], -1, -1, -1, False, False, False), False
 
     def news(self) -> Iterator[Result]:
         """The results that have come in since the last call. Raises EOFError when the process died."""
