@@ -39,6 +39,7 @@ class Info:
 
     axes: Axes
     number: int
+    record: Record  # of the run in which the tensor was seen: a constant of the code may be seen in several
     origin: tuple[Origin, ...] | None = None  # None: it depends on the inputs
     pending: list[tuple[Expr, str]] = field(default_factory=list)  # axes that freeze once the values are read
 
@@ -93,6 +94,7 @@ class Record:
     steps: list[Step] = field(default_factory=list)
     axes: list[Axes] = field(default_factory=list)  # by tensor number
     names: dict[int, str] = field(default_factory=dict)  # of the tensors that the model owns
+    constants: dict[int, Tensor] = field(default_factory=dict)  # tensors that no module owns: constants of the code
     whole: dict[int, torch.dtype] = field(default_factory=dict)  # of the tensors that hold no fractions
     roles: dict[tuple[str, int], set[Role]] = field(default_factory=dict)
     sites: list[Site] = field(default_factory=list)
@@ -169,14 +171,16 @@ class Tracer(TorchDispatchMode):
 
     def new_info(self, axes: Axes) -> Info:
         self.record.axes.append(axes)
-        return Info(axes, len(self.record.axes) - 1)
+        return Info(axes, len(self.record.axes) - 1, self.record)
 
     def info(self, tensor: Tensor) -> Info:
         found = self.owned.get(id(tensor)) or getattr(tensor, _INFO, None)
-        if not isinstance(found, Info) or len(found.axes) != tensor.dim():
+        if not isinstance(found, Info) or found.record is not self.record or len(found.axes) != tensor.dim():
             found = self.new_info([fresh(s, "belongs to a tensor that no module owns") for s in tensor.shape])
             found.origin = (frozenset(),) * tensor.dim()
             setattr(tensor, _INFO, found)
+            if not isinstance(tensor, FakeTensor):
+                self.record.constants[found.number] = tensor.detach()
         return found
 
     # ------------------------------------------------------------ the ledger
@@ -265,7 +269,10 @@ class Tracer(TorchDispatchMode):
             found = self.memory.get(value.untyped_storage()._cdata)
             if found is None and value._base is not None:
                 found = self.info(value._base)
+            if found is None and self.info(value).number in self.record.constants:
+                found = self.info(value)
             if found is not None:
+                self.record.constants.pop(found.number, None)
                 found.origin = None
 
     def refs(self, value: Any) -> Any:
