@@ -1,15 +1,18 @@
 """Cuts around every operator of torch's `op_db`, and compares each plan that claims to be exact with a brute-force check.
 
-    python benchmarks/operators.py [--ops NAME,NAME:SAMPLE] [--samples N] [--sample N] [--again FILE] [--jobs N] [--limit SECONDS] [--json FILE]
+    python benchmarks/operators.py [--ops NAME,NAME:SAMPLE] [--samples N] [--sample N] [--again FILE] [--json FILE]
+                                   [--jobs N] [--limit SECONDS]
 
 Each case places one operator, called with one of torch's own sample inputs, between two linear layers. The first layer's units
-lie along one dim of one of the operator's tensors; `shrink` removes some of them. Each case comes in several forms (`FORMS`): the
-first layer's bias is nonzero or zero, the tensor's other dims belong to the model's input or to a parameter, and the operator's
-other tensors are buffers or constants of the code. The check does not use the library's own
-comparison: it zeroes the removed units' weights in a copy of the model (masking keeps biases), and runs that copy and the small
-model in float64 on several inputs, and on another batch size where the operator accepts one. The verdicts:
+lie along one dim of one of the operator's tensors; `shrink` removes some of them. Each case comes in several forms (`FORMS`):
+the first layer's bias is nonzero or zero, the tensor's other dims belong to the model's input or to a parameter, and the
+operator's other tensors are buffers or constants of the code.
 
-- left whole: the axis was not cut, and the reason was given (a ValueError counts as one);
+The check does not use the library's own comparison. It zeroes the removed units' weights in a copy of the model (masking keeps
+biases), and runs that copy and the small model in float64 on several inputs, and on another batch size where the operator
+accepts one. The verdicts:
+
+- left whole: the axis was not cut, and the error says why;
 - exact, right: the plan claims to be exact, and the outputs agree to 1e-9;
 - exact, WRONG: the plan claims to be exact, and they do not;
 - not exact: the plan says that the cut is not exact;
