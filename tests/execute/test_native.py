@@ -49,7 +49,7 @@ def run(code: str, **environment: str) -> str:
 @pytest.fixture
 def built_for(monkeypatch, tmp_path):
     """Pretend to be on another CPU, and forget what was built for this one."""
-    plans = tiled_formats._rows_plan, tiled_formats._planes_plan, tiled_formats._are_computed
+    plans = tiled_formats._rows_plan, tiled_formats._planes_plan, tiled_formats._dtypes_work
     caches = (build.target, build.kernel, build._target_machine, *plans)
 
     def pretend(cpu: str) -> None:

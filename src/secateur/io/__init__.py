@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from .._axes import layout_of
 from .._dist import sharded
 from .._tree import nearest
-from ..execute.choose import decompress_
 from ..execute.find import zeros_of
 from ..execute.layers import Compressed
+from ..execute.restore import decompress_
 from ..graph.slots import owned_tensors
 from ..plan import Plan
 from ..surgery import Shrunk, all_or_nothing

@@ -7,9 +7,9 @@ import pytest
 import torch
 from llvmlite import ir
 
-from secateur.execute import mosaic
+from secateur.execute import amx_tiles
+from secateur.execute.native import amx_tiles as kernels
 from secateur.execute.native import build
-from secateur.execute.native import mosaic as kernels
 from secateur.execute.native.emit import I64, Value
 
 from .patterns import pruned
@@ -95,11 +95,11 @@ def registers(monkeypatch, tmp_path):
 )
 def test_kernel_computes_what_dense_does(registers, rows, columns, batch, pattern, sparsity):
     matrix = pruned(rows, columns, pattern, sparsity, torch.bfloat16, 0)
-    packed = mosaic.MOSAIC.pack(matrix, ())
+    packed = amx_tiles.AMX_TILES.pack(matrix, ())
     wide = torch.randn(batch, columns + 3).bfloat16()
     for x in (wide[:, :columns], wide[:, 3:].contiguous(), wide.t().contiguous().t()[:, :columns]):
         for bias in (None, torch.randn(rows).bfloat16(), torch.randn(rows)):
-            y = mosaic.MOSAIC.linear(x, packed, bias, rows, ())
+            y = amx_tiles.AMX_TILES.linear(x, packed, bias, rows, ())
             assert y.shape == (batch, rows)
             assert y.dtype == torch.bfloat16
             assert near(y, x, matrix, bias, torch.bfloat16)
@@ -112,18 +112,18 @@ def test_results_are_rounded_as_torch_rounds_them(registers):
     x = torch.randn(16, 32).bfloat16()
     x[0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
     bias = torch.randn(32) * 1e-2
-    y = mosaic.MOSAIC.linear(x[1:], mosaic.MOSAIC.pack(torch.eye(32).bfloat16(), ()), bias, 32, ())
+    y = amx_tiles.AMX_TILES.linear(x[1:], amx_tiles.AMX_TILES.pack(torch.eye(32).bfloat16(), ()), bias, 32, ())
     assert torch.equal(y, (x[1:].float() + bias).bfloat16())
-    y = mosaic.MOSAIC.linear(x[:1], mosaic.MOSAIC.pack(torch.eye(1, 32).bfloat16(), ()), None, 1, ())
+    y = amx_tiles.AMX_TILES.linear(x[:1], amx_tiles.AMX_TILES.pack(torch.eye(1, 32).bfloat16(), ()), None, 1, ())
     assert y.isnan().all()
 
 
 def test_tiles_that_are_empty_are_not_stored():
     matrix = torch.zeros(64, 128, dtype=torch.bfloat16)
     matrix[16:32, 32:64] = 1
-    values, masks, index, counts, starts = mosaic.MOSAIC.pack(matrix, ())
+    values, masks, index, counts, starts = amx_tiles.AMX_TILES.pack(matrix, ())
     assert values.numel() == 16 * 32
-    assert masks.numel() == (1 + mosaic.LEAD) * 64
+    assert masks.numel() == (1 + amx_tiles.LEAD) * 64
     assert index.tolist() == [1]
     assert counts.tolist() == [0, 1] + [0] * 14
     assert starts.tolist() == [0, 0]
@@ -136,7 +136,7 @@ def test_kernel_is_made_of_tile_instructions(monkeypatch):
     for each in (build.target, build._target_machine):
         each.cache_clear()
     try:
-        text = build.assembly(kernels.multiply("k", build.target()[1], mosaic.RING, mosaic.LEAD))
+        text = build.assembly(kernels.multiply("k", build.target()[1], amx_tiles.RING, amx_tiles.LEAD))
     finally:
         monkeypatch.undo()
         for each in (build.target, build._target_machine):
@@ -146,11 +146,11 @@ def test_kernel_is_made_of_tile_instructions(monkeypatch):
 
 def test_process_without_tile_registers_does_without(monkeypatch):
     layer = torch.randn(32, 64).bfloat16()
-    packed = mosaic.MOSAIC.pack(layer, ())
+    packed = amx_tiles.AMX_TILES.pack(layer, ())
     monkeypatch.setattr(build, "has_tiles", lambda: False)
     x = torch.randn(8, 64).bfloat16()
-    assert mosaic.MOSAIC.linear(x, packed, None, 32, ()) is None
-    y = torch.ops.secateur.linear(x, list(packed), None, "mosaic", 32, 64, [])
+    assert amx_tiles.AMX_TILES.linear(x, packed, None, 32, ()) is None
+    y = torch.ops.secateur.linear(x, list(packed), None, "amx_tiles", 32, 64, [])
     torch.testing.assert_close(y, x @ layer.t())
 
 
