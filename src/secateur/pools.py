@@ -96,10 +96,8 @@ def find_cut(pool: Mapping[str, Scores], drop: int, comm: Comm) -> PoolCut:
     """Returns the exact cut that prunes `drop` elements of the pool."""
     (total,) = comm.sum(_count(pool))
     sample = kernels.ordered(comm.cat(_sample(pool, total)))
-    if comm.alone and drop > 0 and sample.numel() == total and not bool(sample[-1].isnan()):  # the sample is the whole pool
-        threshold = sample[drop - 1]
-        under, upto = (int(torch.searchsorted(sample, threshold, right=right)) for right in (False, True))
-        return PoolCut(float(threshold), drop - under, upto - under)
+    if comm.alone and drop > 0 and sample.numel() == total and not bool(sample[-1].isnan()):
+        return _cut_of_sorted(sample, drop)
     share, width = drop / max(total, 1), 4.0
     low = high = torch.nan  # bounds of the bracket; NaN: to be taken from the sample
     while True:
@@ -122,6 +120,13 @@ def find_cut(pool: Mapping[str, Scores], drop: int, comm: Comm) -> PoolCut:
         width *= 8
 
 
+def _cut_of_sorted(whole: Tensor, drop: int) -> PoolCut:
+    """Returns the cut of a small pool whose scores are all in a sorted tensor."""
+    threshold = whole[drop - 1]
+    under, upto = (int(torch.searchsorted(whole, threshold, right=right)) for right in (False, True))
+    return PoolCut(float(threshold), drop - under, upto - under)
+
+
 def _equal(pool: Mapping[str, Scores], value: float) -> int:
     return sum(sum(one.each(lambda slab, *_: kernels.count_equal(slab, value), raw=True)) for one in pool.values())
 
@@ -131,17 +136,32 @@ def _sample(pool: Mapping[str, Scores], total: int) -> Tensor:
     on_cpu = next(iter(pool.values())).device.type == "cpu"
     # On a GPU, a small sample takes few kernel launches to sort, and large pools make up for a larger one.
     size = _SAMPLE if on_cpu else max(_SAMPLE >> 3, total >> 10)
-    raw = [one.magnitude_of for one in pool.values() if one.magnitude_of is not None and one.magnitude_of.is_contiguous()]
-    masks = [one.under for one in pool.values() if one.under is not None and one.under.is_contiguous()]
-    if len(raw) == len(pool) and len(masks) in (0, len(pool)) and len({(m.device, m.dtype) for m in raw}) == 1:
-        stride = max(total // size, 1) | 1  # odd, so that the sample covers all columns
-        some = torch.cat([_every(matrix, stride, on_cpu) for matrix in raw])
-        under = torch.cat([_every(mask, stride, on_cpu) for mask in masks]) if masks else None
-        return kernels.magnitude(some, under)  # one call for all tensors, to save kernel launches
-    parts = [one.sample(max(size * one.numel // max(total, 1), 1)) for one in pool.values() if one.numel]
+    sample = _sample_of_magnitudes(list(pool.values()), max(total // size, 1) | 1, on_cpu)
+    if sample is not None:
+        return sample
+    return _joined([one.sample(max(size * one.numel // max(total, 1), 1)) for one in pool.values() if one.numel])
+
+
+def _sample_of_magnitudes(pool: list[Scores], stride: int, on_cpu: bool) -> Tensor | None:
+    """Returns every `stride`-th score (odd, so that all columns are covered) if all scores are magnitudes of matrices alike.
+
+    All tensors are sampled in one call, which saves kernel launches.
+    """
+    raw = [one.magnitude_of for one in pool if one.magnitude_of is not None and one.magnitude_of.is_contiguous()]
+    masks = [one.under for one in pool if one.under is not None and one.under.is_contiguous()]
+    if len(raw) != len(pool) or len(masks) not in (0, len(pool)) or len({(m.device, m.dtype) for m in raw}) != 1:
+        return None
+    some = torch.cat([_every(matrix, stride, on_cpu) for matrix in raw])
+    under = torch.cat([_every(mask, stride, on_cpu) for mask in masks]) if masks else None
+    return kernels.magnitude(some, under)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Concatenates scores on the device of the first, as float64 if any of them is, and else as float32."""
+    if not parts:
+        return torch.empty(0)
     wide = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
-    device = parts[0].device if parts else torch.device("cpu")
-    return torch.cat([part.to(device, wide) for part in parts]) if parts else torch.empty(0)
+    return torch.cat([part.to(parts[0].device, wide) for part in parts])
 
 
 def _every(matrix: Tensor, stride: int, in_runs: bool) -> Tensor:
@@ -171,6 +191,4 @@ def _tally(pool: Mapping[str, Scores], low: float, high: float, comm: Comm) -> t
         upto += sum(at_most for at_most, _, _ in found)
         inside += [between for _, _, between in found]
     (upto,) = comm.sum(upto)
-    wide = torch.float64 if any(part.dtype == torch.float64 for part in inside) else torch.float32
-    device = inside[0].device if inside else torch.device("cpu")
-    return upto, comm.cat(torch.cat([part.to(device, wide) for part in inside]) if inside else torch.empty(0))
+    return upto, comm.cat(_joined(inside))

@@ -48,14 +48,16 @@ def select(
     if previous is not None:
         scores = {name: _held(one, previous[name]) for name, one in scores.items()}
     kept: dict[str, Tensor | None] = {}
-    if pattern.keep or scope == "row":
+    if pattern.keep:
+        n, m = pattern.keep
+        kept |= {name: _keep_each(name, fold(one, pattern), m, lambda size: size - n) for name, one in scores.items()}
+    elif scope == "row":
         for name, one in scores.items():
             units = fold(one, pattern)
-            drop = _surplus(pattern.keep[0]) if pattern.keep else _row_budget(name, one.layout, pattern, sparsity, count)
-            kept[name] = _keep_each(name, units, pattern.keep[1] if pattern.keep else units.layout.cols, drop)
+            kept[name] = _keep_each(name, units, units.layout.cols, _row_budget(name, one.layout, pattern, sparsity, count))
     else:
-        for names in [list(scores)] if scope == "global" else [[name] for name in scores]:
-            kept |= _keep_units({name: scores[name] for name in names}, pattern, sparsity, count, comm)
+        for pool in [scores] if scope == "global" else [{name: one} for name, one in scores.items()]:
+            kept |= _keep_units(pool, pattern, sparsity, count, comm)
     masks = {name: _elements(name, scores[name], pattern, units) for name, units in kept.items()}
     return masks if previous is None else {name: mask & previous[name] for name, mask in masks.items()}
 
@@ -165,11 +167,6 @@ def _units_to_drop(
     order = torch.cat([one.rows(0, one.layout.rows).reshape(-1).cpu() for one in units().values()]).sort(stable=True).indices
     gone = torch.cat([sizes.new_zeros(1), sizes[order].cumsum(0)])
     return int((gone - share * elements).abs().argmin())
-
-
-def _surplus(keep: int) -> Callable[[int], int]:
-    """Returns the function that tells how many units a pool of a given size loses if it keeps `keep`."""
-    return lambda size: size - keep
 
 
 def _row_budget(

@@ -222,29 +222,43 @@ def _choose(name: str, layer: Any, seen: RecordedInputs, tied: tuple[str, ...], 
 def _measure(
     row: LayerResult, layer: Any, matrix: Tensor, found: Zeros, use: Use, seen: RecordedInputs, request: Request
 ) -> FormatChoice:
-    """Builds the candidates, drops wrong and slow ones, and times the rest in alternation with the dense layer."""
-    kept: list[tuple[Format, tuple[int, ...], Compressed]] = []
-    for form in FORMATS.values():
-        for options in form.fits(matrix, found, use):
-            candidate = Compressed(layer, form, options, store=request.store).eval()
-            if _agrees(layer, candidate, seen, request.store):
-                kept.append((form, options, candidate))
-    if not kept:
+    """Times the candidates in alternation with the dense layer and chooses the best."""
+    candidates = _candidates(layer, matrix, found, use, seen, request.store)
+    if not candidates:
         return FormatChoice(row.left("no format fits" + (why_none(matrix.dtype) if use.device == "cuda" else "")))
-    fast, cold = request.objective == "speed", request.cold
-    quick = [_seconds([layer, each], seen, cold, seconds=0.0)[1] for _, _, each in kept] if len(kept) > 2 else []
-    if fast and quick:
-        kept = [each for each, took in zip(kept, quick) if took < 1.5 * min(quick)]
-    dense, *times = _seconds([layer, *(each for _, _, each in kept)], seen, cold, seconds=0.15)
-    sizes = [each.bytes() for _, _, each in kept]
-    best = min(range(len(kept)), key=lambda i: times[i] if fast else sizes[i])
-    form, options, _ = kept[best]
+    fast = request.objective == "speed"
+    if fast and len(candidates) > 2:
+        candidates = _without_slow(layer, candidates, seen, request.cold)
+    dense, *times = _seconds([layer, *candidates], seen, request.cold, seconds=0.15)
+    sizes = [each.bytes() for each in candidates]
+    best = min(range(len(candidates)), key=lambda i: times[i] if fast else sizes[i])
+    form, options = FORMATS[candidates[best].form], candidates[best].options
     row = row.timed(form.name, options, dense, times[best], sizes[best])
     if fast and times[best] > MARGIN * dense:
         return FormatChoice(row.left("dense is faster here"))
     if not fast and sizes[best] > MARGIN * row.before:
         return FormatChoice(row.left("dense is smaller here"))
     return FormatChoice(row, form, options)
+
+
+def _candidates(
+    layer: Any, matrix: Tensor, found: Zeros, use: Use, seen: RecordedInputs, store: torch.dtype | None
+) -> list[Compressed]:
+    """Returns the layer in every format that fits and gives the same outputs."""
+    built = (
+        Compressed(layer, form, options, store=store).eval()
+        for form in FORMATS.values()
+        for options in form.fits(matrix, found, use)
+    )
+    return [candidate for candidate in built if _agrees(layer, candidate, seen, store)]
+
+
+def _without_slow(
+    layer: nn.Module, candidates: list[Compressed], seen: RecordedInputs, cold: Tensor | None
+) -> list[Compressed]:
+    """Drops the candidates that a short measurement finds more than 1.5 times slower than the fastest."""
+    quick = [_seconds([layer, each], seen, cold, seconds=0.0)[1] for each in candidates]
+    return [each for each, took in zip(candidates, quick) if took < 1.5 * min(quick)]
 
 
 def _built(

@@ -12,7 +12,8 @@ from ..masks import pack_bits, unpack_bits  # noqa: F401 - for the formats
 SQUARES = (128, 64, 32, 16, 8, 4)
 BLOCKS = (*((n, n) for n in SQUARES), (16, 1), (1, 16), (8, 1), (1, 8), (4, 1), (1, 4))
 FULL = 0.98  # a block pattern is reported if this fraction of the elements in nonzero blocks is nonzero
-GROUPS = (4, 8, 16, 2)
+GROUPS = (4, 8, 16, 2)  # values of m that are tried for n:m
+FEW = 64  # first rows, which rule out most patterns before the whole matrix is read
 
 
 @dataclass(frozen=True)
@@ -37,25 +38,41 @@ def zeros_of(matrix: Tensor) -> Zeros:
 
 
 def _pattern(kept: Tensor, count: int) -> str:
+    return _block_pattern(kept, count) or _group_pattern(kept, count) or _row_pattern(kept, count) or "unstructured"
+
+
+def _block_pattern(kept: Tensor, count: int) -> str | None:
+    """Returns "out", "in", or the largest block that the zeros are made of."""
     rows, columns = kept.shape
-    if count < FULL * kept.numel():  # with fewer zeros, every block may hold a nonzero element
-        for name, height, width in (("out", 1, columns), ("in", rows, 1)):
-            if height * width > 1 and fill(kept, height, width, count) >= FULL:
-                return name
-        # A large block cannot be fuller than the smaller blocks inside it, so these rule out most candidates.
-        tall, wide = fill(kept, 4, 1, count) >= FULL, fill(kept, 1, 4, count) >= FULL
-        for height, width in BLOCKS:
-            if (tall or height == 1) and (wide or width == 1) and fill(kept, height, width, count) >= FULL:
-                return f"{height}x{width}"
-    few = kept[:64]  # the first rows rule out most candidates
+    if count >= FULL * kept.numel():  # with so few zeros, every block may hold a nonzero element
+        return None
+    for name, height, width in (("out", 1, columns), ("in", rows, 1)):
+        if height * width > 1 and fill(kept, height, width, count) >= FULL:
+            return name
+    # A large block cannot be fuller than the smaller blocks inside it, so these rule out most candidates.
+    tall, wide = fill(kept, 4, 1, count) >= FULL, fill(kept, 1, 4, count) >= FULL
+    for height, width in BLOCKS:
+        if (tall or height == 1) and (wide or width == 1) and fill(kept, height, width, count) >= FULL:
+            return f"{height}x{width}"
+    return None
+
+
+def _group_pattern(kept: Tensor, count: int) -> str | None:
+    """Returns "n:m" if no group of m neighbours has more than n nonzeros, and most have n."""
+    few = kept[:FEW]
     for m in GROUPS:
-        if columns % m == 0 and not bool(few.unflatten(1, (-1, m)).all(-1).any()):
+        if kept.shape[1] % m == 0 and not bool(few.unflatten(1, (-1, m)).all(-1).any()):
             most = int(kept.unflatten(1, (-1, m)).sum(-1, dtype=torch.uint8).max())
             if most < m and count >= 0.9 * kept.numel() * most / m:  # nearly every group keeps all of its n
                 return f"{most}:{m}"
-    each = count // rows
-    alike = rows > 1 and bool((few.sum(1) == each).all()) and bool((kept.sum(1) == each).all())
-    return f"{each} per row" if alike else "unstructured"
+    return None
+
+
+def _row_pattern(kept: Tensor, count: int) -> str | None:
+    """Returns "k per row" if every row has the same number of nonzeros."""
+    rows, each = len(kept), count // len(kept)
+    alike = rows > 1 and bool((kept[:FEW].sum(1) == each).all()) and bool((kept.sum(1) == each).all())
+    return f"{each} per row" if alike else None
 
 
 def fill(kept: Tensor, height: int, width: int, count: int | None = None) -> float:

@@ -92,10 +92,13 @@ class Compressed(Packed):
             return (ops.linear_grad if grad else ops.linear)(input, held, bias, *shape)
         if self.kind == "embedding":
             return ops.embedding(input, held, *shape).to(self.dtype)
+        return self._convolve(conv if direct else ops.conv_grad if grad else ops.conv, input, held, bias, shape)
+
+    def _convolve(self, run: Any, input: Tensor, held: Any, bias: Tensor | None, shape: tuple[Any, ...]) -> Tensor:
+        """Runs a 2d convolution on an input with or without a batch dimension, of one or two spatial dimensions."""
         flat = self.stood is nn.Conv1d
         dims = 2 if flat else 3
         batched = input.unsqueeze(0) if input.dim() == dims else input
-        run = conv if direct else ops.conv_grad if grad else ops.conv
         y = run(batched.unsqueeze(2) if flat else batched, held, bias, *shape, self.window)
         y = y.squeeze(2) if flat else y
         return y.squeeze(0) if input.dim() == dims else y
@@ -149,19 +152,7 @@ class Compressed(Packed):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:  # type: ignore[override]
         weight = state_dict.pop(f"{prefix}weight", None)
         if weight is not None:
-            if tuple(weight.shape) != self.shape:
-                raise ValueError(
-                    f"{prefix}weight has shape {tuple(weight.shape)} in the state dict and {self.shape} in the model"
-                )
-            old = self.get_buffer(self.names[0])
-            half = old.is_floating_point() and old.dtype != self.dtype
-            try:
-                device = weight.device if old.is_meta else old.device  # packing needs values, which meta tensors lack
-                self._hold(weight.detach().to(device, self.dtype), old.dtype if half else None)
-            except ValueError as error:
-                raise ValueError(
-                    f"{prefix}weight cannot be stored in the format {self.form}: {error}; call decompress_ on the model first"
-                ) from None
+            self._hold_dense(weight, f"{prefix}weight")
             state_dict.update({f"{prefix}{name}": buffer for name, buffer in self._buffers.items() if buffer is not None})
         else:
             self._check(state_dict, prefix)
@@ -173,6 +164,20 @@ class Compressed(Packed):
             elif name == "minus" and new is None and f"{prefix}{self.names[0]}" in state_dict:
                 self.register_buffer(name, None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _hold_dense(self, weight: Tensor, name: str) -> None:
+        """Packs a dense weight from a state dict, in the dtype in which this layer stores its values."""
+        if tuple(weight.shape) != self.shape:
+            raise ValueError(f"{name} has shape {tuple(weight.shape)} in the state dict and {self.shape} in the model")
+        old = self.get_buffer(self.names[0])
+        half = old.is_floating_point() and old.dtype != self.dtype
+        device = weight.device if old.is_meta else old.device  # packing needs values, which meta tensors lack
+        try:
+            self._hold(weight.detach().to(device, self.dtype), old.dtype if half else None)
+        except ValueError as error:
+            raise ValueError(
+                f"{name} cannot be stored in the format {self.form}: {error}; call decompress_ on the model first"
+            ) from None
 
     def _check(self, state_dict: Any, prefix: str) -> None:
         """Raises ValueError for damaged buffers or those of another format, because kernels use their contents as addresses.
@@ -211,7 +216,11 @@ class Compressed(Packed):
             return True
         if self.names[0] != "values":  # a library's own packed form, of which only the sizes can be checked
             return form.unpack([values.to(device), *rest], *size, self.options).shape == size
-        pairs = not values.is_floating_point()
+        return self._repacks(values, rest, device)
+
+    def _repacks(self, values: Tensor, rest: list[Tensor], device: torch.device) -> bool:
+        """Returns True if unpacking these buffers with ones as values, and packing the result, gives the same buffers."""
+        form, size, pairs = FORMATS[self.form], (self.rows, self.columns), not values.is_floating_point()
         ones = torch.ones(values.numel() * (2 if pairs else 1), dtype=torch.bfloat16 if pairs else torch.uint8, device=device)
         places = form.unpack([ones.view(values.dtype) if pairs else ones.view(values.shape), *rest], *size, self.options)
         again, *others = form.pack(places, self.options)

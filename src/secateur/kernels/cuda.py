@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -246,57 +247,85 @@ def keep_magnitudes(
     weights = [weight for weight, _ in pairs]
     if len(weights) == 1 and weights[0].numel() <= _ONE:
         return [radix.keep_largest(*pairs[0], drop)]
-    factors = [(weight if mask is None else mask, mask is not None) for weight, mask in pairs]
     device = weights[0].device
-    dtypes = {weight.dtype for weight in weights}
+    starts = np.concatenate([[0], np.cumsum([triton.cdiv(weight.numel(), _BLOCK) for weight in weights])]).tolist()
+    parts = [
+        _Part(weight, weight if mask is None else mask, mask is not None, start, end)
+        for (weight, mask), start, end in zip(pairs, starts, starts[1:], strict=False)
+    ]
+    found = _find_threshold(parts, sample, drop)
+    if found is None:
+        return None
+    threshold, ties, goes = found
+    before = torch.zeros(starts[-1] + 1, dtype=torch.int64, device=device)
+    torch.cumsum(ties, 0, out=before[1:])
+    pruned = torch.tensor([goes], device=device)
+    masks = [torch.empty(weight.shape, dtype=torch.bool, device=device) for weight in weights]
+    for part, mask in zip(parts, masks, strict=True):
+        size = part.weight.numel()
+        if size:
+            arguments = part.weight, part.factor, mask, before, part.start, threshold, pruned, size, part.masked
+            _mask_kernel[(triton.cdiv(size, _MASK_TILE),)](*arguments, _MASK_TILE, _BLOCK // _MASK_TILE, num_warps=8)
+    return masks
+
+
+class _Part(NamedTuple):
+    """One tensor of a pool."""
+
+    weight: Tensor
+    factor: Tensor  # the mask to multiply it with; the weight itself if there is none
+    masked: bool
+    start: int  # its first block among those of all tensors
+    end: int
+
+
+def _find_threshold(parts: Sequence[_Part], sample: Callable[[], Tensor], drop: int) -> tuple[Tensor, Tensor, int] | None:
+    """Returns the threshold, the number of ties in each block, and how many ties are pruned. None if it is infinite."""
+    dtypes = {part.weight.dtype for part in parts}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     rungs = 8 if dtype == torch.float32 else 4
-    starts = np.concatenate([[0], np.cumsum([triton.cdiv(weight.numel(), _BLOCK) for weight in weights])]).tolist()
-    parts = [part for part in zip(weights, factors, starts, starts[1:], strict=False) if part[2] < part[3]]
-    counts = torch.empty(starts[-1], rungs + 1, dtype=torch.int32, device=device)
-    total, infinity = sum(weight.numel() for weight in weights), int(_keys(np.array([np.inf]), dtype)[0])
+    counts = torch.empty(parts[-1].end, rungs + 1, dtype=torch.int32, device=parts[0].weight.device)
+    total, infinity = sum(part.weight.numel() for part in parts), int(_keys(np.array([np.inf]), dtype)[0])
     low, high, under, upto = 0, infinity + 1, 0, total  # `under` < drop magnitudes are below low, `upto` >= drop below high
     ladder = _sampled_rungs(sample(), drop / total, dtype, infinity, rungs)
     while True:
-        values = torch.from_numpy(_values(ladder, dtype)).to(device)
-        for weight, (factor, has), start, end in parts:
-            arguments = weight, factor, values, counts, start, weight.numel(), has, rungs
-            _count_kernel[(end - start,)](*arguments, _TILE, _TURNS, num_warps=4)
-        *below, nan = counts.sum(0, dtype=torch.int64).tolist()
-        if nan:
-            block = int(counts[:, -1].nonzero()[0, 0])
-            raise NaNFound(int(np.searchsorted(starts, block, side="right")) - 1)
+        values = torch.from_numpy(_values(ladder, dtype)).to(counts.device)
+        below = _count_below(parts, values, counts)
         at = int(np.searchsorted(below, drop))  # the first rung with at least `drop` magnitudes below it
         low, under = (int(ladder[at - 1]), below[at - 1]) if at > 0 else (low, under)
         high, upto = (int(ladder[at]), below[at]) if at < rungs else (high, upto)
         if low == infinity:
             return None
         if 0 < at < rungs and high - low == 1:
-            break
+            return values[at - 1 :], counts[:, at] - counts[:, at - 1], drop - under
         if low < high - 1 and upto - under <= _FEW and high <= infinity:  # few candidates are left: collect and sort them
             key = _kth_between(parts, low, high, upto - under, drop - under, dtype)
             ladder = np.minimum(key + np.arange(rungs), infinity)
         else:
             ladder = _rungs(low, high, under, upto, drop, infinity, rungs)
-    before = torch.zeros(starts[-1] + 1, dtype=torch.int64, device=device)
-    torch.cumsum(counts[:, at] - counts[:, at - 1], 0, out=before[1:])
-    threshold, goes = values[at - 1 :], torch.tensor([drop - under], device=device)
-    masks = [torch.empty(weight.shape, dtype=torch.bool, device=device) for weight in weights]
-    for weight, (factor, has), mask, start in zip(weights, factors, masks, starts, strict=False):
-        grid = (triton.cdiv(weight.numel(), _MASK_TILE),)
-        if not weight.numel():
-            continue
-        arguments = weight, factor, mask, before, start, threshold, goes, weight.numel(), has
-        _mask_kernel[grid](*arguments, _MASK_TILE, _BLOCK // _MASK_TILE, num_warps=8)
-    return masks
 
 
-def _kth_between(parts: Sequence, low: int, high: int, number: int, k: int, dtype: torch.dtype) -> int:
+def _count_below(parts: Sequence[_Part], values: Tensor, counts: Tensor) -> list[int]:
+    """Returns how many magnitudes are below each rung, and writes those of each block to `counts`. Raises NaNFound."""
+    for part in parts:
+        if part.start < part.end:
+            arguments = part.weight, part.factor, values, counts, part.start, part.weight.numel(), part.masked, len(values)
+            _count_kernel[(part.end - part.start,)](*arguments, _TILE, _TURNS, num_warps=4)
+    *below, nan = counts.sum(0, dtype=torch.int64).tolist()
+    if nan:
+        block = int(counts[:, -1].nonzero()[0, 0])
+        raise NaNFound(next(i for i, part in enumerate(parts) if part.start <= block < part.end))
+    return below
+
+
+def _kth_between(parts: Sequence[_Part], low: int, high: int, number: int, k: int, dtype: torch.dtype) -> int:
     """Returns the key of the k-th lowest of the `number` magnitudes with keys from `low` to below `high`."""
-    device = parts[0][0].device
+    device = parts[0].weight.device
     ends = torch.from_numpy(_values(np.array([low, high]), dtype)).to(device)
     found, cursor = torch.empty(number, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    for weight, (factor, has), *_ in parts:
+    for weight, factor, has, start, end in parts:
+        if start == end:
+            continue
         grid = (triton.cdiv(weight.numel(), _MASK_TILE),)
         _gather_kernel[grid](weight, factor, ends, found, cursor, weight.numel(), has, _MASK_TILE, num_warps=8)
     return int(_keys(found.sort().values[k - 1 : k].cpu().numpy(), dtype)[0])

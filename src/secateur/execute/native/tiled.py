@@ -319,10 +319,15 @@ def _accumulate(
         one(whole + 1, totals[1 % chains])
     with code.when(two < count):
         one(two, totals[0])
-    for number, place in enumerate(places):
-        total = totals[0][number].get()
-        for c in range(1, chains):
-            total = total + totals[c][number].get()
+    _store_totals(code, totals, places)
+
+
+def _store_totals(code: Code, totals: list[list[Variable]], places: list[Value]) -> None:
+    """Adds the independent sums of each vector and stores the result."""
+    for place, first, *others in zip(places, *totals):
+        total = first.get()
+        for other in others:
+            total = total + other.get()
         code.store(total, place)
 
 
