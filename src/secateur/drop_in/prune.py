@@ -27,11 +27,7 @@ from torch import Tensor, nn
 
 from ._masks import (
     _compute_norm,
-    _compute_nparams_toprune,  # noqa: F401  # torch has this name here, and tests call it
-    _validate_pruning_amount,  # noqa: F401
     _validate_pruning_amount_init,
-    _validate_pruning_dim,  # noqa: F401
-    _validate_structured_pruning,  # noqa: F401
     count,
     count_channels,
     keep,
