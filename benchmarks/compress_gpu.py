@@ -1,7 +1,7 @@
 """Pruned layers on a GPU against torch's dense product, in bfloat16, in CUDA graphs; then a decoder from end to end.
 
-Weights come from memory, as in a large model: several copies take turns until the packed ones fill the cache several times.
-`floor` is what the bytes allow (one to sixteen tokens), or the multiplications (many tokens).
+Weights are read from memory, as in a large model: the calls alternate between several copies, which are together several times
+larger than the cache. `floor` is the ratio that the bytes (up to sixteen tokens) or the multiplications (many tokens) allow.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def two_of_four(rows: int, columns: int) -> Tensor:
 
 
 def per_row(rows: int, columns: int, sparsity: float) -> Tensor:
-    """The same number in every row, anywhere."""
+    """Prunes to the same number of nonzeros in every row, at random places."""
     keep = torch.rand(rows, columns, device="cuda").argsort(1) < round(columns * (1 - sparsity))
     return normal(rows, columns).masked_fill_(~keep, 0)
 
 
 def blocks(rows: int, columns: int, size: int, sparsity: float) -> Tensor:
-    """So many blocks of the whole matrix, wherever they are: rows of blocks differ in length."""
+    """Prunes random blocks of the whole matrix, so that rows of blocks differ in length."""
     score = torch.rand(rows // size, columns // size, device="cuda")
     gone = score <= score.flatten().kthvalue(round(sparsity * score.numel())).values
     return normal(rows, columns).masked_fill_(gone.repeat_interleave(size, 0).repeat_interleave(size, 1), 0)
@@ -94,7 +94,7 @@ def cases() -> Iterator[Case]:
 
 
 def recorded(runs: Sequence[Run]) -> Callable[[], None]:
-    """One graph that makes all these calls, one after the other."""
+    """Captures all these calls, one after the other, in one CUDA graph."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -109,7 +109,7 @@ def recorded(runs: Sequence[Run]) -> Callable[[], None]:
 
 
 def in_turns(contenders: dict[str, Run], calls: int, rounds: int = 15) -> dict[str, float]:
-    """Median seconds of one call, by the GPU's clock; the contenders take turns."""
+    """Returns the median seconds of one call by CUDA events, with the contenders in alternation."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for turn in range(rounds + 2):

@@ -13,7 +13,7 @@ from ._tree import nearest
 from .budgets import Spread, hold, owl
 from .criteria import Criterion, criterion
 from .patterns import Pattern
-from .schedules import Known, Number, as_schedule
+from .schedules import AnySchedule, Number, as_schedule
 from .scores import Scores
 from .select import SCOPES
 
@@ -68,10 +68,10 @@ class Recipe:
         return Recipe(criterion(by), shape, scope or "tensor", sparsity, count, spread)
 
     @property
-    def scheduled(self) -> list[Known]:
+    def scheduled(self) -> list[AnySchedule]:
         """The numbers of the budget that change with the step."""
         numbers = [self.sparsity, *(self.spread.values() if isinstance(self.spread, Mapping) else ())]
-        return [number for number in numbers if isinstance(number, Known)]
+        return [number for number in numbers if isinstance(number, AnySchedule)]
 
     def at(self, step: int) -> float | None:
         """The sparsity at a step."""

@@ -124,9 +124,9 @@ class FromFunction(Schedule):
 class Joined(Schedule):
     """Several schedules, each from its own step on."""
 
-    parts: tuple[tuple[int, Known], ...]
+    parts: tuple[tuple[int, AnySchedule], ...]
 
-    def _part(self, step: int) -> Known:
+    def _part(self, step: int) -> AnySchedule:
         return [part for begin, part in self.parts if begin <= max(step, self.parts[0][0])][-1]
 
     def __call__(self, step: int) -> float:
@@ -153,17 +153,17 @@ class Joined(Schedule):
     __repr__ = __str__
 
 
-Known = Ramp | FromFunction | Joined
+AnySchedule = Ramp | FromFunction | Joined
 Number = float | Callable[[int], float]
 
 
-def as_schedule(value: Callable[..., Any], name: str = "schedule") -> Known:
+def as_schedule(value: Callable[..., Any], name: str = "schedule") -> AnySchedule:
     """Returns the value itself if it is one of our schedules, and otherwise wraps a callable of the step.
 
     The callable is tried at step 0, so that a wrong one raises here and not in the middle of training. `name` is the argument
     to name in errors.
     """
-    if isinstance(value, Known):
+    if isinstance(value, AnySchedule):
         return value
     if not callable(value):
         raise TypeError(f"{name}={value!r} is not a schedule; pass sc.cubic(0.9, end=1000) or a function of the step")

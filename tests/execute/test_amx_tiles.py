@@ -1,4 +1,4 @@
-"""Tiles of bfloat16: where the CPU has no tile registers, the kernel still runs, with their instructions done in Python."""
+"""The format `amx_tiles`. On a CPU without AMX, its kernel runs with the tile instructions emulated in Python."""
 
 import ctypes
 from pathlib import Path
@@ -19,7 +19,7 @@ AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi2"
 
 
 class Registers:
-    """Eight tiles of 16 lines of 64 bytes, and what the instructions do with them."""
+    """Emulates the tile registers: eight tiles of 16 lines with 64 bytes, and their instructions."""
 
     def __init__(self) -> None:
         self.tiles = torch.zeros(8, 16, 64, dtype=torch.uint8)
@@ -46,7 +46,7 @@ class Registers:
             ctypes.memmove(place + i * stride, self.tiles[tile, i].data_ptr(), 64)
 
     def tdpbf16ps(self, total: int, left: int, right: int) -> None:
-        """[row][column] += pairs of the row on the left times pairs of the column on the right."""
+        """Adds the products of bfloat16 pairs to the sums: [row][column] += pairs of the row times pairs of the column."""
         rows = self.tiles[left].view(torch.bfloat16).float()
         columns = self.tiles[right].view(torch.bfloat16).view(16, 16, 2).transpose(0, 1).reshape(16, 32).float()
         self.tiles[total].view(torch.float32).add_(rows @ columns.t())
@@ -71,7 +71,7 @@ def registers(monkeypatch, tmp_path):
         code.builder.call(code.builder.inttoptr(address, kind), raw)
 
     cpu, features = build.target()
-    build._target_machine()  # stays that of this CPU
+    build._target_machine()  # cached, so that code is still compiled for this CPU
     monkeypatch.setattr(kernels, "_tile", in_python)
     monkeypatch.setattr(build, "target", lambda: (cpu, features | AVX512))
     monkeypatch.setattr(build, "has_tiles", lambda: True)
@@ -87,9 +87,9 @@ def registers(monkeypatch, tmp_path):
         (1, 1, 1, "1x1", 0.0),
         (16, 32, 16, "1x1", 0.5),
         (17, 33, 5, "1x1", 0.5),
-        (64, 64, 64, "1x1", 1.0),  # no tile at all
-        (272, 300, 33, "16x16", 0.8),  # more than one piece, with some panels of the last; tiles that are not there
-        (40, 520, 130, "2:4", 0.5),  # three blocks of columns; all sizes of groups of tiles
+        (64, 64, 64, "1x1", 1.0),  # every tile is zero
+        (272, 300, 33, "16x16", 0.8),  # two pieces, the last with few panels; zero tiles
+        (40, 520, 130, "2:4", 0.5),  # three blocks of columns; groups of 4, 2 and 1 input tiles
         (20, 64, 600, "1x1", 0.8),  # two strips of inputs
     ],
 )
@@ -108,7 +108,7 @@ def test_kernel_computes_what_dense_does(registers, rows, columns, batch, patter
 
 
 def test_results_are_rounded_as_torch_rounds_them(registers):
-    """One weight of one to each row, so that what comes out is what went in, plus a bias that takes it between two halves."""
+    """With an identity matrix the result is the input plus a bias, chosen so that the sum lies between two bfloat16."""
     x = torch.randn(16, 32).bfloat16()
     x[0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
     bias = torch.randn(32) * 1e-2
@@ -155,7 +155,7 @@ def test_process_without_tile_registers_does_without(monkeypatch):
 
 
 def test_the_system_is_asked_whatever_somebody_says_that_the_cpu_is(monkeypatch):
-    """An instruction that is not there would end the process."""
+    """An unsupported instruction would end the process."""
     if not build.has("avx2") or not Path("/proc/cpuinfo").exists():
         pytest.skip("not an x86 with Linux")
     cpu, _ = build.target()

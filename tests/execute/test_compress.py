@@ -1,4 +1,4 @@
-"""compress_, decompress_ and bench on whole models: what is chosen, what is left, and that the way back is exact."""
+"""`compress_`, `decompress_` and `bench` on whole models: what is compressed, what stays dense, and that undoing is exact."""
 
 import copy
 import json
@@ -71,7 +71,7 @@ def test_decompress_restores_bit_for_bit():
 
 @pytest.fixture
 def no_kernels(monkeypatch):
-    """As on a machine for which none can be built: torch's own sparse product is what is left."""
+    """Without kernels, only torch's own sparse product (`csr`) remains."""
     monkeypatch.setenv("SECATEUR_CPU", "none")
     build.target.cache_clear()
     yield
@@ -81,7 +81,7 @@ def no_kernels(monkeypatch):
 @pytest.mark.usefixtures("no_kernels")
 def test_layer_on_which_every_format_loses_stays_dense():
     only = nn.ModuleDict({"a": nn.Linear(256, 256, bias=False), "b": nn.Linear(256, 192)})
-    with torch.no_grad():  # too few zeros for that
+    with torch.no_grad():  # with too few zeros for a sparse format to be faster
         for layer in only.values():
             layer.weight.copy_(pruned(*layer.weight.shape, "1x1", 0.55))
     only.forward = lambda x: (only["a"](x), only["b"](x))  # type: ignore[method-assign]
@@ -99,7 +99,7 @@ def test_layer_on_which_every_format_loses_stays_dense():
 @pytest.mark.skipif(not build.has(), reason="no kernels here")
 def test_layer_on_which_every_kernel_loses_stays_dense():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
-    with torch.no_grad():  # so small that a call takes longer than the product
+    with torch.no_grad():  # so small that the overhead of a call is longer than the product
         for layer, sparsity in zip(model, (0.5, 0.9)):
             layer.weight.copy_(pruned(*layer.weight.shape, "1x1", sparsity))
     before = copy.deepcopy(model)
@@ -149,7 +149,7 @@ def test_twin_that_the_format_cannot_hold_stays_dense(monkeypatch):
     monkeypatch.setattr(choose, "FORMATS", {"sparse24_mma": replace(FORMATS["sparse24_mma"], fits=lambda *_: [()])})
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).eval()
     some = torch.rand(256, 64, 4).argsort(-1) < 2
-    some &= torch.rand(256, 64, 1) < 0.5  # two of four, but of too few groups to be called so
+    some &= torch.rand(256, 64, 1) < 0.5  # at most two of four, but too sparse to be recognized as 2:4
     with torch.no_grad():
         model[0].weight.mul_(some.flatten(1))
         some[0, 0, :3] = True
@@ -217,7 +217,7 @@ def test_shared_weight_is_counted_once_and_layers_compressed_before_are_in_the_t
     with torch.no_grad():
         model[1].weight.copy_(pruned(600, 512, "1x1", 0.97))
     first, second = (compress_(model, torch.randint(600, (128,))) for _ in range(2))
-    packed, whole = model[1].bytes(), model[0].weight.nbytes  # the embedding stays dense, and holds what it held
+    packed, whole = model[1].bytes(), model[0].weight.nbytes  # the embedding stays dense and keeps the shared weight in memory
     assert (first.before, first.after) == (whole, whole + packed)
     assert (second.before, second.after) == (whole + packed, whole + packed)
     assert first.compressed == second.compressed == ["1"]
@@ -271,7 +271,7 @@ def test_undo_restores_the_layers_of_one_call_bit_for_bit():
 
 
 def test_former_names_of_formats_still_run():
-    """Exported programs and pickled models hold the names that formats had when they were made."""
+    """Exported programs and pickled models contain the names that formats had when they were saved."""
     matrix, x = pruned(64, 128, "1x1", 0.9), torch.randn(3, 128)
     for former, name in FORMER_NAMES.items():
         options = [64] if name == "dense_blocks" else []

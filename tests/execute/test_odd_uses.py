@@ -109,7 +109,7 @@ def test_vmap_and_derivatives_of_functions():
 def test_nested_tensors_are_taken(layout):
     dense, packed = linear()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that nested tensors may change
+        warnings.simplefilter("ignore")  # torch warns that nested tensors are a prototype
         x = torch.nested.nested_tensor([torch.randn(2, 40), torch.randn(5, 40)], layout=layout)
         for grad in (False, True):
             with torch.set_grad_enabled(grad):
@@ -120,7 +120,7 @@ def test_nested_tensors_are_taken(layout):
 def test_tangents_come_through():
     (dense, packed), x = linear(), torch.randn(3, 40)
     with warnings.catch_warnings(), torch.no_grad(), forward_ad.dual_level():
-        warnings.simplefilter("ignore")  # torch builds its own rules with torch.jit, which it calls old
+        warnings.simplefilter("ignore")  # torch uses torch.jit internally, which warns that it is deprecated
         dual = forward_ad.make_dual(x, torch.ones_like(x))
         close(forward_ad.unpack_dual(packed(dual)).tangent, forward_ad.unpack_dual(dense(dual)).tangent)
 
@@ -232,7 +232,7 @@ def held(form: str, options: tuple[int, ...], pattern: str, seed: int = 0, rows:
 
 
 def there_and_back(starts: torch.Tensor) -> torch.Tensor:
-    """The second far ahead, the others as they were: unpacking this makes torch itself write past the end of its memory."""
+    """Moves the second start far ahead. torch itself would write past the end of memory when unpacking these."""
     starts.flatten()[1] += 100_000_000 if starts.dtype.itemsize > 2 else 7
     return starts
 
@@ -243,7 +243,7 @@ def copied(layer: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("form", "options", "pattern"), HELD)
 def test_offsets_that_lead_elsewhere_are_refused(form, options, pattern):
-    """A kernel would read, or write, wherever they say."""
+    """Kernels use these numbers as addresses."""
     layer, told = held(form, options, pattern), r"buffers of .* in the state dict do not match the model"
     for name in {"starts", "used", "order", "index", "first", "counts", "masks"} & {*layer.names}:
         for change in (
@@ -256,13 +256,13 @@ def test_offsets_that_lead_elsewhere_are_refused(form, options, pattern):
         ):
             state = copied(layer)
             state[name] = change(state[name])
-            for given in (state, {name: state[name]}):  # all of them, or one that is to go with those that are there
+            for given in (state, {name: state[name]}):  # all buffers, or a single one that replaces the layer's own
                 if not torch.equal(state[name], layer.get_buffer(name)):
                     with pytest.raises(ValueError, match=told):
                         layer.load_state_dict(given, strict=False)
     state = copied(layer)
     few = {"tiled": options[:1], "pairs": options[:1], "bitmask": (17,), "csr": (1,), "amx_tiles": (1,)}.get(form, (8,))[0]
-    state["values"] = state["values"][:few]  # which torch would take for all of them
+    state["values"] = state["values"][:few]  # torch would broadcast these to all entries
     with pytest.raises(ValueError, match=told):
         layer.load_state_dict(state)
     with pytest.raises(ValueError, match=told):
@@ -276,7 +276,7 @@ def test_buffers_of_other_zeros_are_taken(form, options, pattern):
     layer, other = (held(form, options, pattern, seed) for seed in (0, 1))
     x = torch.randn(3, 404).to(layer.dtype)
     with torch.no_grad():
-        other.get_buffer("values").view(other.dtype)[:40] *= 1e-30  # zero as float16: the places stay
+        other.get_buffer("values").view(other.dtype)[:40] *= 1e-30  # these become zero in float16, but stay stored
         for given, assign in ((other, False), (copy.deepcopy(other).half(), False), (other, True)):
             state = {name: torch.stack([value, value], -1)[..., 0] for name, value in given.state_dict().items()}
             layer.load_state_dict(state, assign=assign)

@@ -1,4 +1,4 @@
-"""Compressed layers on a GPU: each format against the dense product, the way back, and the choice by the clock."""
+"""Compressed layers on a GPU: each format against the dense product, restoring, and the measured choice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMATS_OF = {
 
 
 def pruned(rows: int, columns: int, pattern: str, sparsity: float, dtype: torch.dtype) -> Tensor:
-    """Zeros where the pattern wants them, plus a few more, a row without weights, and an uneven last row."""
+    """A matrix in this pattern with a few more zeros, one row of zeros, and another count in the last row."""
     weight = torch.randn(rows, columns, device="cuda").to(dtype)
     if pattern == "2:4":
         keep = (torch.rand(rows, columns // 4, 4, device="cuda").argsort(-1) < 2).view(rows, columns)
@@ -40,7 +40,7 @@ def pruned(rows: int, columns: int, pattern: str, sparsity: float, dtype: torch.
 
 
 def case(name: str, seed: int):
-    """A matrix that the format is for, and inputs, all drawn at random."""
+    """A random matrix that suits the format, and random inputs."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     options = draw.choice(FORMATS_OF[name])
@@ -64,7 +64,7 @@ def case(name: str, seed: int):
 
 
 def near(got: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None) -> bool:
-    """As near to the product in float64 as the rounding of the result, against the size of the terms."""
+    """True if `got` equals the product in float64 up to the rounding of its dtype, relative to the size of the terms."""
     exact = F.linear(x.double(), matrix.double(), None if bias is None else bias.double())
     size = F.linear(x.double().abs(), matrix.double().abs(), None if bias is None else bias.double().abs())
     return bool(((got.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * size + 1e-6).all())
@@ -214,5 +214,5 @@ def test_layers_that_no_format_helps_stay_dense_and_say_why():
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_cusparselt_computes_what_dense_does(seed):  # last, since what crashes in the library takes all that follows along
+def test_cusparselt_computes_what_dense_does(seed):  # last, because a crash of the library would end all later tests
     check("cusparselt", seed)
