@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .find import Zeros, pack_bits, unpack_bits
+from ..masks import pack_bits, unpack_bits
+from .find import Zeros
 from .formats import Buffers, Format, FormatOptions, Use, register
 from .native import build
 from .tiled import as_float, no_bias, scratch

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..masks import pack_bits, unpack_bits  # noqa: F401 - for the formats
+from ..masks import pack_bits
 
 SQUARES = (128, 64, 32, 16, 8, 4)
 BLOCKS = (*((n, n) for n in SQUARES), (16, 1), (1, 16), (8, 1), (1, 8), (4, 1), (1, 4))

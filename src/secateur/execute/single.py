@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .find import Zeros, fill, owners, pack_bits, unpack_bits
+from ..masks import pack_bits, unpack_bits
+from .find import Zeros, fill, owners
 from .formats import Buffers, Format, FormatOptions, Use, register
 from .native import build
 from .native.build import Kernel
