@@ -219,7 +219,7 @@ def test_recurrent_layers_get_the_same_weights(norm):
 def test_returned_units_of_a_recurrent_layer_go():
     torch.manual_seed(0)
     model = Model()
-    pruner = ours.LSTMSaliencyPruner({"sparsity_level": 0.5})
+    pruner = ours.SaliencyPruner({"sparsity_level": 0.5})
     pruner.prepare(model, [{"tensor_fqn": f"lstm.weight_{k}_l{i}"} for i in (0, 1) for k in ("ih", "hh")])
     pruner.step()
     x, kept = torch.randn(1, 8), model.lstm.parametrizations.weight_hh_l0[0].mask[:6]

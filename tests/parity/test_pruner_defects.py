@@ -304,7 +304,7 @@ HIDDEN = ["rnn.weight_ih_l0", "rnn.weight_hh_l0"]
 
 def _recurrent(name, layers=None, kind=nn.LSTM, **settings):
     def test(library):
-        pruned = shrinks_exactly(library, Recurrent(kind, **settings), layers, rows(5, 2, 8), kind="LSTMSaliencyPruner")
+        pruned = shrinks_exactly(library, Recurrent(kind, **settings), layers, rows(5, 2, 8))
         assert pruned.rnn.hidden_size == 4
 
     MENDED[f"units_of_{name}_go"] = test
@@ -322,7 +322,7 @@ _recurrent("a_gru", HIDDEN, kind=nn.GRU)
 def an_lstm_needs_no_config(library):
     model = Recurrent(num_layers=2)
     model.head = nn.Identity()
-    model, pruner = prepared(library, model, None, kind="LSTMSaliencyPruner")
+    model, pruner = prepared(library, model, None)
     assert [group["tensor_name"] for group in pruner.groups] == [f"weight_{k}_l{i}" for i in (0, 1) for k in ("ih", "hh")]
     x = rows(5, 2, 8)
     before, kept = model(x), model.rnn.parametrizations.weight_ih_l0[0].mask[:8]

@@ -336,5 +336,5 @@ def test_a_step_without_a_sparsity_level_says_which_tensor_wants_one(pruner):
 def test_a_sparsity_level_that_is_no_share_is_told_with_its_tensor(pruner, level):
     made = pruner({"sparsity_level": level})
     made.prepare(linear(), None)
-    with pytest.raises(ValueError, match=r"of '0\.weight' is the share of its rows to prune"):
+    with pytest.raises(ValueError, match=r"for '0\.weight' must be the fraction of its rows to prune"):
         made.step()

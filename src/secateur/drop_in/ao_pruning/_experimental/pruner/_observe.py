@@ -2,29 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .....graph import Atom, Cat, Expr, Trace, atoms, keep_mask, norm
+from .....graph import Atom, Cat, Expr, Trace, atoms, new_size, norm
+from .....graph.axes import Fam
 
 Keep = dict[Atom, Tensor]
 
 
-def unit_of_index(e: Expr, atom: Atom) -> Tensor:
-    """For every index of an axis the unit of this atom that it belongs to, or -1."""
+def unit_of_index(e: Expr, atom: Atom, at: Mapping[Atom, int] | None = None) -> Tensor:
+    """Returns for every index of an axis the unit of this atom that it belongs to, or -1.
+
+    `at` gives the index along the axis that a family of expressions depends on.
+    """
     e = norm(e)
     if isinstance(e, Atom):
         return torch.arange(e.size) if e is atom else torch.full((e.size,), -1)
-    parts = [unit_of_index(p, atom) for p in e.parts]
+    if isinstance(e, Fam):
+        return unit_of_index(e.parts[(at or {})[_key(e)]], atom, at)
+    parts = [unit_of_index(p, atom, at) for p in e.parts]
     if isinstance(e, Cat):
         return torch.cat(parts)
     units = torch.full((1,), -1)
     for part in parts:
         units = torch.maximum(units[:, None], part[None]).reshape(-1)
     return units
+
+
+def _units(axes: Sequence[Expr], dim: int, atom: Atom, at: Mapping[Atom, int] | None = None) -> Tensor:
+    """Returns the units of this atom along one dimension, in a shape that broadcasts against the tensor.
+
+    The units may depend on the index along another dimension: the states of a recurrent network with several layers are
+    stacked along the first dimension, and each layer has hidden units of its own along the last.
+    """
+    at = at or {}
+    key = next((key for key in _keys(axes[dim]) if key not in at), None)
+    if key is None:
+        shape = [1] * len(axes)
+        shape[dim] = -1
+        return unit_of_index(axes[dim], atom, at).view(shape)
+    other = next(d for d, e in enumerate(axes) if key in atoms(e))
+    slices = [_units(axes, dim, atom, {**at, key: index}) for index in range(key.size)]
+    return torch.cat(slices, other).index_select(other, unit_of_index(axes[other], key))
+
+
+def _key(family: Fam) -> Atom:
+    key = norm(family.key)
+    assert isinstance(key, Atom)  # the algebra never splits the key of a family
+    return key
+
+
+def _keys(e: Expr) -> list[Atom]:
+    """Returns the atoms on whose index an expression depends."""
+    e = norm(e)
+    if isinstance(e, Atom):
+        return []
+    return ([_key(e)] if isinstance(e, Fam) else []) + [key for part in e.parts for key in _keys(part)]
+
+
+def _kept(tensor: Tensor, axes: Sequence[Expr], keep: Keep) -> Tensor:
+    """Returns a bool tensor that is False for the elements of removed units."""
+    kept = torch.ones((), dtype=torch.bool)
+    for dim, e in enumerate(axes):
+        for atom in dict.fromkeys(atoms(e)):
+            if atom in keep:
+                units = _units(axes, dim, atom)
+                kept = kept & ((units < 0) | keep[atom].cpu()[units.clamp(min=0)])
+    return kept.expand(tensor.shape).to(tensor.device)
 
 
 class Seen:
@@ -87,20 +136,18 @@ class Seen:
         bad = {}
         for atom, mask in keep.items():
             for value, other, axes in zip(self.values, self.others, self.axes):
-                for d, e in enumerate(axes or ()):
-                    gone = (~keep_mask(e, {atom: mask})).nonzero()[:, 0].to(value.device)
-                    if len(gone) and not torch.allclose(value.index_select(d, gone), other.index_select(d, gone)):
-                        bad[atom] = "the model returns these units, and something else than the masked layer makes them"
+                gone = ~_kept(value, axes or (), {atom: mask})
+                if not torch.allclose(value[gone], other[gone]):
+                    bad[atom] = "the model returns these units, and something else than the masked layer makes them"
         return bad
 
     def kept(self, keep: Keep) -> list[Tensor]:
         """What a model without the removed units returns."""
-        found = []
-        for value, axes in zip(self.values, self.axes):
-            for d, e in enumerate(axes or ()):
-                value = value.index_select(d, keep_mask(e, keep).nonzero()[:, 0].to(value.device))
-            found.append(value)
-        return found
+        counts = {atom: int(mask.sum()) for atom, mask in keep.items()}
+        return [
+            value[_kept(value, axes, keep)].view([new_size(e, counts) for e in axes]) if axes else value
+            for value, axes in zip(self.values, self.axes)
+        ]
 
 
 class _Anything:
@@ -154,9 +201,11 @@ def _listen(into: Keep, tensor: Tensor, axes: list[Expr]) -> None:
     for d, e in enumerate(axes):
         for atom in dict.fromkeys(atoms(e)):
             if atom.frozen is None and tensor.numel():
-                units = unit_of_index(e, atom)
+                units = _units(axes, d, atom)
+                whole = tuple(dim for dim, size in enumerate(units.shape) if size == 1)
                 heard = into.setdefault(atom, torch.zeros(atom.size, dtype=torch.bool))
-                heard[units[_nonzero(tensor, d).cpu() & (units >= 0)]] = True
+                nonzero = (tensor != 0).any(whole, keepdim=True) if whole else tensor != 0
+                heard[units[nonzero.cpu() & (units >= 0)]] = True
 
 
 def _other(tensor: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from .....surgery.cut import Cuts
 
 Keep = dict[Atom, Tensor]
+_UNTOLD = "its masked rows are not whole units, or other weights that produce the same units keep them"
+_GATES = " (a hidden unit has a row in every gate of both weights; SaliencyPruner masks all of them together)"
 _WITH_BIAS = (nn.Linear, nn.modules.conv._ConvNd)
 
 
@@ -214,7 +216,7 @@ def _left(traced: Trace, masks: Mapping[str, Tensor], settled: Settled) -> dict[
         if len(axes) == 1:  # a bias, which follows its weight
             continue
         if int(keep_mask(axes[0], settled.keep).sum()) > max(int(mask.sum()), 1):
-            untold = "its masked rows are no whole units, or other weights, which make the same units, keep them"
+            untold = _UNTOLD + (_GATES if isinstance(_owner(traced.model, name), nn.RNNBase) else "")
             found[name] = next((settled.reasons[atom] for atom in own if atom in settled.reasons), untold)
         elif any(atom in settled.inexact for atom in own):
             found[name] = "cut, but not exactly: a layer norm runs over its units, and has fewer of them now"
