@@ -17,9 +17,9 @@ class LSTMSaliencyPruner(BaseStructuredSparsifier):
     """Masks in each gate the fraction `sparsity_level` of rows with the lowest L1 norm, rounded down.
 
     The gates of a tensor, and the tensors of a layer, choose their rows independently, as in torch. `prune` removes a hidden
-    unit only where the masked model does not need it: where all gates mask it, or where it is always zero. The other masked
-    rows stay as zeros, and a warning names their tensors. (torch cuts each gate by its own mask, which joins gates of different
-    units and changes the output.) To remove whole hidden units use `SaliencyPruner`, which masks a unit in all gates at once.
+    unit if all gates mask it. The other masked rows stay as zeros, and a warning names their tensors. (torch cuts each gate by
+    its own mask, which combines gates of different units and changes the output.) To remove whole hidden units use
+    `SaliencyPruner`, which masks a unit in all gates at once.
 
     A weight that does not belong to a recurrent layer is treated as four gates, as in torch.
     """
