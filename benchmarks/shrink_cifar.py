@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from secateur.surgery import shrink
-from secateur.surgery.norms import reestimate_
-from secateur.surgery.reconstruct import reconstruction
+from secateur.surgery.calibrate.norms import reestimate_
+from secateur.surgery.calibrate.reconstruct import reconstruction
 
 BLOCKS = {20: 3, 56: 9}
 TARGETS = {"1.5x": 1 / 1.5, "2x": 1 / 2}

@@ -37,7 +37,7 @@ from _zoo import Built, images, kinds, quiet, settled
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "graph"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "trace"))
 from probes import PROBES
 
 SHARES = (0.6, 0.55, 0.65, 0.5, 0.7, 0.75, 0.8, 0.45, 0.4, 0.85, 0.9, 0.35, 0.3)

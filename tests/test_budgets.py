@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import secateur as sc
-from secateur._axes import Layout
+from secateur._layers import Layout
 from secateur.scores import Scores
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from secateur import kernels
-from secateur._axes import Layout
+from secateur._layers import Layout
 from secateur.patterns import Pattern
 from secateur.scores import Scores
 from secateur.select import keep_largest, select

@@ -4,7 +4,7 @@ allows, and remember the result as masks outside the model."""
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ._axes import input_first
+from ._layers import input_first
 from .activations import Gates, gate_
 from .budgets import erk, owl, uniform
 from .criteria import (
@@ -28,10 +28,10 @@ from .criteria import (
 )
 from .masks import Masks
 from .patterns import Pattern
-from .plan import Plan, plan
-from .prune import Pruner, prune_
+from .plans import Plan, plan
+from .pruning import Pruner, prune_
 from .schedules import cosine, cubic, exponential, join, linear, one_shot
-from .targets import targets
+from .targeting import targets
 
 if TYPE_CHECKING:
     from .execute import bench, compress_, decompress_

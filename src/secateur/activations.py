@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._axes import features_axis
+from ._layers import features_axis
 from ._tree import nearest
 from .methods.allocate import allocate, blocks_of, squares
 from .methods.gates import METHODS, Gate, Seen, first_input
-from .plan import text_table
+from .plans import text_table
 from .stats import as_it_was, check_evidence, split_batch
-from .targets import Globs, globs_of
+from .targeting import Globs, globs_of
 
 SPREADS = ("uniform", "greedy")
 _NO_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.Bilinear, nn.LayerNorm, nn.RMSNorm)  # weights that meet no vector of features

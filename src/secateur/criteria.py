@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from ._axes import Layout
+from ._layers import Layout
 from .scores import Scores
 
 EVIDENCE = {

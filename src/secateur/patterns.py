@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from ._axes import Layout
+from ._layers import Layout
 
 _GRAMMAR = re.compile(r"(?:(?P<a>\d+)x(?P<b>\d+)(?:-(?P<lose>\d+))?|(?P<slice>out|in))?(?:(?:^|/)(?P<n>\d+):(?P<m>\d+))?")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from ._axes import Layout
+from ._layers import Layout
 
 RANKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Result = TypeVar("Result")

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from ._axes import Layout
 from ._dist import Comm
+from ._layers import Layout
 from .patterns import Pattern
 from .pools import keep_pool
 from .scores import RANKED, Scores, nan_in

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from ._axes import Layout
 from ._dist import local, row_offset, sharded
+from ._layers import Layout
 from ._tree import Loose
-from .targets import Target
+from .targeting import Target
 
 Loss = Callable[[Any, Any], Tensor]
 Table = dict[str, dict[str, Tensor]]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import secateur as sc
-from secateur._axes import Layout, layout_of
+from secateur._layers import Layout, layout_of
 from secateur.masks import Masks
 from secateur.patterns import Pattern
 from secateur.scores import Scores

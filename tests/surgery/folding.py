@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from secateur.graph import keep_mask, trace
-from secateur.surgery.constants import fold_
+from secateur.axes.expressions import keep_mask
+from secateur.surgery.exact.fold import fold_
 from secateur.surgery.masked import silence_
+from secateur.trace.run import trace
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "trace"))
 from cutting import choose, cut_, difference, run, seeded
 
 

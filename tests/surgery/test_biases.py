@@ -11,9 +11,9 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.nn.utils.parametrize import register_parametrization
 
 import secateur as sc
-from secateur.graph import trace
+from secateur.trace.run import trace
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "trace"))
 from cutting import choose, difference, seeded
 from folding import check, cut_copy
 from probes import Lam, drawn, tokens

@@ -13,7 +13,7 @@ from torch import nn
 
 import secateur as sc
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "trace"))
 from cutting import seeded, unchanged
 from probes import Lam, image, tokens
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import secateur as sc
-from secateur.graph import trace
-from secateur.surgery.constants import fold_
+from secateur.surgery.exact.fold import fold_
 from secateur.surgery.masked import silence_
+from secateur.trace.run import trace
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "trace"))
 from cutting import choose, difference, seeded
 from folding import check, conv, cut_copy, shifted_bn, split, zero_weights_
 from probes import Lam, image, tokens

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path += [str(Path(__file__).parents[1] / "graph"), str(Path(__file__).parents[2] / "benchmarks")]
+sys.path += [str(Path(__file__).parents[1] / "trace"), str(Path(__file__).parents[2] / "benchmarks")]
 
 import _zoo
 import shrink_coverage as coverage
@@ -42,7 +42,7 @@ def test_architecture_is_cut_as_it_is_said_to_be(name, kinds):
 
 def test_a_wrong_claim_is_called_wrong(kinds, monkeypatch):
     """The benchmark is no witness unless it can say no: here the cut keeps other units than it says."""
-    import secateur.surgery.cut as cut
+    import secateur.edit.cuts as cut
 
     select = cut.select_indices
 
@@ -52,7 +52,7 @@ def test_a_wrong_claim_is_called_wrong(kinds, monkeypatch):
         return select(tensor, kept)
 
     for module in list(sys.modules.values()):
-        if getattr(module, "select_indices", None) is select and module.__name__.startswith("secateur.surgery"):
+        if getattr(module, "select_indices", None) is select and module.__name__.startswith("secateur."):
             monkeypatch.setattr(module, "select_indices", shifted)
     result = coverage.Result("t5", "seq_to_seq_causal_lm")
     with _zoo.quiet():

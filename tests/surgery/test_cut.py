@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import secateur as sc
-from secateur.graph import plan_counts, trace
-from secateur.graph.layers import right_sizes
+from secateur._layers import right_sizes
 from secateur.surgery import apply_cuts_, shrink
-from secateur.surgery.wiring import Wiring
+from secateur.surgery.exact.wiring import Wiring
+from secateur.trace.planner import plan_counts
+from secateur.trace.run import trace
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[1] / "graph"))
+sys.path.append(str(Path(__file__).parents[1] / "trace"))
 import cutting
 import test_probes as probes
 
 import secateur as sc
-from secateur.graph import trace
-from secateur.graph.groups import HARMLESS
+from secateur.axes.groups import HARMLESS
 from secateur.surgery import shrink
 from secateur.surgery.masked import names_of
+from secateur.trace.run import trace
 
 for _name, _test in list(vars(probes).items()):
     if _name.startswith("test_"):

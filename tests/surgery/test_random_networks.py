@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-sys.path.append(str(Path(__file__).parents[1] / "graph"))
+sys.path.append(str(Path(__file__).parents[1] / "trace"))
 import cutting
 from probes import image, tokens
 

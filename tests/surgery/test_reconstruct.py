@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from secateur.graph import trace
 from secateur.surgery import shrink
-from secateur.surgery.elimination import Normed, Plain, Surgeon, eliminate
+from secateur.surgery.calibrate.elimination import Normed, Plain, Surgeon, eliminate
+from secateur.surgery.calibrate.norms import reestimate_
+from secateur.surgery.calibrate.reconstruct import reconstruction, unit_errors
+from secateur.surgery.calibrate.refit import refit_
 from secateur.surgery.masked import make
-from secateur.surgery.norms import reestimate_
-from secateur.surgery.reconstruct import reconstruction, unit_errors
-from secateur.surgery.refit import refit_
+from secateur.trace.run import trace
 
 
 def draw(*shape, seed=0):

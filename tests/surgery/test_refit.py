@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from secateur.graph import trace
-from secateur.surgery.cut import Cuts
+from secateur.edit.cuts import Cuts
+from secateur.surgery.calibrate.norms import reestimate_
+from secateur.surgery.calibrate.refit import patches, refit_
 from secateur.surgery.masked import make
-from secateur.surgery.norms import reestimate_
-from secateur.surgery.refit import patches, refit_
+from secateur.trace.run import trace
 
 
 def draw(*shape, seed=0):

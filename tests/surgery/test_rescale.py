@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from secateur.graph import trace
+from secateur.trace.run import trace
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "trace"))
 from cutting import choose, difference
 from folding import check, conv, cut_copy, shifted_bn, split
 from probes import Lam, image, tokens

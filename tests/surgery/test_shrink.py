@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import secateur as sc
+from secateur.edit.cuts import Attribute, Cuts
 from secateur.surgery import activation_variance, apply_cuts_, bn_scale, fpgm, shrink, shrink_, unit_criterion
-from secateur.surgery.cut import Attribute, Cuts
 
 
 class Block(nn.Module):
@@ -406,7 +406,7 @@ def test_a_failure_leaves_the_model_as_it_was(monkeypatch):
     net, x = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4, bias=False)), torch.randn(2, 8)
     before, optimizer = picture(net), torch.optim.Adam(net.parameters())
     groups = [list(g["params"]) for g in optimizer.param_groups]
-    from secateur.surgery import cut
+    from secateur.edit import cuts as cut
 
     def fail(*_):
         assert net[0].out_features < 32

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from secateur.graph import trace
 from secateur.surgery import shrink
 from secateur.surgery.budget import met
-from secateur.surgery.sizes import Model, times
+from secateur.surgery.sizes import SizeModel, times
+from secateur.trace.run import trace
 
 
 def parameters(model):
@@ -75,7 +75,7 @@ def test_what_can_be_met_counts_the_added_biases():
 def test_a_bias_is_counted_where_its_layer_loses_inputs():
     traced = trace(sigmoids(), (torch.randn(2, 4),), {})
     first, second = (next(g for g in traced.groups if g.members[0].tensor == name) for name in ("0.weight", "2.weight"))
-    sizes = Model(traced)
+    sizes = SizeModel(traced)
     plain = sizes.params({first.atom: 30}), sizes.params({second.atom: 30}), sizes.params({first.atom: 30, second.atom: 10})
     assert sizes.learn({"2.bias": (40,), "4.bias": (3,)}, {first.atom: 30})
     known = sizes.params({first.atom: 30}), sizes.params({second.atom: 30}), sizes.params({first.atom: 30, second.atom: 10})
@@ -168,7 +168,7 @@ def test_a_time_that_is_missed_is_tried_again_and_every_try_is_told(monkeypatch,
         late = not enough and found.count(False) <= misses
         return timing._replace(small=1.3 * timing.small) if late else timing
 
-    monkeypatch.setattr("secateur.surgery.work.times", slow)
+    monkeypatch.setattr("secateur.surgery.pipeline.times", slow)
     model, x = Sleeper(), torch.randn(2, 4)
     if not fails:
         _, plan = shrink(model, x, latency=0.5)

@@ -20,21 +20,12 @@ weight, and masked values still change with momentum and weight decay. To script
 
 from __future__ import annotations
 
-import numbers  # noqa: F401  # an attribute of torch's module, as are the next two
-from abc import ABC, abstractmethod  # noqa: F401
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.utils.prune as theirs
 from torch import Tensor, nn
-from torch.nn.utils.prune import (  # noqa: F401  # private names that torch's tests and user code call
-    _compute_norm,
-    _compute_nparams_toprune,
-    _validate_pruning_amount,
-    _validate_pruning_amount_init,
-    _validate_pruning_dim,
-    _validate_structured_pruning,
-)
 
 from ._masks import count
 from ._methods import (
@@ -54,6 +45,15 @@ from ._methods import (
 from ._module import all_or_nothing, commit, hook_of, kind
 from ._pool import Member, keep_largest_of, one_vector, ranks_in_place, warn_of_strays
 from ._upkeep import hooks, let_go
+
+# Other attributes of torch's module, which its tests and user code read.
+numbers, ABC, abstractmethod = theirs.numbers, theirs.ABC, theirs.abstractmethod
+_validate_pruning_amount_init = theirs._validate_pruning_amount_init
+_validate_pruning_amount = theirs._validate_pruning_amount
+_validate_structured_pruning = theirs._validate_structured_pruning
+_compute_nparams_toprune = theirs._compute_nparams_toprune
+_validate_pruning_dim = theirs._validate_pruning_dim
+_compute_norm = theirs._compute_norm
 
 _METHODS = (
     BasePruningMethod,

@@ -17,16 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._axes import layout_of
 from .._dist import sharded
+from .._layers import layout_of
 from .._tree import nearest
+from ..edit import Cuts, Passing, all_or_nothing, apply_cuts_, history, is_cut, owned_tensors, remember_
 from ..execute.choose import decompress_
 from ..execute.find import zeros_of
 from ..execute.layers import Compressed
-from ..graph.slots import owned_tensors
-from ..plan import Plan
-from ..surgery import Shrunk, all_or_nothing
-from ..surgery.cut import Cuts, Passing, apply_cuts_, history, is_cut, remember_
+from ..plans import Plan
+from ..surgery import Shrunk
 from . import compressed, hf, packed
 from .files import CODES, DTYPES, BadFile, Entry, Tensors, alone, names_of, read_json, rename, replacing, write_tensors
 from .fill import check_kinds, dtype_of, fill_, read

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..surgery.configs import Place, built_from, number_at, numbers_of, with_numbers
-from ..surgery.cut import history
+from ..edit import Place, built_from, history, number_at, numbers_of, with_numbers
 from ..surgery.verify import tensors_of
 
 Key = tuple[str, ...]

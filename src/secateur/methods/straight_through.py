@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..masks import Masks
-from ..targets import Target
+from ..targeting import Target
 
 
 class SoftMasks:

@@ -8,27 +8,34 @@ remains), `verify`, `refit` and `norms` (repairs from data), `shrunk` (the plan)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from ..criteria import magnitude
-from ..graph.slots import owned_tensors
-from ..graph.surroundings import same_dice
+from ..edit import (
+    Attribute,
+    Cuts,
+    all_or_nothing,
+    apply_cuts_,
+    history,
+    owned_tensors,
+    preserve_rng,
+    remember_,
+    select_indices,
+    without,
+)
 from ..stats import Loss
-from .copies import drop_leftovers_
-from .cut import Attribute, Cuts, apply_cuts_, history, put_, remember_, select_indices, without
+from .calibrate import UnitCriterion, activation_variance, bn_scale, fpgm, reconstruction, unit_criterion
 from .depth import shrunk_in_depth
-from .importance import UnitCriterion, activation_variance, bn_scale, fpgm, unit_criterion
+from .leftovers import drop_leftovers_
 from .optimizers import dropped, follow_
-from .reconstruct import reconstruction
+from .pipeline import AnyCriterion
 from .request import Options
-from .shrunk import Row, Shrunk
+from .result import Row, Shrunk
 from .verify import Verified
-from .work import AnyCriterion
 
 __all__ = [
     "shrink",
@@ -107,7 +114,7 @@ def shrink(
         reestimate=reestimate,
         refit=refit,
     )
-    with same_dice():
+    with preserve_rng():
         small, plan, state = shrunk_in_depth(model, example_inputs, criterion, given)
     plan.cuts.recipe = plan.recipe
     remember_(small, (*history(model), plan.cuts))
@@ -124,7 +131,7 @@ def shrink_(
 
     When anything fails, the model and the optimizer are exactly as they were.
     """
-    with same_dice():
+    with preserve_rng():
         small, plan, state = shrunk_in_depth(model, example_inputs, criterion, options)
     optimizer, gone = options.get("optimizer"), dropped(model, plan.cuts)
     with all_or_nothing(model):
@@ -147,28 +154,3 @@ def _carry_gradients(model: nn.Module, small: nn.Module, cuts: Cuts) -> None:
         for name, tensor in owned_tensors(model).values():
             if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
                 new[name].grad = select_indices(tensor.grad.detach().clone(), cuts.tensors.get(name, {}))
-
-
-@contextmanager
-def all_or_nothing(model: nn.Module) -> Iterator[None]:
-    """When the block raises, the modules have their attributes back and the tensors their values."""
-    tensors = [(t, t.data, t.grad if t.is_leaf else None) for _, t in owned_tensors(model).values()]
-    spaces = [
-        (m, dict(vars(m)), {k: dict(vars(m)[k]) for k in ("_parameters", "_buffers", "_modules")}) for m in model.modules()
-    ]
-    try:
-        yield
-    except BaseException:
-        for module, space, held in spaces:
-            vars(module).clear()
-            vars(module).update(space)
-            for kind, content in held.items():
-                vars(module)[kind].clear()
-                vars(module)[kind].update(content)
-        for tensor, data, grad in tensors:
-            if tensor.is_leaf:
-                tensor.grad = None
-            put_(tensor, data)
-            if grad is not None:
-                tensor.grad = grad
-        raise

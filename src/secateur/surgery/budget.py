@@ -15,9 +15,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ..graph import Atom, Group, Trace, plan_counts
+from ..axes import Atom, Group
 from ..select import keep_largest
-from .importance import Scores, comparable, structure
+from ..trace import Trace, plan_counts
+from .calibrate import Scores, comparable, structure
 from .masked import label
 from .sizes import Timing
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..graph import Group, Trace, keep_mask
-from ..graph.slots import owned_tensors
-from ..graph.surroundings import fresh_casts, same_dice
-from .copies import copied, follow_leftovers_
-from .cut import Attribute, Cuts, Keep, apply_cuts_, cuts_of
-from .wiring import Silence, silenced
+from ..axes import Group, keep_mask
+from ..edit import Attribute, Cuts, apply_cuts_, copied, owned_tensors
+from ..trace import Trace
+from .cut import Keep, cuts_of
+from .exact import Silence, silenced
+from .leftovers import follow_leftovers_
 
 if TYPE_CHECKING:
-    from .constants import Folds
+    from .exact import Folds
 
 
 class Made(NamedTuple):
@@ -93,7 +92,7 @@ def bare(model: nn.Module, trace: Trace, keep: Keep, cuts: Cuts | None = None) -
 
 
 def _folds(model: nn.Module, trace: Trace, keep: Keep) -> Folds:
-    from .constants import Folds, find
+    from .exact import Folds, find
 
     tensors = dict(owned_tensors(model).values())
     try:
@@ -111,14 +110,3 @@ def _numbers(model: nn.Module) -> dict[tuple[str, str], float]:
         for name, value in vars(module).items()
         if type(value) is float
     }
-
-
-def run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], under: Any = None) -> Any:
-    """The model's answer in evaluation mode, `under` a mode; whatever the run changes in the model is undone."""
-    from ..graph.slots import Standing
-
-    def stand_in(_: str, tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
-
-    with torch.no_grad(), same_dice(), fresh_casts(), Standing(model, stand_in), under or nullcontext():
-        return model(*args, **kwargs)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..graph.slots import owned_tensors
-from .cut import Cuts, select_indices, without
+from ..edit import Cuts, owned_tensors, select_indices, without
 
 
 def sliced_state(optimizer: torch.optim.Optimizer, model: nn.Module, cuts: Cuts) -> dict[str, dict[str, Any]]:

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from .._tree import check_unpacked, nearest
+from ..axes import Group
 from ..criteria import criterion as as_criterion
-from ..graph import Group, Trace
 from ..stats import Loss, check_evidence
-from ..targets import globs_of
+from ..targeting import globs_of
+from ..trace import Trace
 from .budget import SCOPES
-from .importance import UnitCriterion
+from .calibrate import UnitCriterion
 
 TARGETS = ("channels", "params", "flops", "latency")
 

@@ -15,15 +15,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..graph import Atom, Expr, Trace, new_size
-from ..graph.equations import signature
-from ..graph.outline import Outlined, ValueRead
-from ..graph.provenance import Dim
-from ..graph.slots import owned_tensors
-from ..graph.surroundings import plain_kernels
-from ..graph.trace import answers
-from ..graph.tracer import Ref
-from .masked import run
+from ..axes import Atom, Expr, new_size
+from ..edit import owned_tensors, plain_kernels, run
+from ..trace import Dim, Outlined, Ref, Trace, ValueRead, answers, signature
 
 Counts = Mapping[Atom, int]
 _STRETCHES = 8  # of a measurement, each with a median of its own
@@ -68,7 +62,7 @@ class _Bias(NamedTuple):
         return self.fixed if self.output is None else sizes[self.output]
 
 
-class Model:
+class SizeModel:
     """Parameters and FLOPs of the traced model as functions of how many units its atoms keep."""
 
     def __init__(self, trace: Trace) -> None:

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..graph import Group, Trace, atoms, keep_mask, trace
-from ..graph.surroundings import tensors_inside
-from ..graph.trace import main_outputs
-from .copies import copied
-from .cut import Cuts, check_fits
-from .masked import make, names_of, run, silence_
-from .wiring import units_along
+from ..axes import Group, atoms, keep_mask
+from ..edit import Cuts, check_fits, copied, run, tensors_inside
+from ..trace import Trace, main_outputs, trace
+from .exact import units_along
+from .masked import make, names_of, silence_
 
 _STILL = 1e-12
 

@@ -60,7 +60,7 @@ class InputRecord:
 
 def find_inputs(model: nn.Module, record: InputRecord | None) -> Inputs | None:
     """Inputs that the model runs on, or None."""
-    from .....surgery.masked import run
+    from .....edit import run
 
     seen = None if record is None else record.seen
     for args, kwargs in _guessed(model) if seen is None else _alike(model, seen):

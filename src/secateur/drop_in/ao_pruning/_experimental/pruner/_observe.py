@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .....graph import Atom, Cat, Expr, Trace, atoms, new_size, norm
-from .....graph.axes import Fam
+from .....axes import Atom, Cat, Expr, Fam, atoms, new_size, norm
+from .....trace import Trace
 
 Keep = dict[Atom, Tensor]
 
@@ -85,7 +85,7 @@ class Seen:
     """
 
     def __init__(self, plain: nn.Module, traced: Trace, args: Any, kwargs: Any) -> None:
-        from .....surgery.replay import LeftTrace
+        from .....trace import LeftTrace
 
         self.traced = traced
         self.loud: Keep = {}
@@ -107,7 +107,7 @@ class Seen:
     def _run(self, plain: nn.Module, args: Any, kwargs: Any, change: Any) -> tuple[list[Tensor], list[Any]]:
         from torch.utils.weak import WeakIdKeyDictionary
 
-        from .....surgery.replay import Replay, paired
+        from .....trace import Replay, paired
 
         made: Any = WeakIdKeyDictionary()
         replay = Replay(plain, self.traced, args, kwargs)
@@ -170,7 +170,7 @@ class _Anything:
 
     def follow(self, step: Any, func: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Notes what the operator makes zero of these numbers and of their opposites."""
-        from .....surgery.replay import paired
+        from .....trace import paired
 
         opposite = paired(
             step, tuple(args), kwargs, lambda t, n: -t if n not in self.fixed and t.is_floating_point() else t.clone()

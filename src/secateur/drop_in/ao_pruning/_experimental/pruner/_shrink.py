@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .....graph import Atom, Expr, Group, Trace, atoms, keep_mask, plan_counts, trace
+from .....axes import Atom, Expr, Group, atoms, keep_mask
+from .....trace import Trace, plan_counts, trace
 from ._observe import Seen, unit_of_index
 from .parametrization import Dress, masked_modules, masked_tensors, take_off
 
 if TYPE_CHECKING:
-    from .....surgery.cut import Cuts
+    from .....edit import Cuts
 
 Keep = dict[Atom, Tensor]
 _UNTOLD = "its masked rows are not whole units, or other weights that produce the same units keep them"
@@ -45,7 +46,8 @@ def shrink_(
 
     Returns, for each tensor that keeps masked units as zeros, why. Whatever fails leaves the model as it was.
     """
-    from .....surgery.cut import apply_cuts_, cuts_of
+    from .....edit import apply_cuts_
+    from .....surgery.cut import cuts_of
 
     masked = masked_modules(model)
     chosen = {path for path, module in masked.items() if only is None or any(module is one for one in only)}
@@ -158,7 +160,7 @@ def _wishes(traced: Trace, masks: Mapping[str, Tensor], seen: Seen) -> dict[Atom
 
 def _settle(plain: nn.Module, traced: Trace, wishes: dict[Atom, list[Tensor]], seen: Seen, args: Any, kwargs: Any) -> Settled:
     """Tries sets of units until the constants of all of them could be folded, each group for itself."""
-    from .....surgery.constants import fold_
+    from .....surgery.exact import fold_
 
     reasons: dict[Atom, str] = {}
     for group in traced.groups:
@@ -228,7 +230,7 @@ def _left(traced: Trace, masks: Mapping[str, Tensor], settled: Settled) -> dict[
 
 def _verify(expected: list[Tensor], settled: Settled, args: Any, kwargs: Any) -> None:
     """Raises if the small model does not give what the masked one gave."""
-    from .....surgery.masked import run
+    from .....edit import run
 
     if settled.inexact:
         return
@@ -276,7 +278,7 @@ def _commit(
     numbers: Mapping[tuple[str, str], float],
 ) -> None:
     """Does to the model what was tried on its copy. Modules that are not chosen have their masks on again afterwards."""
-    from .....surgery.cut import apply_cuts_
+    from .....edit import apply_cuts_
 
     shared = _shared(model)
     dressed = [Dress(module) for path, module in masked.items() if path not in chosen]

@@ -1,0 +1,154 @@
+"""The one registry of axis roles: how the weight of a layer is seen as a matrix (outputs, inputs x kernel).
+
+Everything that ranks or folds works on that matrix, so no other file knows a layer type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+# Layer types whose weight does not have its outputs on axis 0 and its inputs on axis 1.
+_INPUT_FIRST: set[type[nn.Module]] = {nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d}
+
+
+def input_first(*types: type[nn.Module]) -> None:
+    """Say that these layer types store their weight as (in, out, ...), like `nn.ConvTranspose2d`."""
+    _INPUT_FIRST.update(types)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one tensor maps to its matrix, and back.
+
+    `span` columns belong to one input channel (the kernel size), and the rows come in `groups` equal parts that read
+    different inputs (grouped convolution). A vector is one row, or, `tall`, one column.
+    """
+
+    shape: tuple[int, ...]
+    flip: bool = False
+    groups: int = 1
+    tall: bool = False
+
+    @property
+    def span(self) -> int:
+        return math.prod(self.shape[2:])
+
+    @property
+    def rows(self) -> int:
+        if not self.flip:
+            return self.shape[0] if len(self.shape) > 1 or (self.shape and self.tall) else 1
+        return self.shape[1] * self.groups
+
+    @property
+    def cols(self) -> int:
+        if not self.flip:
+            return math.prod(self.shape[1:] if self.rows != 1 or self.tall else self.shape)  # also of a shard without rows
+        return math.prod(self.shape) // self.rows if self.rows else 0
+
+    def matrix(self, tensor: Tensor) -> Tensor:
+        """The tensor as (rows, cols): a view where memory allows, a copy otherwise."""
+        if not self.flip:
+            return tensor.reshape(self.rows, self.cols)
+        per_group = tensor.reshape(self.groups, self.shape[0] // self.groups, self.shape[1], self.span)
+        return per_group.transpose(1, 2).reshape(self.rows, self.cols)
+
+    def restore(self, matrix: Tensor) -> Tensor:
+        """A matrix (rows, cols) back in the tensor's own shape."""
+        if not self.flip:
+            return matrix.reshape(self.shape)
+        per_group = matrix.reshape(self.groups, self.shape[1], self.shape[0] // self.groups, self.span)
+        return per_group.transpose(1, 2).reshape(self.shape)
+
+    def probe(self, tensor: Tensor) -> Tensor:
+        """The tensor cut down to one output per group: enough to see every input once."""
+        return tensor[:, :1] if self.flip else tensor[: self.groups]
+
+
+def layout_of(module: nn.Module, shape: tuple[int, ...], *, tall: bool = False) -> Layout:
+    """The layout of a parameter of this shape in this module; `tall` for a vector that is sharded along it."""
+    flip = len(shape) > 1 and any(isinstance(module, kind) for kind in _INPUT_FIRST)
+    groups = vars(module).get("groups", 1)
+    return Layout(tuple(shape), flip, groups if isinstance(groups, int) and len(shape) > 2 else 1, tall and len(shape) == 1)
+
+
+def features_axis(module: nn.Module) -> int:
+    """Where the features of a layer's input are: last, or before the axes that the kernel of a convolution covers."""
+    weight = getattr(module, "weight", None)
+    return 1 - max(weight.ndim, 2) if isinstance(weight, Tensor) else -1
+
+
+Sizes = dict[str, Callable[[Any], Any]]
+
+
+_GATES = {"LSTM": 4, "GRU": 3}
+
+
+def _channels(m: Any) -> Any:
+    found = m.weight if m.weight is not None else m.running_mean
+    return None if found is None else found.shape[0]
+
+
+def _reads(m: Any, kind: str) -> Any:
+    separate = getattr(m, f"{kind}_proj_weight", None)
+    return (m.in_proj_weight if separate is None else separate).shape[1]
+
+
+_RECURRENT: Sizes = {
+    "input_size": lambda m: m.weight_ih_l0.shape[1],
+    "hidden_size": lambda m: m.weight_ih_l0.shape[0] // _GATES.get(m.mode, 1),
+    "proj_size": lambda m: m.weight_hr_l0.shape[0] if hasattr(m, "weight_hr_l0") else 0,
+}
+
+
+_CELL: Sizes = {"input_size": lambda m: m.weight_ih.shape[1], "hidden_size": lambda m: m.weight_hh.shape[1]}
+
+
+_CONV: Sizes = {"in_channels": lambda m: m.weight.shape[1] * m.groups, "out_channels": lambda m: m.weight.shape[0]}
+
+
+_TURNED: Sizes = {"in_channels": lambda m: m.weight.shape[0], "out_channels": lambda m: m.weight.shape[1] * m.groups}
+
+
+_TABLE: Sizes = {"num_embeddings": lambda m: m.weight.shape[0], "embedding_dim": lambda m: m.weight.shape[1]}
+
+
+_NORMED: Sizes = {"normalized_shape": lambda m: None if m.weight is None else tuple(m.weight.shape)}
+
+
+# Layer type -> attribute -> the value it has for the weights that the layer holds.
+SIZES: dict[type[nn.Module], Sizes] = {
+    nn.Linear: {"in_features": lambda m: m.weight.shape[1], "out_features": lambda m: m.weight.shape[0]},
+    nn.Bilinear: {
+        "in1_features": lambda m: m.weight.shape[1],
+        "in2_features": lambda m: m.weight.shape[2],
+        "out_features": lambda m: m.weight.shape[0],
+    },
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _CONV),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _TURNED),
+    **dict.fromkeys((nn.Embedding, nn.EmbeddingBag), _TABLE),
+    nn.modules.batchnorm._NormBase: {"num_features": _channels},
+    nn.GroupNorm: {"num_channels": lambda m: None if m.weight is None else m.weight.shape[0]},
+    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), _NORMED),
+    nn.PReLU: {"num_parameters": lambda m: m.weight.shape[0]},
+    nn.RNNBase: _RECURRENT,
+    nn.RNNCellBase: _CELL,
+    nn.MultiheadAttention: {
+        "kdim": lambda m: _reads(m, "k"),
+        "vdim": lambda m: _reads(m, "v"),
+        "head_dim": lambda m: m.embed_dim // m.num_heads,
+    },
+}
+
+
+def right_sizes(module: nn.Module) -> list[tuple[str, Callable[[Any], Any]]]:
+    """The attributes of this layer that say now what its weights say, and how to read them again after a cut."""
+    found: list[tuple[str, Callable[[Any], Any]]] = []
+    for kind, sizes in SIZES.items():
+        if isinstance(module, kind):
+            found += [(name, read) for name, read in sizes.items() if vars(module).get(name) == read(module)]
+    return [(name, read) for name, read in found if read(module) is not None]

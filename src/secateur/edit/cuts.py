@@ -1,0 +1,302 @@
+"""Cuts as plain data, and how they are applied to a model: all of a cut or nothing.
+
+A cut model remembers its cuts, so that it can be saved and built again (`history`, `remember_`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._layers import right_sizes
+from .._tree import nearest
+from .tensors import owned_tensors
+
+Indices = dict[int, list[int]]  # dim -> what stays
+
+
+class Attribute(NamedTuple):
+    """A number that changes: attribute `name` (at `index`, if it holds several) of the object at the dotted `path`.
+
+    `own`: that object is a config which other modules read too, and this module wants a value of its own: it gets a copy.
+    `old` and `new` are numbers; lists, for what a config says of each block when blocks go.
+    """
+
+    path: str
+    name: str
+    index: Any
+    old: Any
+    new: Any
+    own: bool = False
+
+
+@dataclass
+class Cuts:
+    """All of a cut as plain data: kept indices for tensor and dim, old shapes, changed numbers, added parameters.
+
+    `drop`: the places of blocks that go from a list of modules, `lengths`: how many it had. Blocks go first: the other names
+    are those of the model without them. `recipe`: what was asked for.
+    """
+
+    tensors: dict[str, Indices] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    attributes: list[Attribute] = field(default_factory=list)
+    added: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    drop: dict[str, list[int]] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
+    recipe: str = ""
+
+
+def apply_cuts_(model: nn.Module, cuts: Cuts, values: Mapping[str, Tensor] | None = None) -> nn.Module:
+    """Cut a model of the architecture that the cuts were made for, in place: a fresh one, or a full-size copy.
+
+    `values` gives the tensors what to hold instead of their own slices. Raises ValueError, before anything has changed, when
+    the model is another one.
+    """
+    check_fits(model, cuts)
+    drop_(model, cuts.drop)
+    tensors = dict(owned_tensors(model).values())
+    known: dict[Any, Tensor] = {}
+    new = (
+        {name: select_indices(tensors[name].detach(), kept, known) for name, kept in cuts.tensors.items()}
+        if values is None
+        else values
+    )
+    grads = {
+        name: select_indices(grad, kept, known)
+        for name, kept in cuts.tensors.items()
+        if tensors[name].is_leaf and (grad := tensors[name].grad) is not None
+    }
+    layers = [(module, right_sizes(module)) for module in model.modules()]
+    for name, data in new.items():
+        tensor = tensors.get(name)
+        if tensor is not None:
+            grad = grads.get(name, tensor.grad if tensor.is_leaf else None)
+            if tensor.is_leaf:
+                tensor.grad = None
+            put_(tensor, data.detach())
+            if grad is not None:
+                tensor.grad = grad
+    for attribute in cuts.attributes:
+        write_attribute(model, attribute)
+    for module, sizes in layers:
+        for name, read in sizes:
+            vars(module)[name] = read(module)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    for name, shape in cuts.added.items():
+        _add(model, name, shape, None if values is None else values[name])
+    torch.clear_autocast_cache()  # an autocast around all this remembers the old weights
+    return model
+
+
+def put_(tensor: Tensor, data: Tensor) -> None:
+    """New contents, of another shape, for a tensor that an autograd graph may still know.
+
+    The graph's node for the tensor remembers the old shape and would refuse the next gradient. Torch lets go of it when the
+    dtype changes, so the tensor takes another one on the way.
+    """
+    if tensor.shape != data.shape and tensor.requires_grad and tensor.is_leaf:
+        other = torch.float32 if tensor.dtype == torch.float64 else torch.float64
+        tensor.data = torch.empty(0, dtype=other, device=tensor.device)
+    tensor.data = data
+
+
+def select_indices(tensor: Tensor, kept: Indices, known: dict[Any, Tensor] | None = None) -> Tensor:
+    """Some indices of each of these dims, the dim that loses most first.
+
+    `known`: what became of lists that many dims share, and memory for what lies between two dims: fresh pages for every tensor
+    would take longer than the copying.
+    """
+    known = {} if known is None else known
+    last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+    order = sorted(kept.items(), key=lambda item: len(item[1]) / tensor.shape[item[0]])
+    for n, (d, indices) in enumerate(order):
+        key = (id(indices), tensor.device)
+        if key not in known:
+            known[key] = torch.tensor(indices, device=tensor.device)
+        between = None if n + 1 == len(order) or tensor.requires_grad else _between(tensor, d, len(indices), known)
+        tensor = torch.index_select(tensor, d, known[key], out=between)
+    return tensor.contiguous(memory_format=torch.channels_last) if last else tensor
+
+
+def _between(tensor: Tensor, dim: int, size: int, known: dict[Any, Tensor]) -> Tensor:
+    shape, key = [*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]], (dim, tensor.dtype, tensor.device)
+    if key not in known or known[key].numel() < math.prod(shape):
+        known[key] = tensor.new_empty(math.prod(shape))
+    return known[key][: math.prod(shape)].view(shape)
+
+
+def check_fits(model: nn.Module, cuts: Cuts) -> None:
+    """Raises ValueError unless the model is, in its names and sizes, the one that the cuts were made for."""
+    for path, length in cuts.lengths.items():
+        try:
+            found = len(object_at(model, path)._modules)
+        except AttributeError:
+            raise ValueError(f"the model has no list of modules {path!r}, which the cuts speak of") from None
+        if found != length:
+            raise ValueError(f"{path!r} holds {found} modules in this model; the cuts are for {length}")
+        if any(not 0 <= i < length for i in cuts.drop.get(path, ())):
+            raise ValueError(f"the cuts drop {cuts.drop[path]} of {path!r}, which holds {length} modules")
+    if missing := cuts.drop.keys() - cuts.lengths.keys():
+        raise ValueError(f"the cuts drop modules of {sorted(missing)} without saying how many there were")
+    with without(model, cuts.drop):
+        _check_rest(model, cuts)
+
+
+def _check_rest(model: nn.Module, cuts: Cuts) -> None:
+    tensors = dict(owned_tensors(model).values())
+    ends: dict[int, tuple[int, int]] = {}  # of lists of indices, which many dims share
+    for name, shape in cuts.shapes.items():
+        if name not in tensors:
+            raise ValueError(f"the model has no tensor {name!r}, which the cuts speak of.{nearest(name, tensors)}")
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(
+                f"{name!r} is {tuple(tensors[name].shape)} in this model; the cuts are for {shape}. Build the model as it was "
+                "before the cut."
+            )
+        for d, kept in cuts.tensors.get(name, {}).items():
+            if kept and id(kept) not in ends:
+                ends[id(kept)] = min(kept), max(kept)
+            if kept and 0 <= d < len(shape) and ends[id(kept)][0] >= 0 and ends[id(kept)][1] < shape[d]:
+                continue
+            raise ValueError(f"the cuts keep indices of {name!r} that a tensor of shape {shape} does not have")
+    for a in cuts.attributes:
+        value = _value(model, a)
+        if (list(value) if isinstance(value, list | tuple) else value) != a.old:
+            now = "not there" if value is ... else repr(value)
+            raise ValueError(f"{a.path or 'the model'}.{a.name} is {now} in this model; the cuts change it from {a.old}")
+
+
+def is_cut(model: nn.Module, cuts: Cuts) -> bool:
+    """Whether the numbers that the cuts change are already what they change to."""
+
+    def now(a: Attribute) -> Any:
+        value = _value(model, a)
+        return list(value) if isinstance(value, list | tuple) else value
+
+    return all(now(a) == a.new for a in cuts.attributes)
+
+
+class Passing(nn.Module):
+    """Stands where a block was that others call by name: it hands on what the block was given."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+
+
+def drop_(model: nn.Module, drop: Mapping[str, Sequence[int]]) -> None:
+    """Take modules out of the lists that hold them, in place; those after them move up where names are places.
+
+    What is held by name, and called by it, is replaced.
+    """
+    for holder, gone in [(object_at(model, path), set(places)) for path, places in drop.items()]:  # found before any name moves
+        if not isinstance(holder, nn.ModuleList | nn.Sequential):
+            named = enumerate(holder._modules.items())
+            vars(holder)["_modules"] = {name: Passing() if place in gone else module for place, (name, module) in named}
+            continue
+        kept = [item for place, item in enumerate(holder._modules.items()) if place not in gone]
+        numbered = all(name == str(place) for place, name in enumerate(holder._modules))
+        vars(holder)["_modules"] = {str(n) if numbered else name: module for n, (name, module) in enumerate(kept)}
+
+
+@contextmanager
+def without(model: nn.Module, drop: Mapping[str, Sequence[int]]) -> Iterator[None]:
+    """The model without these modules, for a while."""
+    held = [(holder, holder._modules) for holder in (object_at(model, path) for path in drop)]
+    drop_(model, drop)
+    try:
+        yield
+    finally:
+        for holder, modules in held:
+            vars(holder)["_modules"] = modules
+
+
+class History(tuple[Cuts, ...]):
+    """The cuts that made a model what it is, the first one first. Never changed, so copies of a model share it."""
+
+    def __deepcopy__(self, memo: Any) -> History:
+        return self
+
+
+_HISTORY = "_secateur_cuts"
+
+
+def history(model: nn.Module) -> History:
+    """The cuts that a model, or a model inside it, went through."""
+    found = [(path, vars(module)[_HISTORY]) for path, module in model.named_modules() if _HISTORY in vars(module)]
+    return History(_inside(path, cuts) for path, made in sorted(found, key=lambda item: item[0].count(".")) for cuts in made)
+
+
+def remember_(model: nn.Module, cuts: Sequence[Cuts]) -> None:
+    """These cuts are all that the model went through."""
+    for module in model.modules():
+        vars(module).pop(_HISTORY, None)
+    if cuts:
+        vars(model)[_HISTORY] = History(cuts)
+
+
+def _inside(path: str, cuts: Cuts) -> Cuts:
+    """Cuts of a model, as cuts of the one that holds it at `path`."""
+    if not path:
+        return cuts
+
+    def named(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {f"{path}.{name}" if name else path: value for name, value in values.items()}
+
+    moved = [a._replace(path=f"{path}.{a.path}" if a.path else path) for a in cuts.attributes]
+    fields = {f: named(getattr(cuts, f)) for f in ("tensors", "shapes", "added", "drop", "lengths")}
+    return replace(cuts, attributes=moved, **fields)
+
+
+def object_at(model: nn.Module, path: str) -> Any:
+    return functools.reduce(getattr, path.split("."), model) if path else model
+
+
+def _value(model: nn.Module, a: Attribute) -> Any:
+    try:
+        held = vars(object_at(model, a.path))[a.name]  # past what configs say of attributes that differ between layers
+        return held if a.index is None else held[a.index]
+    except (AttributeError, LookupError, TypeError):
+        return ...  # None may be a value
+
+
+def write_attribute(model: nn.Module, a: Attribute) -> None:
+    owner = object_at(model, a.path)
+    if a.own:
+        parent, _, name = a.path.rpartition(".")
+        owner = vars(object_at(model, parent))[name] = copy.copy(owner)
+    held = vars(owner)[a.name]
+    if a.index is None:
+        held = type(held)(a.new) if isinstance(a.new, list) else a.new
+    elif isinstance(held, dict):
+        held = {**held, a.index: a.new}
+    else:
+        held = type(held)(a.new if i == a.index else v for i, v in enumerate(held))
+    vars(owner)[a.name] = held
+
+
+def _add(model: nn.Module, name: str, shape: Sequence[int], value: Tensor | None) -> None:
+    path, _, attribute = name.rpartition(".")
+    module = object_at(model, path)
+    like = next(module.parameters())
+    data = torch.zeros(tuple(shape), dtype=like.dtype, device=like.device) if value is None else value.detach()
+    module.register_parameter(attribute, nn.Parameter(data, requires_grad=like.requires_grad))
+
+
+def held_objects(owner: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Configs and the like: objects with attributes that a module holds, and those that these hold, with their paths."""
+    for name, value in list(vars(owner).items()):
+        if hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type):
+            at = f"{path}.{name}" if path else name
+            yield at, value
+            if depth < 2:
+                yield from held_objects(value, at, depth + 1)

@@ -1,0 +1,119 @@
+"""The tensors that a model owns, and a stand-in for each while the model is traced; afterwards the model is as it was."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_CONTAINERS = (list, tuple, dict)
+_EMPTY = frozenset({OrderedDict, dict, list, set})
+_PLAIN = frozenset({bool, int, float, str, type(None)})  # what most attributes are; asking whether they are tensors takes time
+_LONG = 4096
+OWN = frozenset(nn.Module().__dict__)  # bookkeeping of nn.Module itself
+
+
+def attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a module holds besides its bookkeeping and plain values."""
+    return ((name, value) for name, value in vars(module).items() if name not in OWN and type(value) not in _PLAIN)
+
+
+def owned_tensors(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
+    """id -> (first name, tensor): parameters, buffers, plain tensor attributes, and tensors in lists and dicts of modules."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    modules = [(f"{path}." if path else "", module) for path, module in model.named_modules()]
+    for slots in ("_parameters", "_buffers"):
+        for path, module in modules:
+            for name, tensor in getattr(module, slots).items():
+                if tensor is not None:
+                    found.setdefault(id(tensor), (path + name, tensor))
+    for path, module in modules:
+        for name, value in attributes(module):
+            if isinstance(value, Tensor):
+                found.setdefault(id(value), (path + name, value))
+            elif name[0] != "_" and isinstance(value, _CONTAINERS) and len(value) <= _LONG:
+                for key, item in _items(value):
+                    if type(item) not in _PLAIN and isinstance(item, Tensor):
+                        found.setdefault(id(item), (f"{path}{name}[{key!r}]", item))
+    return found
+
+
+Slot = tuple[str, str]  # a module, and an attribute of it
+
+
+def states(model: nn.Module) -> dict[Slot, Tensor]:
+    """Tensors that modules hold as plain attributes: neither parameters nor buffers."""
+    named = ((path, name, value) for path, module in model.named_modules() for name, value in attributes(module))
+    return {(path, name): value for path, name, value in named if isinstance(value, Tensor)}
+
+
+def _items(container: Any) -> Iterator[tuple[Any, Any]]:
+    return iter(container.items()) if isinstance(container, dict) else enumerate(container)
+
+
+class StandIns:
+    """While it is entered, modules hold `stand_in(tensor)` for their tensors and are in evaluation mode.
+
+    Slots are found by identity of the tensor, so ties and modules under two names stay consistent. On exit every module has its
+    own attributes back, also those that the run added or changed.
+    """
+
+    def __init__(self, model: nn.Module, stand_in: Callable[[str, Tensor], Tensor]) -> None:
+        self.modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self.owned = owned_tensors(model)
+        self.stand_in = stand_in
+        self.saved: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> StandIns:
+        made = {key: self.stand_in(name, tensor) for key, (name, tensor) in self.owned.items()}
+        for module in self.modules:
+            space = vars(module)
+            self.saved.append((space, space.copy()))
+            for name, value in list(space.items()):
+                if type(value) in _PLAIN:
+                    continue
+                if type(value) in _EMPTY and not value:  # hooks, most often
+                    self.saved.append((value, ()))
+                elif isinstance(value, Tensor):
+                    space[name] = made.get(id(value), value)
+                elif isinstance(value, list | dict | set | tuple) and len(value) <= _LONG:
+                    self._refill(space, name, value, made)
+            space["training"] = False
+        return self
+
+    def _refill(self, space: dict[str, Any], name: str, value: Any, made: dict[int, Tensor]) -> None:
+        if not isinstance(value, tuple):
+            self.saved.append((value, value.copy() if value else ()))
+        if name in ("_parameters", "_buffers") and isinstance(value, dict):
+            value.update({k: made[id(v)] for k, v in value.items() if id(v) in made})
+        elif name != "_modules" and type(value) in _CONTAINERS and any(id(v) in made for _, v in _items(value)):
+            if isinstance(value, dict):
+                space[name] = {k: made.get(id(v), v) for k, v in value.items()}
+            else:
+                space[name] = type(value)(made.get(id(v), v) for v in value)
+
+    def __exit__(self, *_: object) -> None:
+        for container, content in reversed(self.saved):  # one that was met twice was as it was the first time
+            if isinstance(container, list):
+                container[:] = content
+            elif container or content:
+                container.clear()
+                container.update(content)
+
+
+def tensors_inside(value: Any, depth: int = 0) -> list[Tensor]:
+    """Tensors in nested containers and objects."""
+    if isinstance(value, Tensor):
+        return [value]
+    if depth > 5:
+        return []
+    if isinstance(value, Mapping):
+        items: Any = value.values()
+    elif isinstance(value, list | tuple | set):
+        items = value
+    else:
+        items = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
+    return [t for item in list(items) for t in tensors_inside(item, depth + 1)]

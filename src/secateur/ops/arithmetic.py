@@ -1,0 +1,337 @@
+"""Rules for reductions, contractions, convolutions, normalisations and attention."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..axes import KERNEL, ONE, Expr, Prod, closed, flag, freeze, fresh, norm, reshape, take, unify
+from .record import Axes, Call, broadcast, freeze_all, frozen_like, pointwise, rule
+
+SPATIAL = "a spatial axis"
+
+
+def _reduced_dims(c: Call, rank: int) -> set[int]:
+    dims = c.get("dim")
+    if isinstance(dims, int):
+        dims = [dims]
+    return {d % rank for d in dims} if dims and rank else set(range(rank))
+
+
+def _reduce(c: Call, x: Axes, dims: set[int]) -> Axes | list[Axes]:
+    kept = bool(c.get("keepdim"))
+    return c.each([ONE if i in dims else e for i, e in enumerate(x) if kept or i not in dims])
+
+
+@rule("sum nansum any all count_nonzero")
+@rule("mean nanmean var std var_mean std_mean logsumexp amax amin aminmax max min prod norm linalg_vector_norm")
+def reduce(c: Call) -> Axes | list[Axes]:
+    if isinstance(c.args.get("other"), Tensor):  # max(a, b)
+        return pointwise(c)
+    x = c.axes(c.self)
+    dims = _reduced_dims(c, len(x))
+    order = c.get("ord", "p")
+    smallest = isinstance(order, int | float) and order < 0  # the norm of the smallest: zeros decide
+    for d in dims:
+        flag(x[d], "norm" if smallest else c.name)
+    return _reduce(c, x, dims)
+
+
+@rule("argmax argmin median nanmedian mode kthvalue")
+def arg_reduce(c: Call) -> Axes | list[Axes]:
+    x = c.axes(c.self)
+    dims = _reduced_dims(c, len(x))
+    freeze_all([x[d] for d in dims], f"units are addressed by value ({c.name})")
+    return _reduce(c, x, dims)
+
+
+@rule("topk")
+def topk(c: Call) -> Axes | list[Axes]:
+    x = c.axes(c.self)
+    d = c.dim % len(x)
+    freeze(x[d], "units are addressed by value (top-k)")
+    x[d] = fresh(c.out[0].shape[d], "units are addressed by value (top-k)")
+    return c.each(x)
+
+
+@rule("_softmax _log_softmax softmax log_softmax _safe_softmax")
+def softmax(c: Call) -> Axes:
+    x = c.axes(c.self)
+    if x:
+        flag(x[c.dim], "softmax")
+    return x
+
+
+@rule("glu")
+def glu(c: Call) -> Axes:
+    x = c.axes(c.self)
+    d = c.dim % len(x)
+    half = x[d].size // 2
+    first, second = take(x[d], 0, half), take(x[d], half, 2 * half)
+    unify(first, second)
+    x[d] = norm(first)
+    return x
+
+
+@rule("log_sigmoid_forward")
+def log_sigmoid(c: Call) -> list[Axes]:
+    return [c.axes(c.self), [fresh(s) for s in c.out[1].shape]]
+
+
+def _matmul(c: Call, a: Tensor, b: Tensor) -> Axes:
+    c.contract(a, -1, b, -2)
+    if a.dim() == 3:
+        unify(c.axes(a)[0], c.axes(b)[0])
+    c.produce(a, -2)
+    c.produce(b, -1)
+    return [*(norm(e) for e in c.axes(a)[:-1]), norm(c.axes(b)[-1])]
+
+
+@rule("mm bmm")
+def matmul(c: Call) -> Axes:
+    return _matmul(c, c.self, c.mat2)
+
+
+@rule("addmm baddbmm addmm_ baddbmm_ _addmm_activation")
+def addmm(c: Call) -> Axes:
+    a, b = (c.mat1, c.mat2) if "mat1" in c.args else (c.batch1, c.batch2)
+    return broadcast(_matmul(c, a, b), c.axes(c.self))
+
+
+@rule("addbmm")
+def addbmm(c: Call) -> Axes:
+    return broadcast(_matmul(c, c.batch1, c.batch2)[1:], c.axes(c.self))
+
+
+@rule("linear mkldnn_linear mkldnn::_linear_pointwise mkl::_mkl_linear")
+def linear(c: Call) -> Axes:
+    x, w = c.get("input", "self", "X"), c.get("weight", "W")
+    c.contract(x, -1, w, -1)
+    if w.dim() == 1:
+        return c.axes(x)[:-1]
+    c.produce(w, 0)
+    bias = c.get("bias", "B")
+    if bias is not None:
+        unify(c.axes(bias)[0], c.axes(w)[0])
+    return [*c.axes(x)[:-1], norm(c.axes(w)[0])]
+
+
+@rule("mv addmv addmv_")
+def mv(c: Call) -> Axes:
+    matrix = c.get("mat") if "mat" in c.args else c.self
+    c.contract(matrix, 1, c.vec, 0)
+    c.produce(matrix, 0)
+    out = c.axes(matrix)[:1]
+    return broadcast(out, c.axes(c.self)) if "mat" in c.args else out
+
+
+@rule("dot vdot")
+def dot(c: Call) -> Axes:
+    c.contract(c.self, 0, c.get("tensor", "other"), 0)
+    return []
+
+
+@rule("cdist _cdist_forward _euclidean_dist")
+def cdist(c: Call) -> Axes:
+    a, b = c.axes(c.x1), c.axes(c.x2)
+    unify(a[-1], b[-1])
+    for e, f in zip(a[:-2], b[:-2]):
+        unify(e, f)
+    return [*a[:-1], b[-2]]
+
+
+@rule("_trilinear")
+def trilinear(c: Call) -> Axes | None:
+    """nn.Bilinear: sum over i, j of a[..., i] w[k, i, j] b[..., j], as the three operands are spread over common dims."""
+    parts = [c.i1, c.i2, c.i3]
+    spread: list[list[Expr | None]] = []
+    rank = c.i1.dim() + len(c.expand1)
+    for t, gaps in zip(parts, (c.expand1, c.expand2, c.expand3)):
+        left = c.axes(t)
+        spread.append([None if d in gaps else left.pop(0) for d in range(rank)])
+    out: Axes = []
+    for d in range(rank):
+        found = [s[d] for s in spread if s[d] is not None and s[d].size != 1]  # type: ignore[union-attr]
+        for e in found[1:]:
+            unify(found[0], e)  # type: ignore[arg-type]
+        if d not in c.sumdim:
+            out.append(norm(found[0]) if found else ONE)  # type: ignore[arg-type]
+    for d in range(rank):
+        at = [k for k in range(rank) if spread[1][k] is not None]
+        if c.ledger.is_weight(c.i2) and d in at:
+            c.ledger.play(c.i2, at.index(d), "consume" if d in c.sumdim else "produce")
+    return out
+
+
+@rule("_grouped_mm")
+def grouped_mm(c: Call) -> Axes | None:
+    if c.self.dim() == 2 and c.mat2.dim() == 3:  # rows are sorted by expert
+        freeze(c.axes(c.mat2)[0], "units are addressed by value (experts)")
+        c.contract(c.self, -1, c.mat2, -2)
+        c.produce(c.mat2, -1)
+        for e in c.axes(c.mat2)[1:]:  # the kernel wants rows that start at multiples of 16 bytes
+            c.ledger.multiple(e, 16 // c.mat2.element_size())
+        return [c.axes(c.self)[0], norm(c.axes(c.mat2)[-1])]
+    return None
+
+
+@rule("convolution _convolution convolution_overrideable mkldnn_convolution thnn_conv2d _slow_conv2d_forward cudnn_convolution")
+@rule("_conv_depthwise2d conv_depthwise3d")
+def convolution(c: Call) -> Axes:
+    image, weight = c.get("input", "self"), c.weight
+    x, w, groups = c.axes(image), c.axes(weight), c.get("groups") or 1
+    if "depthwise" in c.name:
+        groups = x[1].size
+    at = len(x) - len(w) + 1  # 0 without a batch
+    if c.get("transposed"):
+        group, inside = _grouped(w[0], groups)
+        unify(x[at], norm(Prod((group, inside))))
+        out = norm(Prod((norm(group), closed(w[1]))))
+    else:
+        group, _ = _grouped(w[0], groups)
+        unify(x[at], norm(Prod((group, closed(w[1])))))
+        out = norm(w[0])
+    _conv_roles(c, weight, bool(c.get("transposed")), groups)
+    if c.get("bias") is not None:
+        unify(c.axes(c.bias)[0], out)
+    freeze_all(w[2:], KERNEL)
+    return [*x[:at], norm(out), *(_slide(c, i, x[at + 1 + i], c.out.shape[at + 1 + i]) for i in range(len(w) - 2))]
+
+
+def _slide(c: Call, i: int, e: Expr, size: int) -> Expr:
+    """The axis a kernel slides over: it stays as it is, unless the kernel looks at one place at a time."""
+    options = [(name, c.get(name)) for name in ("stride", "padding", "output_padding")]
+    moves = [(name, v[i if len(v) > 1 else 0]) for name, v in options if v]
+    if c.weight.shape[2 + i] == 1 and all(v == (name == "stride") for name, v in moves):
+        return e
+    freeze(e, SPATIAL)
+    return fresh(size, SPATIAL)
+
+
+def _grouped(e: Expr, groups: int) -> list[Expr]:
+    return reshape([closed(e)], [groups, e.size // groups])
+
+
+def _conv_roles(c: Call, weight: Tensor, transposed: bool, groups: int) -> None:
+    if c.ledger.is_weight(weight):
+        if transposed and groups == weight.shape[0] > 1:  # depthwise: the channels that it reads are those that it makes
+            c.ledger.play(weight, 0, "produce")
+        c.ledger.play(weight, 0, "consume" if transposed else "produce")
+        c.ledger.play(weight, 1, "produce" if transposed else "consume")
+
+
+def _spatial(rank: int, names: str) -> None:
+    def pooled(c: Call) -> Axes | list[Axes]:
+        x = c.axes(c.get("self", "input"))
+        if c.get("random_samples") is not None:  # every channel draws where its windows lie
+            unify(x[-rank - 1], c.axes(c.random_samples)[1])
+        freeze_all(x[-rank:], SPATIAL)
+        return c.each([*x[:-rank], *(fresh(s, SPATIAL) for s in c.outputs()[0].shape[-rank:])])
+
+    rule(names)(pooled)
+
+
+_spatial(1, "max_pool1d max_pool1d_with_indices avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d upsample_nearest1d")
+_spatial(1, "upsample_linear1d reflection_pad1d replication_pad1d _upsample_nearest_exact1d")
+_spatial(2, "max_pool2d max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d")
+_spatial(2, "mkldnn_max_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa")
+_spatial(2, "_upsample_bicubic2d_aa _upsample_nearest_exact2d reflection_pad2d replication_pad2d fractional_max_pool2d")
+_spatial(3, "max_pool3d max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d")
+_spatial(3, "upsample_nearest3d upsample_trilinear3d reflection_pad3d replication_pad3d _upsample_nearest_exact3d")
+_spatial(3, "fractional_max_pool3d")
+
+
+@rule("max_unpool2d max_unpool3d")
+def max_unpool(c: Call) -> Axes:
+    rank = 2 if c.name.endswith("2d") else 3
+    x = broadcast(c.axes(c.self), c.axes(c.indices))
+    freeze_all(x[-rank:], SPATIAL)
+    return [*x[:-rank], *(fresh(s, SPATIAL) for s in c.out.shape[-rank:])]
+
+
+@rule("grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback")
+def grid_sampler(c: Call) -> Axes:
+    x, g = c.axes(c.input), c.axes(c.grid)
+    freeze_all((*x[2:], g[-1]), SPATIAL)
+    unify(x[0], g[0])
+    return [*x[:2], *g[1:-1]]
+
+
+@rule("native_layer_norm layer_norm _fused_rms_norm rms_norm")
+def layer_norm(c: Call) -> Axes | list[Axes]:
+    x, n = c.axes(c.input), len(c.normalized_shape)
+    for e, *params in zip(x[-n:], *[c.axes(p) for p in (c.get("weight"), c.get("bias")) if p is not None]):
+        for p in params:
+            unify(e, p)
+        flag(e, "norm")
+    whole, reduced = [norm(e) for e in x], [*x[:-n], *[ONE] * n]
+    return [whole, *(list(reduced) for _ in c.out[1:])] if isinstance(c.out, list | tuple) else whole
+
+
+@rule("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training batch_norm cudnn_batch_norm")
+@rule("_batch_norm_no_update _batch_norm_with_update _native_batch_norm_legit_functional")
+def batch_norm(c: Call) -> Axes | list[Axes]:
+    x = c.axes(c.input)
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        if c.get(name) is not None:
+            unify(x[1], c.axes(c.args[name])[0])
+    batch_statistics = c.get("training") or ("training" in c.args and c.get("running_mean") is None)
+    if batch_statistics or ("running_mean" not in c.args and "no_training" not in c.name):
+        for i, e in enumerate(x):  # over a weight this is weight standardisation
+            if i != 1:
+                flag(e, "norm")
+    whole = [norm(e) for e in x]
+    if not isinstance(c.out, list | tuple):
+        return whole
+    return [
+        whole,
+        *([whole[1]] if o.dim() == 1 and o.shape[0] == x[1].size else [fresh(s) for s in o.shape] for o in c.out[1:]),
+    ]
+
+
+@rule("native_group_norm group_norm")
+def group_norm(c: Call) -> Axes | list[Axes]:
+    x, groups = c.axes(c.input), c.get("group", "num_groups")
+    group, inside = _grouped(x[1], groups)
+    flag(inside, "norm")
+    for p in (c.get("weight"), c.get("bias")):
+        if p is not None:
+            unify(x[1], c.axes(p)[0])
+    for e in x[2:]:
+        flag(e, "norm")
+    whole = [norm(e) for e in x]
+    return [whole, [x[0], group], [x[0], group]] if isinstance(c.out, list | tuple) else whole
+
+
+@rule("_weight_norm_interface _weight_norm")
+def weight_norm(c: Call) -> Axes | list[Axes]:
+    v, g = c.axes(c.v), c.axes(c.g)
+    for e, f in zip(v, g):
+        unify(e, f) if f.size == e.size else flag(e, "norm")
+    whole = [norm(e) for e in v]
+    return [whole, list(g)] if isinstance(c.out, list | tuple) else whole
+
+
+@rule("_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math scaled_dot_product_attention")
+@rule("_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention")
+@rule("_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math_for_mps")
+def attention(c: Call) -> Axes | list[Axes]:
+    q, k, v = (c.axes(c.args[n]) for n in ("query", "key", "value"))
+    for a, b in zip(q[:-2], k[:-2]):
+        if a.size == b.size:
+            unify(a, b)
+        else:  # several query heads for each key head
+            unify(_grouped(a, b.size)[0], b)
+    for a, b in zip(k[:-2], v[:-2]):
+        unify(a, b)
+    unify(q[-1], k[-1])
+    unify(k[-2], v[-2])
+    flag(k[-2], "softmax")
+    if c.get("scale") is None:
+        c.ledger.uses_size(q[-1], "scaled_dot_product_attention(scale=None)")
+    mask = c.get("attn_mask", "attn_bias")
+    if mask is not None:
+        broadcast(c.axes(mask), [*(norm(e) for e in q[:-1]), norm(k[-2])])
+    out = [*(norm(e) for e in q[:-1]), norm(v[-1])]
+    if not isinstance(c.out, list | tuple):
+        return out
+    return [out, *(frozen_like(o, "attention statistics") if isinstance(o, Tensor) else [] for o in c.out[1:])]

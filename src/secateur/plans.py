@@ -1,0 +1,239 @@
+"""A plan: which elements would go, from which tensors, and what is left alone and why. Making one touches nothing."""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import kernels
+from ._dist import Comm, comm_of, like, local, reshard_, sharded
+from ._dist import count as count_true
+from ._tree import Prunable, as_module, check_unpacked, slots
+from .budgets import Spread
+from .criteria import Criterion, magnitude
+from .masks import Masks
+from .patterns import Pattern
+from .recipe import Recipe
+from .schedules import Number
+from .select import select
+from .stats import Loss, Table, TensorEvidence, collect
+from .targeting import Globs, Target, targets
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One line of a plan: a tensor, and how much of it is kept."""
+
+    name: str
+    shape: tuple[int, ...]
+    kept: int
+    total: int
+
+    @property
+    def sparsity(self) -> float:
+        return 1 - self.kept / self.total
+
+
+@dataclass
+class Plan:
+    """What pruning does to a model: `masks` (True = kept), and what was skipped, with the reason."""
+
+    masks: Masks
+    skipped: dict[str, str]
+    recipe: str
+    dense: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def apply_(self, model: Prunable, *, keep_dense: bool = False) -> Plan:
+        """Writes the zeros into the model. With `keep_dense`, remembers what they replace, for `undo_`."""
+        weights = self._weights(model)
+        alive = keep_dense and self.dense and any(bool(w[~local(self.masks[name])].any()) for name, w in weights.items())
+        if alive:
+            raise ValueError("this plan keeps the dense values of another application; undo that first, or make a new plan")
+        if keep_dense and not self.dense:
+            self.dense = {name: weight[~local(self.masks[name])].clone() for name, weight in weights.items()}
+        for name, weight in weights.items():
+            kernels.zero_(weight, local(self.masks[name]))
+        return self
+
+    def undo_(self, model: Prunable) -> None:
+        """Puts back the values that `apply_(keep_dense=True)` replaced by zeros."""
+        if self.masks and not self.dense:
+            raise ValueError("this plan kept no dense values; apply it with keep_dense=True to be able to undo it")
+        for name, weight in self._weights(model).items():
+            weight[~local(self.masks[name])] = self.dense[name].to(weight)
+        self.dense = {}
+
+    def _weights(self, model: Prunable) -> dict[str, Tensor]:
+        """The tensors the plan speaks of, all checked before any is touched."""
+        model = as_module(model)
+        reshard_(model)
+        found = {slot.name: slot.tensor for slot in slots(model)}
+        if missing := [name for name in self.masks if name not in found]:
+            check_unpacked(model, f"this plan speaks of {missing[0]!r}")
+            raise ValueError(f"the model has no {missing}; this plan was made for another model")
+        for name, mask in self.masks.items():
+            if found[name].shape != mask.shape:
+                raise ValueError(f"{name!r} is {tuple(found[name].shape)} in the model and {tuple(mask.shape)} in the plan")
+        return {name: local(found[name].detach()) for name in self.masks}
+
+    def __post_init__(self) -> None:
+        if any(sharded(mask) for mask in self.masks.values()):
+            _ = self.layers  # counting takes every process, and later one of them alone may print
+
+    @cached_property
+    def layers(self) -> list[Layer]:
+        """A line for each tensor."""
+        return [Layer(name, tuple(mask.shape), count_true(mask), mask.numel()) for name, mask in self.masks.items()]
+
+    def metrics(self) -> dict[str, Any]:
+        """The counts, as plain numbers: in all, and for each tensor."""
+        layers = self.layers
+        total, kept = sum(layer.total for layer in layers), sum(layer.kept for layer in layers)
+        return {
+            "tensors": len(layers),
+            "total": total,
+            "kept": kept,
+            "pruned": total - kept,
+            "sparsity": 1 - kept / total if total else 0.0,
+            "skipped": len(self.skipped),
+            "layers": {layer.name: {"kept": layer.kept, "total": layer.total, "sparsity": layer.sparsity} for layer in layers},
+        }
+
+    def _rows(self) -> list[tuple[str, str, str, str, str]]:
+        rows = [
+            (
+                layer.name,
+                "x".join(map(str, layer.shape)),
+                f"{layer.kept:,}",
+                f"{layer.total:,}",
+                f"{layer.sparsity:.2%}",
+            )
+            for layer in self.layers
+        ]
+        whole = self.metrics()
+        return [*rows, ("in all", "", f"{whole['kept']:,}", f"{whole['total']:,}", f"{whole['sparsity']:.2%}")]
+
+    def __str__(self) -> str:
+        lines = [self.recipe, *text_table(_HEADER, self._rows())]
+        for reason, number in Counter(self.skipped.values()).items():
+            names = [name for name, why in self.skipped.items() if why == reason]
+            lines.append(f"left alone, {number}: {reason} ({', '.join(names[:4])}{', ...' if number > 4 else ''})")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        def row(cells: Iterable[str], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        body = "".join(row(cells, "td") for cells in self._rows())
+        left = "".join(f"<li><code>{html.escape(name)}</code>: {html.escape(why)}</li>" for name, why in self.skipped.items())
+        skipped = f"<details><summary>{len(self.skipped)} left alone</summary><ul>{left}</ul></details>" if left else ""
+        head = f"<caption>{html.escape(self.recipe)}</caption><thead>{row(_HEADER, 'th')}</thead>"
+        return f"<table>{head}<tbody>{body}</tbody></table>{skipped}"
+
+
+_HEADER = ("tensor", "shape", "kept", "of", "sparsity")
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Text lines, the first two columns to the left and the numbers to the right, the last row set apart."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        return "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+
+    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+    return [line(header), rule, *(line(row) for row in rows[:-1]), rule, line(rows[-1])]
+
+
+def plan(
+    model: Prunable,
+    criterion: Criterion | Callable[..., Tensor] = magnitude,
+    *,
+    sparsity: Number | None = None,
+    count: int | None = None,
+    pattern: str | Pattern = "unstructured",
+    scope: str | None = None,
+    include: Globs = (),
+    exclude: Globs = (),
+    types: Sequence[type[nn.Module]] | None = None,
+    data: Iterable[Any] | None = None,
+    loss: Loss | None = None,
+    spread: Spread | Mapping[str, Number] | None = None,
+) -> Plan:
+    """What `prune_` with the same arguments would do. The model is not touched."""
+    model = as_module(model)
+    recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread)
+    if recipe.scheduled:
+        raise TypeError(f"{recipe.scheduled[0]} changes with the step; use sc.Pruner for it, and a number to prune once")
+    found, skipped = targets(model, include=include, exclude=exclude, types=types)
+    table = collect(model, found, recipe.criterion.needs, data, loss)
+    return make_plan(recipe, found, skipped, table)
+
+
+def make_plan(
+    recipe: Recipe,
+    found: Sequence[Target],
+    skipped: dict[str, str],
+    table: Table,
+    *,
+    step: int = 0,
+    previous: Masks | None = None,
+) -> Plan:
+    """The plan for these targets and this evidence, at a step of a schedule. What `previous` prunes stays pruned."""
+    comm = comm_of((target.name, target.tensor) for target in found)
+    if not comm.alone:
+        _check_sharded(recipe, found, comm)
+    with torch.no_grad():
+        scores = {t.name: recipe.criterion.scores(TensorEvidence(t, table[t.name], step)) for t in found}
+        held = {t.name: t.layout.matrix(local(previous[t.name])) for t in found} if previous is not None else None
+        pruned = (
+            {name: 1 - float(mask.float().mean()) for name, mask in held.items()} if held and callable(recipe.spread) else None
+        )
+        kept = select(
+            scores,
+            recipe.pattern,
+            scope=recipe.scope,
+            sparsity=recipe.shares(scores, step, pruned),
+            count=recipe.count,
+            previous=held,
+            comm=comm,
+        )
+    masks = Masks({t.name: like(t.layout.restore(kept[t.name]), t.tensor) for t in found})
+    return Plan(masks, skipped, describe(recipe, step))
+
+
+def describe(recipe: Recipe, step: int) -> str:
+    """The recipe in one line."""
+    if recipe.pattern.keep:
+        return f"{recipe.criterion}, {recipe.pattern}"
+    budget = f"count {recipe.count}" if recipe.count is not None else f"sparsity {recipe.at(step)}"
+    budget = "sparsity by name" if recipe.sparsity is None and recipe.count is None else budget
+    return f"{recipe.criterion}, {recipe.pattern}, {budget}, scope {recipe.scope}"
+
+
+def _check_sharded(recipe: Recipe, found: Sequence[Target], comm: Comm) -> None:
+    """What cannot be decided on rows alone is refused, on every process alike."""
+    if not recipe.criterion.elementwise or recipe.pattern.unit == "in" or callable(recipe.spread):
+        raise NotImplementedError(
+            f"{recipe.criterion} with pattern {str(recipe.pattern)!r} looks at whole tensors, and these are sharded by rows; "
+            "prune before sharding, or use an elementwise criterion, no pattern 'in' and no spread="
+        )
+    if flipped := [t.name for t in found if t.layout.flip]:
+        raise NotImplementedError(
+            f"{flipped[:3]} have their inputs on the axis that is sharded (transposed convolutions); prune before sharding, "
+            "or exclude them"
+        )
+    if (recipe.pattern.keep or not recipe.pattern.elementwise) and sum(comm.sum(sum(t.layout.tall for t in found))):
+        raise NotImplementedError(
+            f"pattern {str(recipe.pattern)!r} sees a vector as one row, which is sharded; exclude vectors"
+        )
+    odd = [t.name for t in found if t.layout.rows % recipe.pattern.block(t.layout)[0]]
+    if sum(comm.sum(len(odd))):
+        raise NotImplementedError(f"blocks of pattern {str(recipe.pattern)!r} lie across the shards of {odd or 'some tensors'}")

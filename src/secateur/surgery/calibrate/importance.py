@@ -1,0 +1,215 @@
+"""How much each unit of a coupled group matters: element scores summed over what makes the unit, or a score of whole units.
+
+By default the tensors that *produce* the units count (the rows of a layer, the columns of an embedding); where none does, all
+parameters that carry them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..._layers import layout_of
+from ..._tree import slots
+from ...axes import Group, Member
+from ...criteria import Criterion, criterion
+from ...edit import keep_rng_state, preserve_rng
+from ...stats import Loss, TensorEvidence, collect
+from ...targeting import Target
+from ...trace import Trace
+from ..exact import units_along
+from ..masked import label
+from .variance import variances
+
+
+def carriers(group: Group, parameters: Iterable[str]) -> list[Member]:
+    """The members whose weights speak for the units: those that produce them, else all parameters."""
+    known = set(parameters)
+    own = list(dict.fromkeys(m for m in group.members if m.tensor in known))
+    return [m for m in own if m.role == "produce"] or own
+
+
+@dataclass
+class Units:
+    """The units of one group, for a criterion that scores them as a whole. `evidence`: what its criterion gathered on data."""
+
+    trace: Trace
+    group: Group
+    parameters: Mapping[str, Tensor]
+    evidence: Any = None
+
+    def rows(self, members: Sequence[Member] | None = None) -> Tensor:
+        """A row for each unit: every weight that makes it, from all producing tensors."""
+        blocks: list[Tensor] = []
+        for m in carriers(self.group, self.parameters) if members is None else members:
+            tensor = self.parameters[m.tensor].detach()
+            for along in units_along(self.trace.dims[m.tensor][m.dim], self.group.atom):
+                order = along.argsort(stable=True)[int((along < 0).sum()) :]
+                picked = tensor.movedim(m.dim, 0)[order.to(tensor.device)]
+                blocks.append(picked.reshape(self.group.size, -1).double())
+        return torch.cat(blocks, 1)
+
+    @cached_property
+    def scales(self) -> list[Member]:
+        """The gains of batch normalisations over the units: vectors beside running statistics."""
+        normed = {m.tensor.rpartition(".")[0] for m in self.group.members if m.tensor.rpartition(".")[2] == "running_var"}
+        named = {f"{path}.weight".removeprefix(".") for path in normed}
+        return [m for m in self.group.members if m.tensor in named and m.tensor in self.parameters]
+
+
+Repair = Literal["none", "reestimate", "refit"]
+Gather = Callable[[Trace, Sequence[Group], Iterable[Any] | None, Repair], Mapping[Group, Any]]
+
+
+@dataclass(frozen=True)
+class UnitCriterion:
+    """A criterion that scores units as a whole. `score` gets `Units` and gives a vector, or says why it cannot.
+
+    `gather` collects evidence for all groups in one go, from `data` and for the repair that follows the cut. `priced`: the
+    scores of all groups are in one currency (what the output loses), so that groups compete by score over what a unit costs.
+    """
+
+    name: str
+    score: Callable[[Units], Tensor | str]
+    level: str = "unit"
+    gather: Gather | None = None
+    priced: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def unit_criterion(function: Callable[[Units], Tensor | str]) -> UnitCriterion:
+    """A function of your own that scores the units of a group: `criterion=unit_criterion(mine)`."""
+    return UnitCriterion(getattr(function, "__name__", type(function).__name__), function)
+
+
+@unit_criterion
+def fpgm(units: Units) -> Tensor:
+    """The summed distance to all other units: near the geometric median is replaceable (He et al., 2019)."""
+    rows = units.rows()
+    return torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").sum(1)
+
+
+@unit_criterion
+def bn_scale(units: Units) -> Tensor | str:
+    """The gain of the batch normalisation that follows (network slimming: Liu et al., 2017)."""
+    if not units.scales:
+        return "bn_scale: no batch normalisation with a gain runs over these units"
+    return units.rows(units.scales).abs().sum(1)
+
+
+def _variance(units: Units) -> Tensor | str:
+    return "activation_variance: no weight reads these units" if units.evidence is None else units.evidence
+
+
+# How much the activations of a unit vary over `data`: what hardly varies, a bias can stand for (Polyak & Wolf, 2015).
+activation_variance = UnitCriterion(
+    "activation_variance", _variance, gather=lambda trace, groups, data, _: variances(trace, groups, data)
+)
+
+Scores = dict[Group, Tensor]
+
+
+def unit_scores(
+    trace: Trace,
+    groups: Sequence[Group],
+    by: Criterion | UnitCriterion | Callable[..., Tensor],
+    data: Iterable[Any] | None,
+    loss: Loss | None,
+    repair: Repair = "none",
+) -> tuple[Scores, dict[Group, str]]:
+    """A score for every unit of each group (float64, on the CPU), and the groups that the criterion cannot score, with why."""
+    model = trace.model
+    owners = {slot.name: slot for slot in slots(model)}
+    parameters = {name: slot.tensor for name, slot in owners.items() if slot.tensor.is_floating_point()}
+    if isinstance(by, UnitCriterion):
+        with preserve_rng():
+            gathered = by.gather(trace, groups, data, repair) if by.gather else {}
+        return _whole_units(trace, groups, by, parameters, gathered)
+    by = criterion(by)
+    speak = {group: carriers(group, parameters) for group in groups}
+    names = list(dict.fromkeys(m.tensor for members in speak.values() for m in members))
+    targets = {name: Target(owners[name], layout_of(owners[name].module, tuple(parameters[name].shape))) for name in names}
+    with preserve_rng():
+        table = collect(model, list(targets.values()), by.needs, data, loss)
+    wanted: dict[str, set[int]] = {}
+    for m in (m for members in speak.values() for m in members):
+        wanted.setdefault(m.tensor, set()).add(m.dim)
+    sums: dict[tuple[str, int], Tensor] = {}
+    for name, dims in wanted.items():
+        evidence = TensorEvidence(targets[name], table[name])
+        sums |= {(name, d): total for d, total in _sums(by, evidence, dims).items()}
+    keep_rng_state()
+    scores: Scores = {}
+    for group, members in speak.items():
+        total = torch.zeros(group.size, dtype=torch.float64)
+        for m in members:
+            for along in units_along(trace.dims[m.tensor][m.dim], group.atom):
+                here = along >= 0
+                total.index_add_(0, along[here], sums[m.tensor, m.dim][here])
+        scores[group] = _ranked(group, total)
+    left = {group: "no parameter carries these units" for group, members in speak.items() if not members}
+    return {g: s for g, s in scores.items() if g not in left}, left
+
+
+def _sums(by: Criterion, evidence: TensorEvidence, dims: set[int]) -> dict[int, Tensor]:
+    """The scores of one tensor added up over everything but each of these dims."""
+    layout = evidence.layout
+    scores = by.scores(evidence)
+    if dims == {0} and len(layout.shape) > 1 and not layout.flip:  # rows: never all of the scores at once
+        return {0: torch.cat(scores.each(lambda slab, *_: slab.sum(1))).double().cpu()}
+    whole = layout.restore(scores.rows(0, layout.rows))
+    others = {d: [i for i in range(whole.dim()) if i != d] for d in dims}
+    return {d: (whole.sum(over) if over else whole).double().cpu() for d, over in others.items()}
+
+
+def _whole_units(
+    trace: Trace, groups: Sequence[Group], by: UnitCriterion, parameters: Mapping[str, Tensor], evidence: Mapping[Group, Any]
+) -> tuple[Scores, dict[Group, str]]:
+    scores: Scores = {}
+    left: dict[Group, str] = {}
+    for group in groups:
+        answer = (
+            by.score(Units(trace, group, parameters, evidence.get(group)))
+            if carriers(group, parameters)
+            else "no parameter carries these units"
+        )
+        if isinstance(answer, str):
+            left[group] = answer
+        else:
+            if answer.shape != (group.size,):
+                raise ValueError(
+                    f"{by} gave scores of shape {tuple(answer.shape)} for the {group.size} units of {label(group)}; "
+                    "one for each unit is expected"
+                )
+            scores[group] = _ranked(group, answer.detach().double().cpu())
+    keep_rng_state()
+    return scores, left
+
+
+def _ranked(group: Group, scores: Tensor) -> Tensor:
+    if bool(scores.isnan().any()):
+        raise ValueError(f"the scores of the units of {label(group)} contain NaN; look at its weights and at the criterion")
+    return scores
+
+
+def comparable(scores: Tensor) -> Tensor:
+    """Scores over the mean of their size, so that groups with more weights to a unit do not win by that alone."""
+    mean = scores.abs().mean()
+    return scores / mean if bool(mean > 0) and bool(mean.isfinite()) else scores
+
+
+def structure(trace: Trace, group: Group, modules: Mapping[str, nn.Module]) -> tuple[Any, ...]:
+    """Equal for groups that are wired alike: the same layers, tensors and shapes (isomorphic pruning: Fang et al., 2024)."""
+    found: list[tuple[Any, ...]] = []
+    for m in group.members:
+        path, _, attribute = m.tensor.rpartition(".")
+        shape = tuple(e.size for e in trace.dims[m.tensor])
+        found.append((type(modules.get(path)).__name__, attribute, shape, m.dim, m.role))
+    return group.size, tuple(sorted(found))

@@ -1,0 +1,187 @@
+"""Targets: which tensors of a model are pruned, and why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from ._dist import local, reshard_, sharded
+from ._layers import Layout, layout_of
+from ._tree import Loose, Prunable, Slot, as_module, nearest, packed_layers, slots
+from .scores import RANKED
+
+DEFAULT_TYPES: tuple[type[nn.Module], ...] = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+Globs = str | Iterable[str] | None
+
+
+@dataclass(frozen=True)
+class Target:
+    """One tensor to prune: a parameter of a model, seen as a matrix (outputs, inputs x kernel)."""
+
+    slot: Slot
+    layout: Layout
+
+    @property
+    def name(self) -> str:
+        return self.slot.name
+
+    @property
+    def tensor(self) -> Tensor:
+        """The parameter itself, sharded or not."""
+        return self.slot.tensor
+
+    @property
+    def weight(self) -> Tensor:
+        """What this process holds of the parameter, detached."""
+        return local(self.slot.tensor.detach())
+
+
+def targets(
+    model: Prunable,
+    *,
+    include: Globs = (),
+    exclude: Globs = (),
+    types: Sequence[type[nn.Module]] | None = None,
+) -> tuple[list[Target], dict[str, str]]:
+    """The targets of a model, and the reason for each parameter that is not one.
+
+    `include` and `exclude` are globs over parameter and module names ("encoder.*", "*.bias", "head"). By default the weights of
+    linear and convolution layers are targets; `types` names other layer types, and an `include` without a wildcard names a
+    parameter or a module whatever its type. Tied parameters are one target. Of a mapping of names to tensors, which is as good
+    as a model, all are.
+    """
+    model = as_module(model)
+    include, exclude = globs_of("include", include), globs_of("exclude", exclude)
+    kinds = DEFAULT_TYPES if types is None else _kinds(types)
+    reshard_(model)
+    everything = list(slots(model))
+    packed = {name: Slot(f"{name}.weight" if name else "weight", m, "weight") for name, m in packed_layers(model).items()}
+    kind = "the mapping" if isinstance(model, Loose) else type(model).__name__
+    if not everything and not packed:
+        raise ValueError(f"{kind} has no parameters, so there is nothing to prune")
+    _all_match(model, [*everything, *packed.values()], include, "include")
+    _all_match(model, [*everything, *packed.values()], exclude, "exclude")
+    found: list[Target] = []
+    skipped = {slot.name: _why_packed(name, slot, include, exclude, kinds) for name, slot in packed.items()}
+    for slot in everything:
+        reason = _reason(slot, include, exclude, kinds)
+        if reason is None:
+            shape = tuple(local(slot.tensor).shape)
+            found.append(Target(slot, layout_of(slot.module, shape, tall=sharded(slot.tensor))))
+        else:
+            skipped |= dict.fromkeys((slot.name, *slot.also), reason)
+    if not found:
+        why = "; ".join(sorted(set(skipped.values())))
+        raise ValueError(f"no tensor of {kind} is left to prune ({why}); widen include=, types= or exclude=")
+    return found, skipped
+
+
+def globs_of(argument: str, given: Globs) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    globs = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(f"{argument}={given!r} must be a name or glob such as 'encoder.*', or several of them")
+    return globs
+
+
+def _kinds(given: Iterable[type[nn.Module]]) -> tuple[type[nn.Module], ...]:
+    kinds = tuple(given) if isinstance(given, Iterable) else (given,)
+    if not kinds or isinstance(given, type) or not all(isinstance(kind, type) for kind in kinds):
+        raise TypeError(f"types={given!r} must be a sequence of layer types such as [nn.Linear, nn.Embedding]")
+    return kinds
+
+
+def _names(slot: Slot) -> list[str]:
+    """Every name under which a slot can be meant: the parameter's, its module's, and those it is tied to."""
+    parameters = [slot.name, *slot.also]
+    return [*parameters, *(name.rpartition(".")[0] for name in parameters)]
+
+
+def _matches(slot: Slot, globs: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs for name in _names(slot))
+
+
+def _all_match(model: nn.Module, everything: list[Slot], globs: Iterable[str], which: str) -> None:
+    modules = {name for name, _ in model.named_modules() if name}
+    for glob in globs:
+        if not any(_matches(slot, [glob]) for slot in everything) and not any(fnmatchcase(m, glob) for m in modules):
+            names = [slot.name for slot in everything] + sorted(modules)
+            raise ValueError(f"{which}={glob!r} matches no parameter and no module of the model.{nearest(glob, names)}")
+
+
+def _under(slot: Slot, globs: Sequence[str]) -> bool:
+    """Whether a glob names the slot or one of the modules around it."""
+    if not globs:
+        return False
+    parents = {
+        ".".join(parts[:n]) for name in (slot.name, *slot.also) for parts in [name.split(".")] for n in range(1, len(parts))
+    }
+    return _matches(slot, globs) or any(fnmatchcase(parent, glob) for glob in globs for parent in parents)
+
+
+def _why_packed(
+    name: str, slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[type[nn.Module], ...]
+) -> str:
+    """Why a compressed layer is left alone. One that would be a target raises: zeros in its weight were meant."""
+    if _under(slot, exclude):
+        return "excluded"
+    if include and not _under(slot, include):
+        return "not included"
+    if not _named(slot, include) and not issubclass(slot.module.stood, kinds):  # type: ignore[arg-type]
+        return f"compressed, and {slot.module.stood.__name__} is not among the types"  # type: ignore[union-attr]
+    raise ValueError(
+        f"{name!r} is compressed, so it has no weight to prune. Call sc.decompress_(model) first, and sc.compress_ again "
+        f"afterwards; or leave it alone with exclude={name!r}. The model is as it was."
+    )
+
+
+def _named(slot: Slot, include: Sequence[str]) -> bool:
+    """Whether a plain name means this slot, whatever its type."""
+    return any(not set(glob) & set("*?[") and _under(slot, [glob]) for glob in include)
+
+
+def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[type[nn.Module], ...]) -> str | None:
+    """Why a parameter is left alone, or None if it is a target."""
+    tensor = slot.tensor
+    if _under(slot, exclude):
+        return "excluded"
+    if isinstance(slot.module, parametrize.ParametrizationList):
+        return "parametrized: its values are computed; remove the parametrization first"
+    base, _, suffix = slot.attribute.rpartition("_")
+    if suffix in ("g", "v", "orig", "bar") and isinstance(slot.module.__dict__.get(base), Tensor):
+        return f"{base!r} is computed from it by a hook (weight_norm, nn.utils.prune): remove that first"
+    if is_lazy(tensor):
+        return "not initialised: it has no values yet"
+    if tensor.dtype not in RANKED:
+        return f"{tensor.dtype} values cannot be ranked"
+    if tensor.numel() > 1 and any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        return "its elements share memory (expanded): give it memory of its own first"
+    if tensor.is_meta:
+        return "on the meta device: it has no values yet"
+    if include and not _under(slot, include):
+        return "not included"
+    if isinstance(slot.module, Loose):
+        return "empty" if tensor.numel() == 0 else None
+    strangers = [type(owner).__name__ for owner, _ in slot.owners if not isinstance(owner, kinds)]
+    if strangers and not _named(slot, include):
+        tied = "tied: " if len(slot.owners) > 1 else ""
+        return f"{tied}{strangers[0]} is not among the types; pass types= or name it in include="
+    if tensor.ndim < 2 and slot.name not in include:
+        return "a vector (bias or scale); name it in include= to prune it"
+    if tensor.numel() == 0:
+        return "empty"
+    return None

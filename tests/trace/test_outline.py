@@ -1,0 +1,49 @@
+"""An outline answers in the shape, the layout and the kind of numbers that the operator itself answers with."""
+
+import pytest
+import torch
+
+from secateur.trace.outline import Outlined, ValueRead
+
+aten = torch.ops.aten
+x = torch.randn
+IMAGE, SOUND = x(2, 4, 9, 7), x(2, 4, 9)
+VECTOR = torch.rand(4) + 1
+
+CALLS = {
+    "mm": (aten.mm.default, x(3, 4), x(4, 5)),
+    "bmm": (aten.bmm.default, x(2, 3, 4), x(2, 4, 5)),
+    "addmm": (aten.addmm.default, x(5), x(3, 4), x(4, 5)),
+    "convolution": (aten.convolution.default, IMAGE, x(6, 2, 3, 3), None, [2, 1], [1, 0], [1, 2], False, [0, 0], 2),
+    "transposed convolution": (aten.convolution.default, SOUND, x(4, 3, 3), x(6), [2], [1], [1], True, [1], 2),
+    "batch norm": (aten.native_batch_norm.default, IMAGE, VECTOR, VECTOR, VECTOR, VECTOR, False, 0.1, 1e-5),
+    "max pool": (aten.max_pool2d_with_indices.default, IMAGE, [3, 3], [2, 2], [1, 1], [1, 1], False),
+    "max pool, rounded up": (aten.max_pool2d_with_indices.default, IMAGE, [2, 2], [2, 2], [0, 0], [1, 1], True),
+    "max pool, dilated": (aten.max_pool2d_with_indices.default, IMAGE, [3, 2], [1, 1], [1, 0], [2, 2]),
+    "max pool without a batch": (aten.max_pool2d_with_indices.default, IMAGE[0], [2, 2]),
+    "max pool of channels last": (aten.max_pool2d_with_indices.default, IMAGE.to(memory_format=torch.channels_last), [2, 2]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_outline_looks_like_the_answer(name):
+    func, *args = CALLS[name]
+    made, real = Outlined()(func, args, {}), func(*args)
+    for one, other in zip(made if isinstance(made, tuple) else (made,), real if isinstance(real, tuple) else (real,)):
+        if other.numel():
+            assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+
+
+def test_sizes_that_do_not_fit_are_refused_in_the_words_of_the_operator():
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        Outlined()(aten.mm.default, (x(3, 4), x(5, 6)), {})
+    with pytest.raises(RuntimeError, match="pad should be at most half"):
+        Outlined()(aten.max_pool2d_with_indices.default, (IMAGE, [2, 2], [2, 2], [2, 2]), {})
+
+
+def test_numbers_that_were_not_computed_cannot_be_read():
+    outlined = Outlined()
+    made, _ = outlined(aten.max_pool2d_with_indices.default, (IMAGE, [2, 2]), {})
+    total = outlined(aten.sum.default, (made,), {})
+    with pytest.raises(ValueRead, match="reads values"):
+        outlined(aten._local_scalar_dense.default, (total,), {})
