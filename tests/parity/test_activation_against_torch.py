@@ -236,7 +236,7 @@ WRONG = {
     "unregister-unknown": ("stepped", lambda s: s.unregister_layer("00"), "Did you mean '0'"),
     "step-before-a-forward": ("registered", lambda s: s.step(), "'0', '2'; run the model"),
     "step-twice": ("stepped", lambda s: s.step(), "'0', '2'; run the model"),
-    "step-after-squash": ("squashed", lambda s: s.step(), "squash_mask has ended it"),
+    "step-after-squash": ("squashed", lambda s: s.step(), "squash_mask has ended the aggregation"),
     "state-of-another-model": ("stepped", wrong_state(), "'typo' of the state is not in the model"),
     "state-without-defaults": ("stepped", lambda s: s.load_state_dict({"state": {}, "data_groups": {}}), "defaults"),
     "called-by-keyword": ("registered", lambda s: s.model[0](input=torch.ones(5, 6)), "'0' was called without positional"),

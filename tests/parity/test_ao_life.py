@@ -82,7 +82,7 @@ def test_a_sparsifier_that_goes_on_with_a_smaller_model_reloads_its_own_state():
 
 def test_what_is_no_state_is_said_to_be_none():
     _, sparsifier = prepared()
-    with pytest.raises(KeyError, match="no state of a sparsifier"):
+    with pytest.raises(KeyError, match="needs the keys 'state' and 'groups'"):
         sparsifier.load_state_dict({})
 
 
@@ -107,7 +107,7 @@ def test_the_state_of_a_scheduler_for_another_number_of_groups_is_refused():
     state = CubicSL(prepared()[1]).state_dict()
     one = WeightNormSparsifier()
     one.prepare(nn.Sequential(nn.Linear(8, 8)), None)
-    with pytest.raises(ValueError, match="1 groups, and this state of a scheduler is for 2"):
+    with pytest.raises(ValueError, match="1 groups, and this state_dict is for 2"):
         CubicSL(one).load_state_dict(state)
 
 

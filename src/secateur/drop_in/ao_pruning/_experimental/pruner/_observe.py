@@ -1,4 +1,4 @@
-"""What runs of a masked model show: what it returns, and which units are zero, for these inputs or for any."""
+"""Runs of a masked model: what it returns, and which units are zero, for these inputs or for all inputs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from .....axes import Atom, Cat, Expr, Fam, atoms, new_size, norm
 from .....trace import Trace
 
 Keep = dict[Atom, Tensor]
+
+# Operators with an axis rule that sum over products of their input and a weight.
+_CONVOLUTIONS = {"convolution", "_convolution", "convolution_overrideable", "mkldnn_convolution", "cudnn_convolution"}
+_CONVOLUTIONS |= {"thnn_conv2d", "_slow_conv2d_forward", "_conv_depthwise2d", "conv_depthwise3d"}
+_MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_", "addbmm", "_addmm_activation", "_grouped_mm"}
+_MATRIX_PRODUCTS |= {"linear", "mkldnn_linear", "_linear_pointwise", "_mkl_linear", "_trilinear"}
 
 
 def unit_of_index(e: Expr, atom: Atom, at: Mapping[Atom, int] | None = None) -> Tensor:
@@ -76,31 +82,31 @@ def _kept(tensor: Tensor, axes: Sequence[Expr], keep: Keep) -> Tensor:
     return kept.expand(tensor.shape).to(tensor.device)
 
 
-class Seen:
-    """Two runs of the masked model, on the example inputs and on others.
+class Observed:
+    """Two runs of the masked model, on the example inputs and on different ones.
 
-    `returned`: the atoms of what it returns. `loud`: for each atom, the units of which a matrix product or a convolution reads
-    a value other than zero; `possible`: those of which it could, for some input. `passing`: weights of convolutions with the
-    atoms of what they read.
+    `returned` are the atoms of the model's outputs. `nonzero` are, for each atom, the units of which a matrix product or a
+    convolution reads a value other than zero in these runs, and `possible` those of which it could for some input. `passing`
+    are pairs of a convolution's weight and an atom of its input.
     """
 
     def __init__(self, plain: nn.Module, traced: Trace, args: Any, kwargs: Any) -> None:
         from .....trace import LeftTrace
 
         self.traced = traced
-        self.loud: Keep = {}
+        self.nonzero: Keep = {}
         self.possible: Keep = {}
         self.passing = {
             (traced.names.get(getattr(step.args[1], "number", -1)), atom)
             for step in traced.steps
-            if "convolution" in step.name
+            if step.kind in _CONVOLUTIONS
             for e in traced.axes[step.args[0].number]
             for atom in atoms(e)
         }
         self.values, self.axes = self._run(plain, args, kwargs, torch.clone)
         try:
             self.others = self._run(plain, args, kwargs, _other)[0]
-        except LeftTrace:  # other values take another way through the model
+        except LeftTrace:  # other values take another branch of the model
             self.others = self.values
         self.returned = {atom for axes in self.axes for e in axes or () for atom in atoms(e)}
 
@@ -111,19 +117,19 @@ class Seen:
 
         made: Any = WeakIdKeyDictionary()
         replay = Replay(plain, self.traced, args, kwargs)
-        anything = _Anything(self.traced, replay.origin.keys())
+        generic_run = _Generic(self.traced, replay.origin.keys())
 
         def visit(i: int, step: Any, func: Any, given: Any, named: Any) -> Any:
-            reads = any(kind in step.name for kind in ("conv", "mm", "linear"))
+            reads = step.kind in _CONVOLUTIONS | _MATRIX_PRODUCTS
 
-            def heard(into: Keep, tensor: Tensor, number: int) -> Tensor:
+            def note(into: Keep, tensor: Tensor, number: int) -> Tensor:
                 if reads and number not in replay.origin:
-                    _listen(into, tensor, self.traced.axes[number])
+                    _note_nonzero(into, tensor, self.traced.axes[number])
                 return tensor
 
-            paired(step, given, named, lambda t, n: heard(self.loud, t, n))
-            generic = paired(step, given, named, lambda t, n: heard(self.possible, anything.like(t, n), n))
-            anything.follow(step, func, *generic)
+            paired(step, given, named, lambda t, n: note(self.nonzero, t, n))
+            generic = paired(step, given, named, lambda t, n: note(self.possible, generic_run.like(t, n), n))
+            generic_run.follow(step, func, *generic)
             out = func(*given, **named)
             made.update(zip(_tensors(out), step.outs))
             return out
@@ -132,17 +138,17 @@ class Seen:
         return tensors, [self.traced.axes[made[t]] if t in made else None for t in tensors]
 
     def alive(self, keep: Keep) -> dict[Atom, str]:
-        """Atoms of which the model returns units that are not constant; without them the output would say less."""
+        """Returns the atoms that have removed units which the model returns and which are not constant, with the reason."""
         bad = {}
         for atom, mask in keep.items():
             for value, other, axes in zip(self.values, self.others, self.axes):
                 gone = ~_kept(value, axes or (), {atom: mask})
                 if not torch.allclose(value[gone], other[gone]):
-                    bad[atom] = "the model returns these units, and something else than the masked layer makes them"
+                    bad[atom] = "the model returns these units, and not only the masked layer computes them"
         return bad
 
     def kept(self, keep: Keep) -> list[Tensor]:
-        """What a model without the removed units returns."""
+        """Returns the outputs of the model without the removed units."""
         counts = {atom: int(mask.sum()) for atom, mask in keep.items()}
         return [
             value[_kept(value, axes, keep)].view([new_size(e, counts) for e in axes]) if axes else value
@@ -150,15 +156,15 @@ class Seen:
         ]
 
 
-class _Anything:
-    """Follows zeros through a run with random numbers in the place of all others, operator by operator.
+class _Generic:
+    """Propagates zeros through the operators of a run, with random numbers in the place of all other values.
 
-    A unit that is zero by accident, behind an activation that these inputs do not open, is not taken for one that always is.
+    This tells units that are zero for every input from units that are zero only for these inputs, such as behind a ReLU.
     """
 
     def __init__(self, traced: Trace, fixed: Any) -> None:
         self.traced, self.fixed = traced, fixed
-        self.zeros: dict[int, dict[int, Tensor]] = {}  # number of a tensor -> dim -> indices that are zero
+        self.zeros: dict[int, dict[int, Tensor]] = {}  # tensor number -> dim -> indices that are zero
 
     def like(self, tensor: Tensor, number: int) -> Tensor:
         if number in self.fixed or not tensor.is_floating_point():
@@ -169,7 +175,7 @@ class _Anything:
         return made
 
     def follow(self, step: Any, func: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Notes what the operator makes zero of these numbers and of their opposites."""
+        """Records where the operator returns zero for these numbers and for their negatives."""
         from .....trace import paired
 
         opposite = paired(
@@ -177,7 +183,7 @@ class _Anything:
         )
         try:
             outs = [_tensors(func(*args, **kwargs)), _tensors(func(*opposite[0], **opposite[1]))]
-        except RuntimeError:  # not made for just any numbers, as a draw from probabilities
+        except RuntimeError:  # some operators do not accept arbitrary numbers, such as sampling from probabilities
             return
         for one, other, number in zip(*outs, step.outs):
             found = {}
@@ -196,16 +202,16 @@ def _nonzero(tensor: Tensor, dim: int) -> Tensor:
     return (tensor != 0).movedim(dim, 0).reshape(tensor.shape[dim], -1).any(1)
 
 
-def _listen(into: Keep, tensor: Tensor, axes: list[Expr]) -> None:
-    """Notes the units of a tensor that are not zero."""
+def _note_nonzero(into: Keep, tensor: Tensor, axes: list[Expr]) -> None:
+    """Adds the units of a tensor that are not zero to `into`."""
     for d, e in enumerate(axes):
         for atom in dict.fromkeys(atoms(e)):
             if atom.frozen is None and tensor.numel():
                 units = _units(axes, d, atom)
                 whole = tuple(dim for dim, size in enumerate(units.shape) if size == 1)
-                heard = into.setdefault(atom, torch.zeros(atom.size, dtype=torch.bool))
+                found = into.setdefault(atom, torch.zeros(atom.size, dtype=torch.bool))
                 nonzero = (tensor != 0).any(whole, keepdim=True) if whole else tensor != 0
-                heard[units[nonzero.cpu() & (units >= 0)]] = True
+                found[units[nonzero.cpu() & (units >= 0)]] = True
 
 
 def _other(tensor: Tensor) -> Tensor:
