@@ -1,4 +1,4 @@
-"""Bad input: the error types of torch.ao.pruning, words that say what to do, and nothing changed."""
+"""Wrong input raises the error types of torch.ao.pruning with a helpful message, and changes nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prepared(library, **settings):
 
 
 class Fussy(nn.Module):
-    """A parametrization that cannot be put on every tensor."""
+    """A parametrization that some tensors cannot have."""
 
     def __init__(self, mask):
         super().__init__()
@@ -78,7 +78,7 @@ def test_a_bad_config_leaves_the_masks_that_were_there():
     model, sparsifier = prepared(ours)
     sparsifier.step()
     mask, groups = model[0].parametrizations.weight[0].mask, list(sparsifier.groups)
-    model.plain = torch.ones(2)  # neither a parameter nor a buffer, which torch finds out when the first mask is on
+    model.plain = torch.ones(2)  # neither a parameter nor a buffer; torch notices that after it has added the first mask
     with pytest.raises(ValueError, match="plain"):
         sparsifier.prepare(model, [{"tensor_fqn": "0.bias"}, {"tensor_fqn": "2.weight"}, {"tensor_fqn": "plain"}])
     assert not is_parametrized(model[0], "bias")

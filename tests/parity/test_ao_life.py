@@ -1,4 +1,4 @@
-"""What befalls sparsifiers in real programs: shared layers, subclasses, states of other models, settings that are wrong."""
+"""Sparsifiers in real programs: shared layers, subclasses, states of other models, wrong settings."""
 
 import copy
 
@@ -43,7 +43,7 @@ def test_a_wrong_setting_of_the_second_tensor_leaves_the_mask_of_the_first(wrong
 
 
 class OldFashioned(WeightNormSparsifier):
-    """Says itself what its state is, as sparsifiers written for torch do."""
+    """Defines its own `__getstate__`, as sparsifiers written for torch do."""
 
     def __getstate__(self):
         return {"defaults": self.defaults, "state": self.state, "groups": self.groups, "norm_fn": self.norm_fn}

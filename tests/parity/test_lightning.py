@@ -32,7 +32,7 @@ LEVEL = {"sparsity_level": 0.2, "sparse_block_shape": (1, 4), "zeros_per_block":
 
 
 def doubling(base: type) -> Any:
-    """The level twice as high after each epoch."""
+    """Makes a scheduler class that doubles the level after each epoch."""
 
     class Doubling(base):
         def __init__(self, data_sparsifier, schedule_param="sparsity_level", gamma=2, last_epoch=-1, verbose=False):
@@ -47,7 +47,7 @@ def doubling(base: type) -> Any:
 
 
 def fit(callback: Any, package: str, folder: Path, epochs: int = 2) -> Any:
-    """Train a small network for some epochs; its callbacks are those of the library under test."""
+    """Trains a small network with this callback."""
     pl: Any = importlib.import_module(package)
 
     class Small(pl.LightningModule):

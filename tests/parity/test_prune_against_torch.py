@@ -1,4 +1,4 @@
-"""`drop_in.prune` against the installed `torch.nn.utils.prune`: same call, same seed, same everything."""
+"""Compares `drop_in.prune` with the installed `torch.nn.utils.prune`: the same calls with the same seeds."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_low_precision_draws_differ_only_among_equal_draws(dtype):
     assert draws[masks[0] != masks[1]].unique().numel() <= 1
 
 
-@pytest.mark.parametrize("second", [m for m in METHODS if m != "ln--inf"])  # a masked channel: norms of 0, all equal
+@pytest.mark.parametrize("second", [m for m in METHODS if m != "ln--inf"])  # masked channels all have norm 0
 @pytest.mark.parametrize("first", ["identity", "random", "l1", "custom", "ln-2-0", "random-structured-last"])
 def test_two_calls_compound(twins, first, second):
     mine, other = twins(nn.Conv2d(4, 6, 3))
@@ -235,7 +235,7 @@ def test_global(method, dtypes):
     other = copy.deepcopy(mine)
     both(GLOBAL[method], mine, other)
     assert_same_state(mine, other)
-    both(GLOBAL["l1"], mine, other)  # on what is left
+    both(GLOBAL["l1"], mine, other)  # on what the first call left
     both(GLOBAL["random"], mine, other)
     assert_same_state(mine, other)
     both(lambda p, m: p.remove(m[0], "weight"), mine, other)

@@ -1,4 +1,4 @@
-"""Every wrong argument: torch's error type, a sentence, and a model that is exactly as before."""
+"""Wrong arguments raise torch's error types with a helpful message and leave the model exactly as it was."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Strange(nn.Linear):
 
 
 def method_class(prune, **members):
-    """A user's method, of the library's own base class."""
+    """Makes a user-defined method from the base class of the library."""
     members = {"compute_mask": lambda self, t, default_mask: default_mask, "__module__": __name__} | members
     return type("Mine", (prune.BasePruningMethod,), members)
 
@@ -116,7 +116,7 @@ WRONG = {
         )
     ),
 }
-# torch takes these, or stops half way with whatever comes up; ours is an error before anything has changed
+# torch accepts these or fails half way; ours raises an error before anything has changed
 STRICTER = {
     "global-buffer": (wrong_global(parameters=lambda p, m: [(m, "weight"), (m, "table")]), TypeError),
     "global-missing-parameter": (wrong_global(parameters=lambda p, m: [(m, "weight"), (m, "nothing")]), TypeError),

@@ -1,4 +1,4 @@
-"""`drop_in.prune` and `torch.nn.utils.prune` side by side: each accepts what the other made."""
+"""`drop_in.prune` and `torch.nn.utils.prune` together: each accepts methods and pruned modules of the other."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def masks(pruner):
 
 
 def without_units(tensor, kept):
-    """Removes the hidden units, of which the last dimension has as many sets as fit into it."""
+    """Removes the hidden units from the last dimension, which may hold the units of several layers."""
     return tensor[..., kept.repeat(tensor.shape[-1] // len(kept))] if tensor.shape[-1] % len(kept) == 0 else tensor
 
 
@@ -120,7 +120,7 @@ def test_the_three_gates_of_a_gru_choose_their_rows():
 
 
 def with_smallest(units_of_gates):
-    """An LSTM of one layer; in each gate of both weights these units have the smallest rows."""
+    """Makes an LSTM of one layer in which these units have the smallest rows of each gate, in both weights."""
     model = Recurrent()
     for name in ("weight_ih_l0", "weight_hh_l0"):
         weight = getattr(model.rnn, name).data
