@@ -127,7 +127,7 @@ class WeightNormSparsifier(BaseSparsifier):
         under = None if mask is None or (mask.device.type == "cpu" and _is_ones(mask)) else _matrix(mask).to(weight.dtype)
         return Scores.magnitude(_matrix(weight), power=1 if self.norm_fn is _magnitude else 2, under=under)
 
-    # --- helpers that subclasses call by name ----------- -----------------------------------------------------------------
+    # --- helpers that subclasses call by name ------------------------------------------------------------------------------
 
     def _make_tensor_mask(
         self,

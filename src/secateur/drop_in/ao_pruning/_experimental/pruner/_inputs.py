@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .....edit import run
+
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 _KEPT = {Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device}
 _SIZES = (8, 16, 28, 32, 64, 224)  # spatial sizes to try, in this order
@@ -60,8 +62,6 @@ class InputRecord:
 
 def find_inputs(model: nn.Module, record: InputRecord | None) -> Inputs | None:
     """Returns inputs on which the model runs without an error, or None."""
-    from .....edit import run
-
     seen = None if record is None else record.seen
     for args, kwargs in _guessed(model) if seen is None else _alike(model, seen):
         try:

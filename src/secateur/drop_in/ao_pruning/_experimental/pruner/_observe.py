@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .....axes import Atom, Cat, Expr, Fam, atoms, new_size, norm
-from .....trace import Trace
+from .....trace import LeftTrace, Replay, Trace, paired
 
 Keep = dict[Atom, Tensor]
 
@@ -91,8 +92,6 @@ class Observed:
     """
 
     def __init__(self, plain: nn.Module, traced: Trace, args: Any, kwargs: Any) -> None:
-        from .....trace import LeftTrace
-
         self.traced = traced
         self.nonzero: Keep = {}
         self.possible: Keep = {}
@@ -111,10 +110,6 @@ class Observed:
         self.returned = {atom for axes in self.axes for e in axes or () for atom in atoms(e)}
 
     def _run(self, plain: nn.Module, args: Any, kwargs: Any, change: Any) -> tuple[list[Tensor], list[Any]]:
-        from torch.utils.weak import WeakIdKeyDictionary
-
-        from .....trace import Replay, paired
-
         made: Any = WeakIdKeyDictionary()
         replay = Replay(plain, self.traced, args, kwargs)
         generic_run = _Generic(self.traced, replay.origin.keys())
@@ -176,8 +171,6 @@ class _Generic:
 
     def follow(self, step: Any, func: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Records where the operator returns zero for these numbers and for their negatives."""
-        from .....trace import paired
-
         opposite = paired(
             step, tuple(args), kwargs, lambda t, n: -t if n not in self.fixed and t.is_floating_point() else t.clone()
         )

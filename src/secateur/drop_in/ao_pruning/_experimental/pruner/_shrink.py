@@ -10,19 +10,19 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .....axes import Atom, Expr, Group, atoms, keep_mask
+from .....edit import Cuts, apply_cuts_, run
+from .....surgery.cut import cuts_of
+from .....surgery.exact import fold_
 from .....trace import Trace, plan_counts, trace
 from ._observe import Observed, unit_of_index
 from .parametrization import SavedMasks, masked_modules, masked_tensors, remove_masks
-
-if TYPE_CHECKING:
-    from .....edit import Cuts
 
 Keep = dict[Atom, Tensor]
 _UNTOLD = "its masked rows are not whole units, or other weights that produce the same units keep them"
@@ -46,9 +46,6 @@ def shrink_(
 
     Returns the reason for each tensor that keeps masked units as zeros. On any error the model is unchanged.
     """
-    from .....edit import apply_cuts_
-    from .....surgery.cut import cuts_of
-
     masked = masked_modules(model)
     chosen = {path for path, module in masked.items() if only is None or any(module is one for one in only)}
     plain = _copy(model)
@@ -162,8 +159,6 @@ def _settle(
     plain: nn.Module, traced: Trace, candidates: dict[Atom, list[Tensor]], seen: Observed, args: Any, kwargs: Any
 ) -> Settled:
     """Tries the candidates of each group until the constants of all removed units could be folded."""
-    from .....surgery.exact import fold_
-
     reasons: dict[Atom, str] = {}
     for group in traced.groups:
         if group.frozen and candidates.pop(group.atom, None):
@@ -232,8 +227,6 @@ def _left(traced: Trace, masks: Mapping[str, Tensor], settled: Settled) -> dict[
 
 def _verify(expected: list[Tensor], settled: Settled, args: Any, kwargs: Any) -> None:
     """Raises if the outputs of the small model and the masked model differ."""
-    from .....edit import run
-
     if settled.inexact:
         return
     got = [leaf for leaf in tree_leaves(run(settled.folded, args, kwargs)) if isinstance(leaf, Tensor)]
@@ -280,8 +273,6 @@ def _commit(
     numbers: Mapping[tuple[str, str], float],
 ) -> None:
     """Applies to the model what was tried on its copy. Modules that are not chosen get their masks back."""
-    from .....edit import apply_cuts_
-
     shared = _shared(model)
     saved = [SavedMasks(module) for path, module in masked.items() if path not in chosen]
     for path, module in masked.items():
