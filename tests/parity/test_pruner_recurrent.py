@@ -75,6 +75,38 @@ def test_models_may_return_the_state_of_a_recurrent_layer(kind, num_layers, bidi
         torch.testing.assert_close(small, without_units(large, kept), rtol=1e-9, atol=1e-9)
 
 
+class DropsUnits(ours.BaseStructuredSparsifier):
+    """Masks the units `drops[layer]` in all gates of each layer."""
+
+    def __init__(self, drops):
+        super().__init__({})
+        self.drops = drops
+
+    def update_mask(self, module, tensor_name, **kwargs):
+        for gate in module.parametrizations[tensor_name][0].mask.split(module.hidden_size):
+            gate[self.drops[int(tensor_name[-1])]] = False
+
+
+@pytest.mark.parametrize("second", [[2, 3], [1, 2, 3]], ids=["as many", "more"])
+def test_layers_may_lose_different_units_of_a_returned_state(second):
+    torch.manual_seed(0)
+    model = Recurrent("state", num_layers=2).double().eval()
+    pruner = DropsUnits([[0, 1], second])
+    pruner.prepare(model, [{"tensor_fqn": f"rnn.weight_{k}_l{i}"} for i in (0, 1) for k in ("ih", "hh")])
+    pruner.step()
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+    before = model(x)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*could not remove all")
+        pruned = pruner.prune()
+    assert pruned.rnn.hidden_size == 2
+    for small, large in zip(pruned(x), before, strict=True):
+        for layer, drops in enumerate(pruner.drops):
+            alive = [unit for unit in range(4) if unit not in drops]
+            found = small[layer][..., small[layer].abs().amax(0) > 0]
+            torch.testing.assert_close(found, large[layer][..., alive], rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("kind", [LSTMLinearModel, LSTMLayerNormLinearModel])
 def test_the_recurrent_models_that_torch_tests_with_can_be_pruned(kind, num_layers):
