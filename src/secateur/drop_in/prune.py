@@ -20,6 +20,8 @@ weight, and masked values still change with momentum and weight decay. To script
 
 from __future__ import annotations
 
+import abc
+import numbers as _numbers
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -47,7 +49,7 @@ from ._pool import Member, keep_largest_of, one_vector, ranks_in_place, warn_of_
 from ._upkeep import hooks, let_go
 
 # Other attributes of torch's module, which its tests and user code read.
-numbers, ABC, abstractmethod = theirs.numbers, theirs.ABC, theirs.abstractmethod
+numbers, ABC, abstractmethod = _numbers, abc.ABC, abc.abstractmethod
 _validate_pruning_amount_init = theirs._validate_pruning_amount_init
 _validate_pruning_amount = theirs._validate_pruning_amount
 _validate_structured_pruning = theirs._validate_structured_pruning
