@@ -304,7 +304,7 @@ def test_operator_without_a_rule_freezes_its_axes_and_is_named(library):
 
 
 def test_users_mark_an_operator_elementwise_in_one_line(library):
-    register("graphtest::gate", axes=elementwise, values="elementwise")
+    register("graphtest::gate", values="elementwise")
     assert [g.size for g in trace(Net(library), torch.randn(2, 6)).prunable] == [8]
 
 

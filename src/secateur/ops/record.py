@@ -107,11 +107,12 @@ _found: dict[Any, Operator] = {}
 
 
 def register(names: str, **facts: Any) -> None:
-    """State facts about operators: `register("mylib::gate", axes=elementwise, values="elementwise")`.
+    """State facts about operators: `register("mylib::gate", values="elementwise")`.
 
     Args:
         names: One or several operator names, separated by spaces; a bare name means `aten`.
-        facts: Fields of `Operator`. Facts about an operator that is already known are added to its record.
+        facts: Fields of `Operator`. Facts about an operator that is already known are added to its record. Element-wise
+            operators and contractions with a matrix need no axis rule of their own.
 
     Raises:
         TypeError: For a fact that is not a field of `Operator`.
@@ -120,9 +121,12 @@ def register(names: str, **facts: Any) -> None:
     if unknown:
         raise TypeError(f"{sorted(unknown)} are no facts of an operator; known are {[f.name for f in fields(Operator)]}")
     _found.clear()
+    values = facts.get("values")
+    default = elementwise if values == "elementwise" else contraction if isinstance(values, Contraction) else None
     for name in names.split():
         full = name if "::" in name else f"aten::{name}"
-        OPERATORS[full] = replace(OPERATORS.get(full, UNKNOWN), **facts)
+        known = OPERATORS.get(full, UNKNOWN)
+        OPERATORS[full] = replace(known, **{"axes": known.axes or default, **facts})
 
 
 def operator(names: str, **facts: Any) -> Callable[[AxisRule], AxisRule]:
@@ -291,25 +295,41 @@ def elementwise(c: Call) -> Axes | list[Axes]:
     return c.each(broadcast(*[c.axes(t) for t in tensors]))
 
 
+def contraction(c: Call) -> Axes:
+    """A tensor times a matrix, with a bias along the outputs of the matrix."""
+    values = c.operator.values
+    assert isinstance(values, Contraction)
+    left, matrix = c.args[values.left], c.args[values.right]
+    i, j = values.inner[0] % left.dim(), values.inner[1] % matrix.dim()
+    c.contract(left, i, matrix, j)
+    c.produce(matrix, 1 - j)
+    out = [*(e for d, e in enumerate(c.axes(left)) if d != i), norm(c.axes(matrix)[1 - j])]
+    bias = c.get(values.bias) if values.bias else None
+    return out if bias is None else broadcast(out, c.axes(bias))
+
+
 ELEMENTWISE = Operator(axes=elementwise, values="elementwise")
 
 
-def _elementwise(names: str, **facts: Any) -> None:
-    register(names, axes=elementwise, values="elementwise", **facts)
-
-
-_elementwise(
+register(
     "clone detach alias lift lift_fresh lift_fresh_copy _to_copy contiguous dropout native_dropout",
+    values="elementwise",
     identity=True,
     factor="same",
 )
-_elementwise("neg resolve_conj resolve_neg _conj _conj_physical", factor="same")
-_elementwise("add sub rsub where maximum minimum", factor="equal")
-_elementwise("mul", factor="product")
-_elementwise("div", factor="quotient")
-_elementwise("empty_like", undefined=True)
-_elementwise("zeros_like ones_like full_like rand_like randn_like randint_like copy fill zero_ real imag complex polar")
-_elementwise("bernoulli normal_ uniform_ exponential_ random_ geometric_ cauchy_ log_normal_ rrelu")
-_elementwise("rrelu_with_noise", noise="noise")
-_elementwise("masked_fill floor_divide isnan nan_to_num lerp addcmul addcdiv expand_as view_as")
-_elementwise("gelu silu hardswish hardsigmoid hardtanh leaky_relu elu mish relu6 celu selu softplus relu _prelu_kernel")
+register("neg resolve_conj resolve_neg _conj _conj_physical", values="elementwise", factor="same")
+register("add sub rsub where maximum minimum", values="elementwise", factor="equal")
+register("mul", values="elementwise", factor="product")
+register("div", values="elementwise", factor="quotient")
+register("empty_like", values="elementwise", undefined=True)
+register(
+    "zeros_like ones_like full_like rand_like randn_like randint_like copy fill zero_ real imag complex polar",
+    values="elementwise",
+)
+register("bernoulli normal_ uniform_ exponential_ random_ geometric_ cauchy_ log_normal_ rrelu", values="elementwise")
+register("rrelu_with_noise", values="elementwise", noise="noise")
+register("masked_fill floor_divide isnan nan_to_num lerp addcmul addcdiv expand_as view_as", values="elementwise")
+register(
+    "gelu silu hardswish hardsigmoid hardtanh leaky_relu elu mish relu6 celu selu softplus relu _prelu_kernel",
+    values="elementwise",
+)

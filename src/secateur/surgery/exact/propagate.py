@@ -48,7 +48,9 @@ def _draw(state: State, i: int, step: Step) -> None:
     """Random numbers for each unit are drawn anew when there are fewer units."""
     if is_random(step) and not lookup(step.func).undefined:
         for atom in dict.fromkeys(a for n in step.outs for a in state.cut_atoms(n)):
-            state.contributions.append(Contribution(i, atom, f"what its removed units give is drawn at random, in {where(step)}"))
+            state.contributions.append(
+                Contribution(i, atom, f"what its removed units give is drawn at random, in {where(step)}")
+            )
 
 
 def _after(state: State, i: int, step: Step) -> list[RemovedValue]:
