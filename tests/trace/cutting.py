@@ -9,13 +9,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from secateur.axes.align import reshape
-from secateur.axes.expressions import atoms, families, keep_mask, new_size
-from secateur.edit.guards import plain_kernels
-from secateur.edit.tensors import owned_tensors
-from secateur.trace.attributes import solve_attributes
-from secateur.trace.planner import plan_counts
-from secateur.trace.run import main_outputs, trace
+from secateur.axes import atoms, families, keep_mask, new_size, reshape
+from secateur.edit import owned_tensors, plain_kernels
+from secateur.trace import main_outputs, plan_counts, solve_attributes, trace
 
 # Operators that have to see the kept units alone: what they compute of a unit depends on the others.
 COLLECTIVE = {
@@ -173,7 +169,7 @@ def sliced(model, t, keep):
 
 def wiring_error(model, inputs, draws=3):
     """The largest difference between the cut model and the whole one run on the kept units, over a few random choices."""
-    from secateur.edit.cuts import apply_cuts_
+    from secateur.edit import apply_cuts_
     from secateur.surgery.cut import cuts_of  # it also gives modules a config of their own
 
     t, worst = trace(model, inputs), 0.0

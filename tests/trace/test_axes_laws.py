@@ -9,8 +9,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from secateur.axes.align import closed, collapse, reshape, split_at, split_outer, take, unify
-from secateur.axes.expressions import Atom, Cat, Fam, Prod, atoms, factors, families, fresh, keep_mask, new_size, norm, same
+from secateur.axes import (
+    Atom,
+    Cat,
+    Fam,
+    Prod,
+    atoms,
+    closed,
+    collapse,
+    factors,
+    families,
+    fresh,
+    keep_mask,
+    new_size,
+    norm,
+    reshape,
+    same,
+    split_at,
+    split_outer,
+    take,
+    unify,
+)
 
 SIZES = (2, 3, 4, 6, 8, 12)
 
@@ -59,7 +78,7 @@ def cut(array, axes, keep):
 
 
 def pick_in(e, key, index):
-    from secateur.axes.expressions import pick
+    from secateur.axes import pick
 
     return pick(e, key, index)
 

@@ -1,14 +1,13 @@
 """Attributes that the traced run never read follow the cut where the constructor says what they are, else they stay."""
 
+import operator
+
 import pytest
 import torch
 from torch import nn
 
-from secateur.trace.attributes import solve_attributes, undetermined
-from secateur.trace.constructor import determined
-from secateur.trace.planner import plan_counts
-from secateur.trace.provenance import Attr, Const, Op, operator
-from secateur.trace.run import trace
+from secateur.axes import Arithmetic, Attr, Const, determined
+from secateur.trace import plan_counts, solve_attributes, trace, undetermined
 
 
 class Config:
@@ -237,7 +236,7 @@ A, B, C = (Attr(object(), (name, None), old) for name, old in (("a", 4), ("b", 2
 
 
 def op(function, left, right):
-    return Op(function, left, right)
+    return Arithmetic(function, left, right)
 
 
 @pytest.mark.parametrize(

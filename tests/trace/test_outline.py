@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from secateur.trace.outline import Outlined, ValueRead
+from secateur.trace import Outlined, ValueRead
 
 aten = torch.ops.aten
 x = torch.randn

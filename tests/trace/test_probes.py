@@ -93,11 +93,11 @@ def test_fused_qkv_shares_heads_and_only_counts_of_value_dims(sdpa):
 
 def test_size_in_a_formula_is_recorded():
     t = check(*probes.head_size_in_the_scale(True))
-    assert [u.how for u in t.uses] == ["float"]
+    assert [u.how for u in t.formula_uses] == ["float"]
     t = check(*probes.head_size_in_the_scale(False))
     flagged = [g for g in t.groups if "scale" in g.flags]
     assert [{m.tensor for m in g.members} for g in flagged] == [{"q.weight", "q.bias", "k.weight", "k.bias"}]
-    assert {u.how for u in t.uses} == {"scaled_dot_product_attention(scale=None)"}
+    assert {u.how for u in t.formula_uses} == {"scaled_dot_product_attention(scale=None)"}
 
 
 @pytest.mark.parametrize("kind", ["plain", "other_widths", "no_bias", "bias_kv"])
@@ -180,7 +180,7 @@ def test_layers_and_directions_of_a_recurrent_layer_choose_their_own_units(kind,
 
 
 def _counts(t, seed):
-    from secateur.trace.planner import plan_counts
+    from secateur.trace import plan_counts
 
     draw = torch.Generator().manual_seed(seed)
     return plan_counts(t, {g: int(torch.randint(1, g.size + 1, (), generator=draw)) for g in t.prunable}).counts

@@ -5,13 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from secateur.axes.align import closed, unify
-from secateur.axes.expressions import atoms, families, keep_mask, norm
-from secateur.axes.groups import HARMLESS
-from secateur.edit.guards import plain_kernels
+from secateur.axes import HARMLESS, atoms, closed, families, keep_mask, norm, unify
+from secateur.edit import plain_kernels
 from secateur.ops.record import RULES, Call, elementwise, pointwise, rule
+from secateur.trace import trace
 from secateur.trace.provenance import Journal
-from secateur.trace.run import trace
 from secateur.trace.tracer import Tracer
 
 A = torch.ops.aten

@@ -10,10 +10,10 @@ from cutting import check, choose, cut_, difference, group_of, run, seeded, size
 from test_probes import Attention, Lam, conv, image, tokens
 from torch import nn
 
-from secateur.trace.attributes import solve_attributes
-from secateur.trace.planner import plan_counts
-from secateur.trace.provenance import Attr, Journal, Tagged
-from secateur.trace.run import _run, main_outputs, trace
+from secateur.axes import Attr
+from secateur.trace import main_outputs, plan_counts, solve_attributes, trace
+from secateur.trace.provenance import Journal, Tagged
+from secateur.trace.run import _run
 
 MODELS = {
     "attention": (lambda: Attention(kv=2, rotary=True), tokens()),
@@ -225,7 +225,7 @@ def test_torchscript_that_reads_sizes_marks_them():
     t = trace(m.double(), tokens().double())
     assert t.prunable[0].flags >= {"scale"}
     assert not t.prunable[0].exact
-    assert t.uses[0].how == "TorchScript function root"
+    assert t.formula_uses[0].how == "TorchScript function root"
 
 
 def test_steps_record_the_run():
