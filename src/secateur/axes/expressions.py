@@ -125,7 +125,10 @@ def _is_normal(e: Prod | Cat | Fam) -> bool:
     """Fast path: a product or concatenation of several undefined atoms is in normal form."""
     if len(e.parts) < 2 or isinstance(e, Fam):
         return False
-    return all(isinstance(p, Atom) and p.ref is None and p.size > 1 for p in e.parts)
+    for p in e.parts:  # noqa: SIM110  (a plain loop is faster than all() here, and tracing calls this very often)
+        if not isinstance(p, Atom) or p.ref is not None or p.size < 2:
+            return False
+    return True
 
 
 def _normal_family(e: Fam, parts: list[Expr]) -> Expr:
@@ -181,7 +184,9 @@ def factors(e: Expr) -> list[Expr]:
 def families(e: Expr) -> list[Fam]:
     """Returns the families among the factors of a dimension."""
     e = norm(e)
-    return [] if isinstance(e, Atom) else [f for f in factors(e) if isinstance(f, Fam)]
+    if isinstance(e, Atom):
+        return []
+    return [f for f in (e.parts if isinstance(e, Prod) else (e,)) if isinstance(f, Fam)]
 
 
 def atoms(e: Expr) -> list[Atom]:

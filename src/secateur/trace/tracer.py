@@ -6,7 +6,6 @@ weight as the last axis of `y`. The tracer keeps these axes with `y`, for the op
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections import Counter
 from collections.abc import Sequence
@@ -347,8 +346,10 @@ class Tracer(TorchDispatchMode):
         """Returns where the dims of results come from, for an operator that reads weights only; empty sets if it is unknown."""
         axes = None
         if rule is not None and any(any(info.origin or ()) for info in self.now.values()):
-            with contextlib.suppress(Exception):
+            try:  # noqa: SIM105  (contextlib.suppress is slow, and this runs for every operator on weights)
                 axes = _checked(rule(Call(_OriginLedger(self), func, args, kwargs, out)), out, outs)
+            except Exception:
+                pass
         if axes is None:
             return [(frozenset(),) * o.dim() if isinstance(o, Tensor) else () for o in outs]
         return [tuple(_tags(e) for e in one) for one in axes]
