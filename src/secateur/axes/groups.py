@@ -1,7 +1,7 @@
 """Coupled groups: units that are removed together, and the dimensions of the model's tensors that hold them.
 
-In `Linear(8, 16) -> ReLU -> Linear(16, 4)` the 16 hidden units form one group. Its members are dim 0 of the first weight and of
-its bias, which produce the units, and dim 1 of the second weight, which consumes them.
+In `Linear(8, 16) -> ReLU -> Linear(16, 4)` the 16 hidden units form one group. Its members are dim 0 of the first weight, which
+produces the units, dim 0 of its bias, and dim 1 of the second weight, which consumes them.
 """
 
 from __future__ import annotations
