@@ -1,4 +1,4 @@
-"""Counts: the nearest legal ones, compared with trying everything."""
+"""Planned counts are legal and nearest to the wanted ones, compared with an exhaustive search."""
 
 import itertools
 import time
@@ -15,7 +15,7 @@ from secateur.trace import plan_counts, trace
 
 
 class Tied(nn.Module):
-    """The head dim is the width divided by the heads, as many vision transformers have it."""
+    """Attention whose head dim is the width divided by the heads, as in many vision transformers."""
 
     def __init__(self, width=12, heads=3, layers=1):
         super().__init__()
@@ -52,7 +52,7 @@ def test_planned_counts_are_legal_and_none_is_nearer(data):
     groups = t.prunable
     assert sorted(g.size for g in groups) == [2, 2, 3, 6]
     every = [dict(zip(groups, counts)) for counts in itertools.product(*[range(1, g.size + 1) for g in groups])]
-    for _ in range(3):  # what one question leaves behind does not change the next answer
+    for _ in range(3):  # several times: results that are kept must not change later answers
         wanted = {g: data.draw(st.integers(1, g.size)) for g in groups}
         got = plan_counts(t, wanted).counts
         assert legal(t, got)
@@ -103,7 +103,7 @@ def test_many_layers_with_one_width_are_planned_quickly():
 
 
 def test_questions_that_differ_little_are_answered_quickly():
-    """A budget asks hundreds of times, and changes few counts from one to the next."""
+    """A budget asks hundreds of times, and changes a few counts each time."""
     t = trace(Tied(width=96, heads=6, layers=24), tokens())
     wanted = {g: max(1, g.size // 2) for g in t.prunable}
     plan_counts(t, wanted)

@@ -1,4 +1,4 @@
-"""Every rule against a brute-force oracle: the operator on cut inputs gives the cut of the operator on zeroed inputs."""
+"""Each axis rule, by brute force: the operator on cut inputs equals the operator on zeroed inputs, cut afterwards."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def several(out):
 
 
 def follow(function, inputs):
-    """The axes of inputs and outputs after one call."""
+    """Returns the tracer, the axes of inputs and outputs after one call, and the outputs."""
     tracer = Tracer(Journal())
     for i, x in enumerate(inputs):
         tracer.own(f"x{i}", x)

@@ -1,4 +1,4 @@
-"""What a trace promises beside its groups: nothing changes, nothing is silent, and errors are sentences."""
+"""A trace leaves the model unchanged, gives a reason for every frozen axis, and raises errors that users can act on."""
 
 import copy
 import pickle
@@ -116,7 +116,7 @@ def test_compiled_models_are_refused():
         trace(nn.Sequential(torch.compile(nn.Linear(12, 8))), tokens())
 
 
-def test_what_is_not_a_module_is_refused():
+def test_non_modules_are_refused():
     with pytest.raises(TypeError, match=r"torch\.nn\.Module, got function"):
         trace(lambda x: x, tokens())  # type: ignore[arg-type]
 
@@ -131,11 +131,11 @@ def test_inputs_by_name_and_outputs_by_choice():
             h = torch.relu(self.a(x))
             return {"hidden": h, "logits": self.b(h)}
 
-    assert sizes(trace(Two(), {"x": tokens()})) == [8]  # the logits keep their shape, the states need not
+    assert sizes(trace(Two(), {"x": tokens()})) == [8]  # the logits keep their shape; hidden states may shrink
     assert sizes(trace(Two(), (), {"x": tokens()}, outputs=lambda out: out)) == []
 
 
-def test_a_second_answer_keeps_its_shape():
+def test_outputs_that_no_weight_reads_keep_their_shape():
     class Boxes(nn.Module):
         def __init__(self, nested):
             super().__init__()
@@ -162,7 +162,7 @@ def test_literal_size_freezes_the_axis_and_says_where():
     assert "fixed by the number 16 in 0 (view); make it an attribute of the module to prune it" in t.skipped["0.a.weight[0]"]
 
 
-def test_positions_and_lookups_say_why():
+def test_positions_and_lookups_are_frozen_with_a_reason():
     m = Lam(lambda s, x: s.o(s.e(x) + torch.arange(s.w).double()), e=nn.Embedding(9, 12), o=nn.Linear(12, 5), w=12)
     t = trace(m.double(), torch.arange(4)[None])
     assert t.skipped["e.weight[0]"] == "units are addressed by value (rows of a lookup table)"
