@@ -162,9 +162,7 @@ def difference(a, b):
 
 def sliced(model, t, keep):
     """Returns a cut copy of the traced model."""
-    small = copy.deepcopy(
-        SimpleNamespace(model=model, trace=t, keep=keep)
-    )  # one copy, so that the trace names the copied modules
+    small = copy.deepcopy(SimpleNamespace(model=model, trace=t, keep=keep))  # copied together: the trace owns the modules
     cut_(small.model, small.trace, small.keep)
     return small.model
 

@@ -24,12 +24,12 @@ from secateur.axes import (
     new_size,
     norm,
     reshape,
-    same,
     split_at,
     split_outer,
     take,
     unify,
 )
+from secateur.axes.expressions import same
 
 SIZES = (2, 3, 4, 6, 8, 12)
 

@@ -45,7 +45,6 @@ from .expressions import (
     new_size,
     norm,
     pick,
-    same,
 )
 from .groups import HARMLESS, KERNEL, Group, Member, Role, build_groups, skipped
 from .integers import (
@@ -59,7 +58,6 @@ from .integers import (
     attributes_in,
     evaluate,
     is_literal,
-    leaves,
     signature,
 )
 from .planner import PlannedCounts, Planner
@@ -68,14 +66,14 @@ from .solutions import Equation, determined
 __all__ = [
     # expressions
     "Atom", "Cat", "Expr", "Fam", "ONE", "Prod", "ZERO", "atoms", "axis_signature", "factors", "families", "flag", "freeze",
-    "fresh", "keep_mask", "new_size", "norm", "pick", "same",
+    "fresh", "keep_mask", "new_size", "norm", "pick",
     # alignment
     "closed", "collapse", "reshape", "split_at", "split_outer", "take", "unify",
     # groups
     "Group", "HARMLESS", "KERNEL", "Member", "Role", "build_groups", "skipped",
     # integers
     "Arithmetic", "Attr", "AttrId", "AttrKey", "AxisSize", "Const", "Source", "attributes_in", "evaluate", "is_literal",
-    "leaves", "signature",
+    "signature",
     # constraints and counts
     "AttrPlace", "Constraint", "Equation", "FormulaUse", "Guard", "PlannedCounts", "Planner", "SizeUse", "attr_place",
     "axes_in", "bindings", "bound_axes", "constraints", "determined", "flag_sizes_in_formulas",
