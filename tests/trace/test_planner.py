@@ -1,6 +1,7 @@
 """Planned counts are legal and nearest to the wanted ones, compared with an exhaustive search."""
 
 import itertools
+import operator
 import time
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from test_probes import Attention, Lam, tokens
 from torch import nn
 
+from secateur.axes import Arithmetic, Atom, AxisSize, Const, Constraint, Group, Planner
 from secateur.trace import plan_counts, trace
 
 
@@ -31,6 +33,30 @@ class Tied(nn.Module):
             q, k, v = qkv(x).reshape(b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
             x = x + proj((torch.softmax(q @ k.mT * 0.2, -1) @ v).transpose(1, 2).reshape(b, n, c))
         return self.o(x)
+
+
+def equation(left, right, *atoms):
+    return Constraint(operator.eq, left, right, True, "by hand", atoms)
+
+
+def times(number, source):
+    return Arithmetic(operator.mul, Const(number), source)
+
+
+def test_planner_needs_no_model():
+    width, dim = Atom(12), Atom(4)
+    groups = {"width": Group(width), "dim": Group(dim)}
+    planner = Planner({}, [equation(AxisSize(width), times(3, AxisSize(dim)), width, dim)])
+    counts = planner.counts({groups["width"]: 8, groups["dim"]: 3}).counts
+    assert counts == {groups["width"]: 9, groups["dim"]: 3}
+
+
+def test_planner_says_which_constraint_moved_a_count():
+    width = Atom(12)
+    floored = Arithmetic(operator.floordiv, AxisSize(width), Const(3))
+    planned = Planner({}, [equation(times(3, floored), AxisSize(width), width)]).counts({(group := Group(width)): 7})
+    assert planned.counts == {group: 6}
+    assert planned.moved == {group: "wanted 7, nearest legal 6: (3 * (12 // 3)) == 12 (by hand)"}
 
 
 def cost(wanted, counts):

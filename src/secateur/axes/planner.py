@@ -1,7 +1,7 @@
 """Plans counts: how many units each group keeps, as near as possible to the wanted numbers and legal for the model's code.
 
-If the code computes `head_dim = width // heads`, then 7 units of `width` with 3 heads are not legal. The planner returns 6 or 9
-and says why.
+If the code views `width` as 3 heads of `width // 3`, then 7 units of `width` are not legal. The planner returns 6, the nearest
+legal count, and the constraint that forbids 7.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from .integers import Arithmetic, AxisSize, Const, attributes_in
 
 CountVariable = Hashable  # an atom, or the id of an attribute
 Fixed = Mapping[CountVariable, int]
-Domains = Mapping[CountVariable, np.ndarray]  # the values that each variable can still have
+CountDomains = Mapping[CountVariable, np.ndarray]  # the values that each variable can still have
 _STEPS = 20_000  # after this many values the best answer so far is taken
 _MANY = 100_000  # results that a search remembers
 
@@ -110,7 +110,7 @@ class CountSearch:
         return answer and answer.values
 
     def solve(
-        self, variables: list[CountVariable], news: list[Constraint], fixed: Fixed, domains: Domains, bound: float
+        self, variables: list[CountVariable], news: list[Constraint], fixed: Fixed, domains: CountDomains, bound: float
     ) -> Answer | None:
         """Returns the cheapest values below `bound`, or None. `news`: constraints that may now exclude more than before."""
         narrowed = self.narrow(news, fixed, domains)
@@ -127,7 +127,7 @@ class CountSearch:
             values |= found.values
         return Answer(total, values) if total < bound else None
 
-    def solve_component(self, component: Component, fixed: Fixed, domains: Domains, bound: float) -> Answer | None:
+    def solve_component(self, component: Component, fixed: Fixed, domains: CountDomains, bound: float) -> Answer | None:
         variables, constraints = component
         if not constraints:
             v = variables[0]
@@ -142,7 +142,7 @@ class CountSearch:
             self.memo[key] = best and (best.cost, [best.values[v] for v in variables])
         return best
 
-    def try_values(self, component: Component, fixed: Fixed, domains: Domains, bound: float) -> Answer | None:
+    def try_values(self, component: Component, fixed: Fixed, domains: CountDomains, bound: float) -> Answer | None:
         """Tries the values of the most constrained variable, nearest to the wanted one first."""
         variables, constraints = component
         often = Counter(v for c in constraints for v in c.variables)
@@ -158,7 +158,7 @@ class CountSearch:
             best = found or best
         return best
 
-    def shape(self, component: Component, fixed: Fixed, domains: Domains) -> Any:
+    def shape(self, component: Component, fixed: Fixed, domains: CountDomains) -> Any:
         """Returns a value that is equal for components that differ only in names, such as the layers of one model."""
         variables, constraints = component
         number = {v: -1 - i for i, v in enumerate(variables)}
@@ -173,7 +173,7 @@ class CountSearch:
         ranges = tuple((len(domains[v]), int(domains[v].sum())) for v in variables)
         return wants, ranges, tuple(map(renamed, constraints))
 
-    def narrow(self, news: list[Constraint], fixed: Fixed, domains: Domains) -> tuple[Fixed, Domains] | None:
+    def narrow(self, news: list[Constraint], fixed: Fixed, domains: CountDomains) -> tuple[Fixed, CountDomains] | None:
         """Drops values that a constraint with one open variable forbids, until nothing changes; None if no value is left."""
         fixed, domains, queue = dict(fixed), dict(domains), list(news)
         while queue:

@@ -12,7 +12,7 @@ import numpy as np
 from .integers import AttrId, Source, attributes_in, evaluate
 
 Equation = tuple[Source, int]  # the source must have this value
-Domains = Mapping[AttrId, np.ndarray]  # the values that each attribute can still have
+AttrDomains = Mapping[AttrId, np.ndarray]  # the values that each attribute can still have
 _TRIES = 2000  # give up after this many values were tried
 
 
@@ -60,7 +60,7 @@ class _Enumeration:
         self.found: set[int] = set()
         self.tries = _TRIES
 
-    def run(self, domains: Domains) -> None:
+    def run(self, domains: AttrDomains) -> None:
         narrowed = _narrow(self.equations, dict(domains))
         if narrowed is None or len(self.found) > 1 or self.tries <= 0:
             return
