@@ -79,7 +79,6 @@ KNOWN_CYCLES = [
         "secateur.drop_in.ao_pruning._experimental.pruner.saliency_pruner",
     },
     {"secateur.surgery.depth", "secateur.surgery.depth.remove", "secateur.surgery.pipeline", "secateur.surgery.result"},
-    {"secateur.surgery.exact.pointwise", "secateur.surgery.exact.products", "secateur.surgery.exact.propagate"},
 ]
 KNOWN_PAST_FACADE = {
     ("secateur.activations", "secateur.methods.allocate"),

@@ -7,7 +7,7 @@ from torch import nn
 
 from secateur.axes import HARMLESS, atoms, closed, families, keep_mask, norm, unify
 from secateur.edit import plain_kernels
-from secateur.ops.record import RULES, Call, elementwise, pointwise, rule
+from secateur.ops.record import OPERATORS, Call, _found, elementwise, operator, register
 from secateur.trace import trace
 from secateur.trace.provenance import Journal
 from secateur.trace.tracer import Tracer
@@ -224,10 +224,10 @@ def test_rule_agrees_with_brute_force(name):
 
 
 def test_every_rule_has_a_case():
-    used = {pointwise}
+    used = {elementwise}
     for function, inputs, _ in CASES.values():
-        used |= {RULES[s.name] for s in follow(function, inputs)[0].record.steps if s.name in RULES}
-    untested = {f.__name__ for f in RULES.values()} - {f.__name__ for f in used}
+        used |= {OPERATORS[s.name].axes for s in follow(function, inputs)[0].record.steps if s.name in OPERATORS}
+    untested = {o.axes.__name__ for o in OPERATORS.values()} - {f.__name__ for f in used}
     assert untested == {"one_hot", "linear", "grouped_mm"}  # the first two decompose on the CPU; the others are below
 
 
@@ -245,14 +245,14 @@ def test_linear_rule_for_backends_that_do_not_decompose_it():
     tracer, inputs = Tracer(Journal()), [x(2, 4), x(3, 4), x(3)]
     for i, tensor in enumerate(inputs):
         tracer.own(f"x{i}", tensor)
-    out = RULES["aten::linear"](Call(tracer, A.linear.default, inputs, {}, F.linear(*inputs)))
+    out = OPERATORS["aten::linear"].axes(Call(tracer, A.linear.default, inputs, {}, F.linear(*inputs)))
     data, weight, bias = (tracer.axes_of(tensor) for tensor in inputs)
     assert norm(data[1]) is norm(weight[1])
     assert norm(out[1]) is norm(weight[0]) is norm(bias[0])
 
 
 def test_registered_names_exist_in_torch():
-    gone = [n for n in RULES if n.startswith("aten::") and not hasattr(A, n.removeprefix("aten::"))]
+    gone = [n for n in OPERATORS if n.startswith("aten::") and not hasattr(A, n.removeprefix("aten::"))]
     assert not gone
 
 
@@ -277,7 +277,8 @@ def library():
     made.define("gate(Tensor x) -> Tensor")
     made.impl("gate", lambda x: x * 2, "CompositeExplicitAutograd")
     yield torch.ops.graphtest.gate
-    RULES.pop("graphtest::gate", None)
+    OPERATORS.pop("graphtest::gate", None)
+    _found.clear()
     made._destroy()
 
 
@@ -289,12 +290,12 @@ def test_operator_without_a_rule_freezes_its_axes_and_is_named(library):
 
 
 def test_users_mark_an_operator_elementwise_in_one_line(library):
-    elementwise("graphtest::gate")
+    register("graphtest::gate", axes=elementwise, values="elementwise")
     assert [g.size for g in trace(Net(library), torch.randn(2, 6)).prunable] == [8]
 
 
 def test_users_register_a_rule_in_a_few_lines(library):
-    @rule("graphtest::gate")
+    @operator("graphtest::gate")
     def gate(c):
         axes = c.axes(c.x)
         unify(axes[0], axes[0])
@@ -304,7 +305,7 @@ def test_users_register_a_rule_in_a_few_lines(library):
 
 
 def test_wrong_rule_is_reported_and_not_used(library):
-    @rule("graphtest::gate")
+    @operator("graphtest::gate")
     def gate(c):
         return c.axes(c.x)[::-1]
 

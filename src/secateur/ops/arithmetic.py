@@ -1,11 +1,27 @@
-"""Rules for reductions, contractions, convolutions, normalisations and attention."""
+"""Operators that compute: reductions, contractions, convolutions, pooling, normalisations and attention."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from ..axes import KERNEL, ONE, Expr, Prod, closed, flag, freeze, fresh, norm, reshape, take, unify
-from .record import Axes, Call, broadcast, freeze_all, frozen_like, pointwise, rule
+from .record import (
+    Attention,
+    Axes,
+    Call,
+    Contraction,
+    Convolution,
+    broadcast,
+    elementwise,
+    freeze_all,
+    frozen_like,
+    operator,
+    register,
+)
 
 SPATIAL = "a spatial axis"
 
@@ -22,21 +38,29 @@ def _reduce(c: Call, x: Axes, dims: set[int]) -> Axes | list[Axes]:
     return c.each([ONE if i in dims else e for i, e in enumerate(x) if kept or i not in dims])
 
 
-@rule("sum nansum any all count_nonzero")
-@rule("mean nanmean var std var_mean std_mean logsumexp amax amin aminmax max min prod norm linalg_vector_norm")
 def reduce(c: Call) -> Axes | list[Axes]:
     if isinstance(c.args.get("other"), Tensor):  # max(a, b)
-        return pointwise(c)
+        return elementwise(c)
     x = c.axes(c.self)
     dims = _reduced_dims(c, len(x))
     order = c.get("ord", "p")
-    smallest = isinstance(order, int | float) and order < 0  # the norm of the smallest: zeros decide
+    smallest = isinstance(order, int | float) and order < 0  # such a norm is decided by the smallest entries: by zeros
     for d in dims:
-        flag(x[d], "norm" if smallest else c.name)
+        flag(x[d], "norm" if smallest else c.operator.over)
     return _reduce(c, x, dims)
 
 
-@rule("argmax argmin median nanmedian mode kthvalue")
+for _name in ("sum", "nansum", "count_nonzero", "prod", "norm", "linalg_vector_norm"):
+    register(_name, axes=reduce, values="computes", over=_name, zero=True, grows=True)
+for _name in ("any", "all", "mean", "nanmean", "var", "std", "var_mean", "std_mean", "amax", "amin", "aminmax"):
+    register(_name, axes=reduce, values="computes", over=_name, zero=True)
+for _name in ("max", "min"):
+    register(_name, axes=reduce, values="computes", over=_name, zero=True, positions=(1,))
+register("logsumexp", axes=reduce, values="computes", over="logsumexp", grows=True)
+
+
+@operator("argmax argmin", values="computes", positions=(0,))
+@operator("median nanmedian mode kthvalue", values="computes", zero=True, positions=(1,), contiguous=True)
 def arg_reduce(c: Call) -> Axes | list[Axes]:
     x = c.axes(c.self)
     dims = _reduced_dims(c, len(x))
@@ -44,7 +68,7 @@ def arg_reduce(c: Call) -> Axes | list[Axes]:
     return _reduce(c, x, dims)
 
 
-@rule("topk")
+@operator("topk", values="computes", zero=True, positions=(1,))
 def topk(c: Call) -> Axes | list[Axes]:
     x = c.axes(c.self)
     d = c.dim % len(x)
@@ -53,7 +77,7 @@ def topk(c: Call) -> Axes | list[Axes]:
     return c.each(x)
 
 
-@rule("_softmax _log_softmax softmax log_softmax _safe_softmax")
+@operator("_softmax _log_softmax softmax log_softmax _safe_softmax", values="computes", over="softmax")
 def softmax(c: Call) -> Axes:
     x = c.axes(c.self)
     if x:
@@ -61,7 +85,7 @@ def softmax(c: Call) -> Axes:
     return x
 
 
-@rule("glu")
+@operator("glu", values="computes", zero=True)
 def glu(c: Call) -> Axes:
     x = c.axes(c.self)
     d = c.dim % len(x)
@@ -72,7 +96,7 @@ def glu(c: Call) -> Axes:
     return x
 
 
-@rule("log_sigmoid_forward")
+@operator("log_sigmoid_forward", values="computes")
 def log_sigmoid(c: Call) -> list[Axes]:
     return [c.axes(c.self), [fresh(s) for s in c.out[1].shape]]
 
@@ -86,23 +110,26 @@ def _matmul(c: Call, a: Tensor, b: Tensor) -> Axes:
     return [*(norm(e) for e in c.axes(a)[:-1]), norm(c.axes(b)[-1])]
 
 
-@rule("mm bmm")
+@operator("mm bmm", values=Contraction("self", "mat2"))
 def matmul(c: Call) -> Axes:
     return _matmul(c, c.self, c.mat2)
 
 
-@rule("addmm baddbmm addmm_ baddbmm_ _addmm_activation")
+@operator("addmm", values=Contraction("mat1", "mat2", "self"))
+@operator("baddbmm", values=Contraction("batch1", "batch2", "self"))
+@operator("addmm_ baddbmm_ _addmm_activation")
 def addmm(c: Call) -> Axes:
     a, b = (c.mat1, c.mat2) if "mat1" in c.args else (c.batch1, c.batch2)
     return broadcast(_matmul(c, a, b), c.axes(c.self))
 
 
-@rule("addbmm")
+@operator("addbmm", values="computes")
 def addbmm(c: Call) -> Axes:
     return broadcast(_matmul(c, c.batch1, c.batch2)[1:], c.axes(c.self))
 
 
-@rule("linear mkldnn_linear mkldnn::_linear_pointwise mkl::_mkl_linear")
+@operator("linear", values=Contraction("input", "weight", "bias", inner=(-1, -1)))
+@operator("mkldnn_linear mkldnn::_linear_pointwise mkl::_mkl_linear")
 def linear(c: Call) -> Axes:
     x, w = c.get("input", "self", "X"), c.get("weight", "W")
     c.contract(x, -1, w, -1)
@@ -115,7 +142,8 @@ def linear(c: Call) -> Axes:
     return [*c.axes(x)[:-1], norm(c.axes(w)[0])]
 
 
-@rule("mv addmv addmv_")
+@operator("mv addmv", values="computes")
+@operator("addmv_")
 def mv(c: Call) -> Axes:
     matrix = c.get("mat") if "mat" in c.args else c.self
     c.contract(matrix, 1, c.vec, 0)
@@ -124,13 +152,13 @@ def mv(c: Call) -> Axes:
     return broadcast(out, c.axes(c.self)) if "mat" in c.args else out
 
 
-@rule("dot vdot")
+@operator("dot vdot", values="computes")
 def dot(c: Call) -> Axes:
     c.contract(c.self, 0, c.get("tensor", "other"), 0)
     return []
 
 
-@rule("cdist _cdist_forward _euclidean_dist")
+@operator("cdist _cdist_forward _euclidean_dist", values="computes")
 def cdist(c: Call) -> Axes:
     a, b = c.axes(c.x1), c.axes(c.x2)
     unify(a[-1], b[-1])
@@ -139,7 +167,7 @@ def cdist(c: Call) -> Axes:
     return [*a[:-1], b[-2]]
 
 
-@rule("_trilinear")
+@operator("_trilinear", values="computes")
 def trilinear(c: Call) -> Axes | None:
     """nn.Bilinear: sum over i, j of a[..., i] w[k, i, j] b[..., j], as the three operands are spread over common dims."""
     parts = [c.i1, c.i2, c.i3]
@@ -162,7 +190,7 @@ def trilinear(c: Call) -> Axes | None:
     return out
 
 
-@rule("_grouped_mm")
+@operator("_grouped_mm", values=Contraction("self", "mat2"))
 def grouped_mm(c: Call) -> Axes | None:
     if c.self.dim() == 2 and c.mat2.dim() == 3:  # rows are sorted by expert
         freeze(c.axes(c.mat2)[0], "units are addressed by value (experts)")
@@ -174,13 +202,20 @@ def grouped_mm(c: Call) -> Axes | None:
     return None
 
 
-@rule("convolution _convolution convolution_overrideable mkldnn_convolution thnn_conv2d _slow_conv2d_forward cudnn_convolution")
-@rule("_conv_depthwise2d conv_depthwise3d")
+@operator("convolution _convolution", values=Convolution())
+@operator("convolution_overrideable mkldnn_convolution thnn_conv2d _slow_conv2d_forward cudnn_convolution", values="computes")
 def convolution(c: Call) -> Axes:
+    return _convolution(c, c.get("groups") or 1)
+
+
+@operator("_conv_depthwise2d conv_depthwise3d", values="computes")
+def depthwise_convolution(c: Call) -> Axes:
+    return _convolution(c, c.self.shape[1])
+
+
+def _convolution(c: Call, groups: int) -> Axes:
     image, weight = c.get("input", "self"), c.weight
-    x, w, groups = c.axes(image), c.axes(weight), c.get("groups") or 1
-    if "depthwise" in c.name:
-        groups = x[1].size
+    x, w = c.axes(image), c.axes(weight)
     at = len(x) - len(w) + 1  # 0 without a batch
     if c.get("transposed"):
         group, inside = _grouped(w[0], groups)
@@ -219,36 +254,47 @@ def _conv_roles(c: Call, weight: Tensor, transposed: bool, groups: int) -> None:
         c.ledger.play(weight, 1, "produce" if transposed else "consume")
 
 
-def _spatial(rank: int, names: str) -> None:
-    def pooled(c: Call) -> Axes | list[Axes]:
-        x = c.axes(c.get("self", "input"))
-        if c.get("random_samples") is not None:  # every channel draws where its windows lie
-            unify(x[-rank - 1], c.axes(c.random_samples)[1])
-        freeze_all(x[-rank:], SPATIAL)
-        return c.each([*x[:-rank], *(fresh(s, SPATIAL) for s in c.outputs()[0].shape[-rank:])])
-
-    rule(names)(pooled)
-
-
-_spatial(1, "max_pool1d max_pool1d_with_indices avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d upsample_nearest1d")
-_spatial(1, "upsample_linear1d reflection_pad1d replication_pad1d _upsample_nearest_exact1d")
-_spatial(2, "max_pool2d max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d")
-_spatial(2, "mkldnn_max_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa")
-_spatial(2, "_upsample_bicubic2d_aa _upsample_nearest_exact2d reflection_pad2d replication_pad2d fractional_max_pool2d")
-_spatial(3, "max_pool3d max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d")
-_spatial(3, "upsample_nearest3d upsample_trilinear3d reflection_pad3d replication_pad3d _upsample_nearest_exact3d")
-_spatial(3, "fractional_max_pool3d")
+def spatial(c: Call) -> Axes | list[Axes]:
+    """Pooling, interpolation and padding over the last dims; the channels before them pass."""
+    x, rank = c.axes(c.get("self", "input")), c.operator.spatial
+    if c.get("random_samples") is not None:  # every sample and every channel draws where its windows lie
+        samples = c.axes(c.random_samples)
+        freeze(samples[2], SPATIAL)
+        unify(x[-rank - 1], samples[1])
+        if len(x) == rank + 2:
+            unify(x[0], samples[0])
+    freeze_all(x[-rank:], SPATIAL)
+    return c.each([*x[:-rank], *(fresh(s, SPATIAL) for s in c.outputs()[0].shape[-rank:])])
 
 
-@rule("max_unpool2d max_unpool3d")
+def _register_spatial(rank: int, names: str, values: str = "computes", **facts: Any) -> None:
+    register(names, axes=spatial, spatial=rank, values=values, zero=True, **facts)
+
+
+_register_spatial(1, "avg_pool1d adaptive_avg_pool1d upsample_nearest1d upsample_linear1d _upsample_nearest_exact1d")
+_register_spatial(1, "reflection_pad1d replication_pad1d max_pool1d")
+_register_spatial(1, "max_pool1d_with_indices adaptive_max_pool1d", positions=(1,))
+_register_spatial(2, "avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d max_pool2d mkldnn_max_pool2d upsample_nearest2d")
+_register_spatial(2, "upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa")
+_register_spatial(2, "_upsample_nearest_exact2d reflection_pad2d replication_pad2d")
+_register_spatial(2, "max_pool2d_with_indices", "max pooling", positions=(1,))
+_register_spatial(2, "adaptive_max_pool2d fractional_max_pool2d", positions=(1,))
+_register_spatial(3, "avg_pool3d _adaptive_avg_pool3d adaptive_avg_pool3d max_pool3d upsample_nearest3d upsample_trilinear3d")
+_register_spatial(3, "reflection_pad3d replication_pad3d _upsample_nearest_exact3d")
+_register_spatial(3, "max_pool3d_with_indices", "max pooling", positions=(1,))
+_register_spatial(3, "adaptive_max_pool3d fractional_max_pool3d", positions=(1,))
+
+
+@operator("max_unpool2d", values="computes", zero=True, spatial=2)
+@operator("max_unpool3d", values="computes", zero=True, spatial=3)
 def max_unpool(c: Call) -> Axes:
-    rank = 2 if c.name.endswith("2d") else 3
+    rank = c.operator.spatial
     x = broadcast(c.axes(c.self), c.axes(c.indices))
     freeze_all(x[-rank:], SPATIAL)
     return [*x[:-rank], *(fresh(s, SPATIAL) for s in c.out.shape[-rank:])]
 
 
-@rule("grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback")
+@operator("grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback", values="computes", zero=True)
 def grid_sampler(c: Call) -> Axes:
     x, g = c.axes(c.input), c.axes(c.grid)
     freeze_all((*x[2:], g[-1]), SPATIAL)
@@ -256,7 +302,7 @@ def grid_sampler(c: Call) -> Axes:
     return [*x[:2], *g[1:-1]]
 
 
-@rule("native_layer_norm layer_norm _fused_rms_norm rms_norm")
+@operator("native_layer_norm layer_norm _fused_rms_norm rms_norm", values="computes", over="norm")
 def layer_norm(c: Call) -> Axes | list[Axes]:
     x, n = c.axes(c.input), len(c.normalized_shape)
     for e, *params in zip(x[-n:], *[c.axes(p) for p in (c.get("weight"), c.get("bias")) if p is not None]):
@@ -267,15 +313,12 @@ def layer_norm(c: Call) -> Axes | list[Axes]:
     return [whole, *(list(reduced) for _ in c.out[1:])] if isinstance(c.out, list | tuple) else whole
 
 
-@rule("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training batch_norm cudnn_batch_norm")
-@rule("_batch_norm_no_update _batch_norm_with_update _native_batch_norm_legit_functional")
-def batch_norm(c: Call) -> Axes | list[Axes]:
+def _batch_norm(c: Call, batch_statistics: bool) -> Axes | list[Axes]:
     x = c.axes(c.input)
     for name in ("weight", "bias", "running_mean", "running_var"):
         if c.get(name) is not None:
             unify(x[1], c.axes(c.args[name])[0])
-    batch_statistics = c.get("training") or ("training" in c.args and c.get("running_mean") is None)
-    if batch_statistics or ("running_mean" not in c.args and "no_training" not in c.name):
+    if batch_statistics:
         for i, e in enumerate(x):  # over a weight this is weight standardisation
             if i != 1:
                 flag(e, "norm")
@@ -288,7 +331,27 @@ def batch_norm(c: Call) -> Axes | list[Axes]:
     ]
 
 
-@rule("native_group_norm group_norm")
+_PER_CHANNEL: dict[str, Any] = {"over": "norm", "per_channel": True, "contiguous": True}
+
+
+@operator("native_batch_norm", values="batch normalisation", **_PER_CHANNEL)
+@operator("_native_batch_norm_legit batch_norm cudnn_batch_norm", values="computes", **_PER_CHANNEL)
+def batch_norm(c: Call) -> Axes | list[Axes]:
+    """Uses the statistics of the batch in training, or where there are no running ones."""
+    return _batch_norm(c, bool(c.get("training")) or c.get("running_mean") is None)
+
+
+@operator("_batch_norm_with_update _native_batch_norm_legit_functional", values="computes", **_PER_CHANNEL)
+def batch_norm_in_training(c: Call) -> Axes | list[Axes]:
+    return _batch_norm(c, True)
+
+
+@operator("_batch_norm_no_update _native_batch_norm_legit_no_training", values="computes", **_PER_CHANNEL)
+def batch_norm_in_evaluation(c: Call) -> Axes | list[Axes]:
+    return _batch_norm(c, c.get("running_mean") is None)
+
+
+@operator("native_group_norm group_norm", values="computes", over="norm", contiguous=True)
 def group_norm(c: Call) -> Axes | list[Axes]:
     x, groups = c.axes(c.input), c.get("group", "num_groups")
     group, inside = _grouped(x[1], groups)
@@ -302,7 +365,7 @@ def group_norm(c: Call) -> Axes | list[Axes]:
     return [whole, [x[0], group], [x[0], group]] if isinstance(c.out, list | tuple) else whole
 
 
-@rule("_weight_norm_interface _weight_norm")
+@operator("_weight_norm_interface _weight_norm", values="computes", over="norm")
 def weight_norm(c: Call) -> Axes | list[Axes]:
     v, g = c.axes(c.v), c.axes(c.g)
     for e, f in zip(v, g):
@@ -311,9 +374,20 @@ def weight_norm(c: Call) -> Axes | list[Axes]:
     return [whole, list(g)] if isinstance(c.out, list | tuple) else whole
 
 
-@rule("_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math scaled_dot_product_attention")
-@rule("_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention")
-@rule("_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math_for_mps")
+_FUSED_ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+    "_scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable"
+)
+
+
+def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    """Every query with every key, and every weight with every value; heads may share keys and values."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+@operator(_FUSED_ATTENTION, values=Attention(), over="softmax", flops=_attention_flops)
+@operator("_scaled_dot_product_attention_math scaled_dot_product_attention", over="softmax")
+@operator("_scaled_dot_product_attention_math_for_mps", over="softmax")
 def attention(c: Call) -> Axes | list[Axes]:
     q, k, v = (c.axes(c.args[n]) for n in ("query", "key", "value"))
     for a, b in zip(q[:-2], k[:-2]):

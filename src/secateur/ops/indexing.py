@@ -1,17 +1,20 @@
-"""Rules for lookups: axes that data addresses keep all their units, the others pass."""
+"""Operators that look entries up: axes that data addresses keep all their units, the others pass."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..axes import ONE, Expr, closed, freeze, fresh, norm, split_at, unify
-from .record import Axes, Call, broadcast, freeze_all, frozen_like, rule
+from .record import MOVES, Axes, Call, broadcast, freeze_all, frozen_like, operator
 
 BY_VALUE = "units are addressed by value"
 
 
-@rule("embedding")
+@operator("embedding", values="moves", zero=True)
 def embedding(c: Call) -> Axes:
     w = c.axes(c.weight)
     freeze(w[0], f"{BY_VALUE} (rows of a lookup table)")
@@ -19,15 +22,16 @@ def embedding(c: Call) -> Axes:
     return [*c.axes(c.indices), *w[1:]]
 
 
-@rule("_embedding_bag _embedding_bag_forward_only")
+@operator("_embedding_bag _embedding_bag_forward_only", values="computes", zero=True, positions=(1, 2, 3))
 def embedding_bag(c: Call) -> list[Axes]:
     w = c.axes(c.weight)
     freeze(w[0], f"{BY_VALUE} (rows of a lookup table)")
     c.produce(c.weight, 1)
+    freeze_all(c.axes(c.get("per_sample_weights")), "one weight per index")
     return [[fresh(c.out[0].shape[0]), w[1]], *([fresh(s) for s in o.shape] for o in c.out[1:])]
 
 
-@rule("index_select")
+@operator("index_select", **MOVES)
 def index_select(c: Call) -> Axes:
     x = c.axes(c.self)
     d = c.dim % len(x) if x else 0
@@ -70,7 +74,7 @@ def _by_position(c: Call, indices: list[Tensor | None]) -> Axes | None:
     return [*x[:d], fresh(len(numbers), "addressed by position"), *x[d + 1 :]]
 
 
-@rule("index _unsafe_index")
+@operator("index _unsafe_index", values="moves", zero=True)
 def index(c: Call) -> Axes | None:
     indices = list(c.indices)
     placed = _by_position(c, indices) if c.ledger.literal_index else None
@@ -93,7 +97,7 @@ def index(c: Call) -> Axes | None:
     return [*got, *(e for _, e in kept)]
 
 
-@rule("index_put index_put_ _index_put_impl_ _unsafe_index_put")
+@operator("index_put index_put_ _index_put_impl_ _unsafe_index_put", values="computes", zero=True)
 def index_put(c: Call) -> Axes:
     x, values = c.axes(c.self), c.axes(c.values)
     kept, _ = _walk(list(c.indices), x, f"{BY_VALUE} (written by index)")
@@ -106,7 +110,7 @@ def index_put(c: Call) -> Axes:
     return [norm(e) for e in x]
 
 
-@rule("gather take_along_dim")
+@operator("gather take_along_dim", values="moves", zero=True)
 def gather(c: Call) -> Axes:
     x, i = c.axes(c.self), c.axes(c.get("index", "indices"))
     d = c.dim % len(x) if x else 0
@@ -120,8 +124,14 @@ def gather(c: Call) -> Axes:
     return [norm(e) for e in i]
 
 
-@rule("scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ index_copy index_copy_")
-@rule("index_fill index_fill_ index_reduce index_reduce_")
+def _writes_zero(given: Mapping[str, Any]) -> bool:
+    """True unless a number other than zero is written."""
+    return isinstance(given.get("value", 0), int | float) and not given.get("value", 0)
+
+
+@operator("scatter scatter_ index_fill index_fill_", values="computes", zero=_writes_zero)
+@operator("scatter_add scatter_add_ scatter_reduce scatter_reduce_", values="computes", zero=True)
+@operator("index_add index_add_ index_copy index_copy_ index_reduce index_reduce_", values="computes", zero=True)
 def scatter(c: Call) -> Axes:
     x = c.axes(c.self)
     if not x:
@@ -138,8 +148,10 @@ def scatter(c: Call) -> Axes:
     return [norm(e) for e in x]
 
 
-@rule("nonzero nonzero_static unique_consecutive _unique _unique2 unique_dim bincount histc masked_select repeat_interleave")
-@rule("searchsorted masked_scatter masked_scatter_ put put_ take _pack_padded_sequence")
+@operator(
+    "nonzero nonzero_static unique_consecutive _unique _unique2 unique_dim bincount histc masked_select repeat_interleave"
+)
+@operator("searchsorted masked_scatter masked_scatter_ put put_ take _pack_padded_sequence")
 def by_data(c: Call) -> Axes | list[Axes]:
     """The size or the order of the result depends on the data."""
     for t in c.tensors():
@@ -148,22 +160,23 @@ def by_data(c: Call) -> Axes | list[Axes]:
     return made if isinstance(c.out, list | tuple) else made[0]
 
 
-@rule("isin")
+@operator("isin", values="computes")
 def isin(c: Call) -> Axes:
     return c.axes(c.elements) if isinstance(c.get("elements"), Tensor) else [fresh(s) for s in c.out.shape]
 
 
-@rule("bucketize")
+@operator("bucketize", values="computes")
 def bucketize(c: Call) -> Axes:
-    return c.axes(c.self)
+    freeze_all(c.axes(c.boundaries), f"{BY_VALUE} (bucketize)")
+    return c.axes(c.self) if isinstance(c.self, Tensor) else []
 
 
-@rule("one_hot")
+@operator("one_hot", values="computes")
 def one_hot(c: Call) -> Axes:
     return [*c.axes(c.self), fresh(c.out.shape[-1], f"{BY_VALUE} (one-hot)")]
 
 
-@rule("_local_scalar_dense equal is_nonzero item is_same_size allclose")
+@operator("_local_scalar_dense equal is_nonzero item is_same_size allclose")
 def read_out(c: Call) -> Axes:
     """A value that Python reads may steer anything, so what it was computed from must stay as it is."""
     for t in c.tensors():
@@ -171,6 +184,6 @@ def read_out(c: Call) -> Axes:
     return []
 
 
-@rule("_assert_async _assert_tensor_metadata sym_size sym_stride sym_numel _functional_assert_async")
+@operator("_assert_async _assert_tensor_metadata sym_size sym_stride sym_numel _functional_assert_async")
 def ignored(c: Call) -> Axes:
     return []

@@ -1,14 +1,19 @@
-"""What an operator does to axes: the registry of rules, and the rule for everything element-wise.
+"""One record per operator: everything the package knows about it.
 
-A rule reads the axes of the inputs, says which are the same (`unify`), which may lose no unit (`freeze`), and returns those of
-the output. The tracer compares the sizes with the real output, so a wrong rule is reported and not used.
+`Operator` says how axes pass through, what zero, constant and varying inputs become, what happens to a common factor, how many
+FLOPs there are and which shapes come out. `register` adds or extends records; `lookup` finds one by its exact name. A
+question that a record does not answer is answered conservatively: the axis stays whole, or the plan says "not exact".
+
+An axis rule reads the axes of the inputs, says which are the same (`unify`) and which must keep all units (`freeze`), and
+returns the axes of the outputs. The tracer compares their sizes with the real outputs: a wrong rule is reported and not used.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,28 +22,148 @@ from torch._ops import OpOverload
 from ..axes import Expr, Role, freeze, fresh, norm, unify
 
 Axes = list[Expr]
-Rule = Callable[["Call"], "Axes | list[Axes] | None"]
-
-RULES: dict[str, Rule] = {}
+AxisRule = Callable[["Call"], "Axes | list[Axes] | None"]
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for operators: `"mylib::op"`; a bare name means aten, and one string may hold several names.
+@dataclass(frozen=True)
+class Contraction:
+    """A sum of products over one dim of each of two tensors, plus a bias: the names of the arguments, and these two dims."""
 
-    The rule gets a `Call` and returns the axes of the output (a list of them for several outputs), or None: freeze everything.
+    left: str
+    right: str
+    bias: str | None = None
+    inner: tuple[int, int] = (-1, -2)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution: the names of its arguments."""
+
+    left: str = "input"
+    right: str = "weight"
+    bias: str = "bias"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention: softmax(query key' * scale + mask) value, the key positions of the value averaged."""
+
+    left: str = "query"
+    right: str = "key"
+    value: str = "value"
+
+
+Product = Contraction | Convolution | Attention
+Values = Literal["elementwise", "moves", "computes", "max pooling", "batch normalisation"] | Product | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """What is known about one operator. Every default is the answer for an operator about which nothing is known.
+
+    `axes`: the axis rule; None: all axes keep all units.
+    `values`: what an output entry is made of. "elementwise": the inputs at the same index, with broadcasting. "moves": one
+        input entry; entries are moved, copied or left out. "computes": several entries; the operator itself is run on
+        constants. "max pooling", "batch normalisation": the same, with a shortcut. `Contraction`, `Convolution`,
+        `Attention`: a sum of products. None: unknown, so what comes out varies.
+    `zero`: where the first tensor argument is zero, and the others that carry its units are, so is the output; always, or for
+        the arguments for which the function says so.
+    `over`: the name under which a reduction or normalisation marks the axes that it runs over.
+    `per_channel`: a normalisation that treats every channel (dim 1) on its own.
+    `grows`: over more entries of the same value the result is larger, so it depends on the size of the inputs.
+    `positions`: the outputs that hold indices instead of values.
+    `factor`: what a common factor of the inputs does. "same": it passes; "equal": it passes if all inputs have it; "product",
+        "quotient": powers add up, or the second is subtracted. None: it cannot be followed.
+    `identity`: the first input comes out unchanged, except for a cast.
+    `undefined`: the output is uninitialised memory.
+    `noise`: the argument that only a call in training mode reads.
+    `contiguous`: its kernels misread expanded tensors.
+    `spatial`: how many spatial dims it works on; a batch dim before the channels may be sampled.
+    `flops`: the FLOPs, as a function of shapes, as `torch.utils.flop_counter` has them.
+    `shapes`: outputs of the right shape without computing them.
     """
 
-    def register(function: Rule) -> Rule:
-        for name in " ".join(names).split():
-            RULES[name if "::" in name else f"aten::{name}"] = function
-        return function
+    axes: AxisRule | None = None
+    values: Values = None
+    zero: bool | Callable[[Mapping[str, Any]], bool] = False
+    over: str = ""
+    per_channel: bool = False
+    grows: bool = False
+    positions: tuple[int, ...] = ()
+    factor: Literal["same", "equal", "product", "quotient"] | None = None
+    identity: bool = False
+    undefined: bool = False
+    noise: str | None = None
+    contiguous: bool = False
+    spatial: int = 0
+    flops: Callable[..., int] | None = None
+    shapes: Callable[..., Any] | None = None
 
-    return register
+
+UNKNOWN = Operator()
+MOVES: dict[str, Any] = {"values": "moves", "zero": True, "factor": "same"}  # the facts of most views
+OPERATORS: dict[str, Operator] = {}
+_found: dict[Any, Operator] = {}
 
 
-def elementwise(*names: str) -> None:
-    """Say that these operators work element by element, with broadcasting: `elementwise("mylib::gate")`."""
-    rule(*names)(pointwise)
+def register(names: str, **facts: Any) -> None:
+    """State facts about operators: `register("mylib::gate", axes=elementwise, values="elementwise")`.
+
+    Args:
+        names: One or several operator names, separated by spaces; a bare name means `aten`.
+        facts: Fields of `Operator`. Facts about an operator that is already known are added to its record.
+
+    Raises:
+        TypeError: For a fact that is not a field of `Operator`.
+    """
+    unknown = facts.keys() - {field.name for field in fields(Operator)}
+    if unknown:
+        raise TypeError(f"{sorted(unknown)} are no facts of an operator; known are {[f.name for f in fields(Operator)]}")
+    _found.clear()
+    for name in names.split():
+        full = name if "::" in name else f"aten::{name}"
+        OPERATORS[full] = replace(OPERATORS.get(full, UNKNOWN), **facts)
+
+
+def operator(names: str, **facts: Any) -> Callable[[AxisRule], AxisRule]:
+    """Decorator for axis rules: registers the rule and further facts for these operators."""
+
+    def decorate(rule: AxisRule) -> AxisRule:
+        register(names, axes=rule, **facts)
+        return rule
+
+    return decorate
+
+
+def lookup(func: Any) -> Operator:
+    """The record of an operator.
+
+    An in-place element-wise operator has the record of its out-of-place form. An operator that torch tags as pointwise is
+    element-wise without being registered. Any other operator without a record is `UNKNOWN`.
+    """
+    found = _found.get(func)
+    if found is None:
+        found = _found[func] = _lookup(func)
+    return found
+
+
+def _lookup(func: Any) -> Operator:
+    if not isinstance(func, OpOverload):
+        return UNKNOWN
+    name = name_of(func)
+    found = OPERATORS.get(name)
+    if found is None and name.endswith("_"):
+        plain = OPERATORS.get(name.removesuffix("_"), UNKNOWN)
+        found = plain if plain.values == "elementwise" else None
+    if found is None and torch.Tag.pointwise in func.tags:
+        found = ELEMENTWISE
+    return UNKNOWN if found is None else found
+
+
+@functools.cache
+def name_of(func: Any) -> str:
+    """The exact name of an operator, without its overload: `"aten::mm"`."""
+    return f"{func.namespace}::{func.overloadpacket.__name__}" if isinstance(func, OpOverload) else str(func)
 
 
 class Ledger(Protocol):
@@ -77,7 +202,13 @@ class Call:
             raise AttributeError(name) from None
 
     @property
+    def operator(self) -> Operator:
+        """The record of the operator that is called."""
+        return lookup(self.func)
+
+    @property
     def name(self) -> str:
+        """The name of the operator, for messages."""
         return self.func.overloadpacket.__name__
 
     def get(self, *names: str) -> Any:
@@ -152,7 +283,7 @@ def broadcast(*operands: Sequence[Expr]) -> Axes:
     return out
 
 
-def pointwise(c: Call) -> Axes | list[Axes]:
+def elementwise(c: Call) -> Axes | list[Axes]:
     """Element by element over all tensor arguments."""
     tensors = c.tensors()
     if not tensors:
@@ -160,25 +291,25 @@ def pointwise(c: Call) -> Axes | list[Axes]:
     return c.each(broadcast(*[c.axes(t) for t in tensors]))
 
 
-elementwise(
-    "clone detach alias lift lift_fresh lift_fresh_copy _to_copy contiguous copy fill zero_ resolve_conj",
-    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like _conj _conj_physical real imag complex polar",
-    "bernoulli normal_ uniform_ exponential_ random_ geometric_ cauchy_ log_normal_ native_dropout dropout",
-    "rrelu rrelu_with_noise",
-    "masked_fill where floor_divide isnan nan_to_num lerp addcmul addcdiv expand_as view_as",
-    "gelu silu hardswish hardsigmoid hardtanh leaky_relu elu mish relu6 celu selu softplus relu _prelu_kernel resolve_neg",
+ELEMENTWISE = Operator(axes=elementwise, values="elementwise")
+
+
+def _elementwise(names: str, **facts: Any) -> None:
+    register(names, axes=elementwise, values="elementwise", **facts)
+
+
+_elementwise(
+    "clone detach alias lift lift_fresh lift_fresh_copy _to_copy contiguous dropout native_dropout",
+    identity=True,
+    factor="same",
 )
-
-
-@functools.cache
-def name_of(func: Any) -> str:
-    return f"{func.namespace}::{func.overloadpacket.__name__}" if isinstance(func, OpOverload) else str(func)
-
-
-def lookup(func: Any) -> Rule | None:
-    """The rule for an operator: its own, or the element-wise one if torch says so of it or of its twin not in place."""
-    name = name_of(func)
-    found = RULES.get(name)
-    if found is not None:
-        return found
-    return pointwise if torch.Tag.pointwise in func.tags or RULES.get(name.removesuffix("_")) is pointwise else None
+_elementwise("neg resolve_conj resolve_neg _conj _conj_physical", factor="same")
+_elementwise("add sub rsub where maximum minimum", factor="equal")
+_elementwise("mul", factor="product")
+_elementwise("div", factor="quotient")
+_elementwise("empty_like", undefined=True)
+_elementwise("zeros_like ones_like full_like rand_like randn_like randint_like copy fill zero_ real imag complex polar")
+_elementwise("bernoulli normal_ uniform_ exponential_ random_ geometric_ cauchy_ log_normal_ rrelu")
+_elementwise("rrelu_with_noise", noise="noise")
+_elementwise("masked_fill floor_divide isnan nan_to_num lerp addcmul addcdiv expand_as view_as")
+_elementwise("gelu silu hardswish hardsigmoid hardtanh leaky_relu elu mish relu6 celu selu softplus relu _prelu_kernel")

@@ -1,43 +1,46 @@
-"""Rules for operators that make, rearrange, cut and join axes."""
+"""Operators that make tensors, and those that rearrange, cut and join them."""
 
 from __future__ import annotations
 
 import math
 
-from ..axes import ONE, ZERO, Atom, Cat, Fam, Prod, closed, freeze, fresh, norm, pick, reshape, split_outer, take, unify
-from .record import Axes, Call, freeze_all, frozen_like, rule
+from ..axes import ONE, ZERO, Atom, Cat, Fam, Prod, closed, flag, freeze, fresh, norm, pick, reshape, split_outer, take, unify
+from .record import MOVES, Axes, Call, freeze_all, frozen_like, operator
 
 
-@rule("zeros ones full empty rand randn randint new_zeros new_ones new_full new_empty scalar_tensor")
-@rule("empty_strided new_empty_strided empty_permuted")
+@operator("zeros ones full rand randn randint new_zeros new_ones new_full scalar_tensor", values="computes")
+@operator("empty new_empty empty_strided new_empty_strided empty_permuted", undefined=True)
 def filled(c: Call) -> Axes:
     return [fresh(s) for s in c.out.shape]
 
 
-@rule("arange linspace logspace eye tril_indices triu_indices randperm hann_window hamming_window kaiser_window")
+@operator(
+    "arange linspace logspace eye tril_indices triu_indices randperm hann_window hamming_window kaiser_window",
+    values="computes",
+)
 def counted(c: Call) -> Axes:
     return frozen_like(c.out, f"values depend on the position ({c.name}): removing a unit changes the others")
 
 
-@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy", "view_copy")
+@operator("view _unsafe_view reshape _reshape_alias _reshape_copy view_copy", **MOVES)
 def view(c: Call) -> Axes | None:
-    if "size" not in c.args and "shape" not in c.args:  # view(dtype)
-        return c.axes(c.self) if c.out.shape == c.self.shape else None
+    if "size" not in c.args and "shape" not in c.args:  # view(dtype) reads the same bits as other numbers
+        return None
     return reshape(c.axes(c.self), list(c.out.shape), c.ledger.literal_sizes)
 
 
-@rule("permute", "permute_copy")
+@operator("permute permute_copy", **MOVES)
 def permute(c: Call) -> Axes:
     x = c.axes(c.self)
     return [x[d % len(x)] for d in c.dims]
 
 
-@rule("t", "t_", "numpy_T", "adjoint", "mT", "t_copy")
+@operator("t t_ numpy_T adjoint mT t_copy", **MOVES)
 def turned(c: Call) -> Axes:
     return c.axes(c.self)[::-1]
 
 
-@rule("transpose", "transpose_", "swapaxes", "transpose_copy")
+@operator("transpose transpose_ swapaxes transpose_copy", **MOVES)
 def transpose(c: Call) -> Axes:
     x = c.axes(c.self)
     if x:
@@ -46,7 +49,7 @@ def transpose(c: Call) -> Axes:
     return x
 
 
-@rule("unsqueeze", "unsqueeze_", "unsqueeze_copy")
+@operator("unsqueeze unsqueeze_ unsqueeze_copy", **MOVES)
 def unsqueeze(c: Call) -> Axes:
     x = c.axes(c.self)
     if len(x) < c.out.dim():  # in place, the tensor may have been seen after the change
@@ -54,7 +57,7 @@ def unsqueeze(c: Call) -> Axes:
     return x
 
 
-@rule("squeeze", "squeeze_", "squeeze_copy")
+@operator("squeeze squeeze_ squeeze_copy", **MOVES)
 def squeeze(c: Call) -> Axes:
     x = c.axes(c.self)
     dims = c.get("dim")
@@ -62,21 +65,21 @@ def squeeze(c: Call) -> Axes:
     return [e for i, e in enumerate(x) if i not in gone or e.size != 1] if len(x) != c.out.dim() else x
 
 
-@rule("expand", "broadcast_to", "expand_copy")
+@operator("expand broadcast_to expand_copy", **MOVES)
 def expand(c: Call) -> Axes:
     x = c.axes(c.self)
     x = [ONE] * (c.out.dim() - len(x)) + x
     return [e if e.size == s else fresh(s) for e, s in zip(x, c.out.shape)]
 
 
-@rule("repeat")
+@operator("repeat", **MOVES)
 def repeat(c: Call) -> Axes:
     x = c.axes(c.self)
     x = [ONE] * (c.out.dim() - len(x)) + x
     return [norm(Prod((fresh(r), closed(e)))) for r, e in zip(c.repeats, x)]
 
 
-@rule("slice", "slice_copy", "narrow")
+@operator("slice slice_copy narrow", **MOVES)
 def sliced(c: Call) -> Axes:
     x = c.axes(c.self)
     d = c.dim % len(x)
@@ -89,7 +92,7 @@ def sliced(c: Call) -> Axes:
     return x
 
 
-@rule("slice_scatter")
+@operator("slice_scatter", **MOVES)
 def slice_scatter(c: Call) -> Axes:
     x, s = c.axes(c.self), c.axes(c.src)
     d = c.dim % len(x)
@@ -99,7 +102,7 @@ def slice_scatter(c: Call) -> Axes:
     return x
 
 
-@rule("select_scatter")
+@operator("select_scatter", **MOVES)
 def select_scatter(c: Call) -> Axes:
     x, s = c.axes(c.self), c.axes(c.src)
     d = c.dim % len(x)
@@ -115,7 +118,7 @@ def _at(axes: Axes, dim: int, index: int) -> Axes:
     return [pick(e, key, index) for i, e in enumerate(axes) if i != dim]
 
 
-@rule("select", "select_copy")
+@operator("select select_copy", **MOVES)
 def select(c: Call) -> Axes:
     x = c.axes(c.self)
     d = c.dim % len(x)
@@ -123,7 +126,7 @@ def select(c: Call) -> Axes:
     return _at(x, d, c.index % x[d].size)
 
 
-@rule("unbind", "unbind_copy")
+@operator("unbind unbind_copy", **MOVES)
 def unbind(c: Call) -> list[Axes]:
     x = c.axes(c.self)
     d = c.dim % len(x)
@@ -131,8 +134,13 @@ def unbind(c: Call) -> list[Axes]:
     return [_at(x, d, i) for i in range(len(c.out))]
 
 
-@rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "split_copy", "split_with_sizes_copy")
-@rule("chunk", "unsafe_chunk", "tensor_split")
+@operator(
+    "split split_with_sizes unsafe_split unsafe_split_with_sizes split_copy split_with_sizes_copy",
+    values="moves",
+    zero=True,
+    factor="same",
+)
+@operator("chunk unsafe_chunk tensor_split", **MOVES)
 def split(c: Call) -> list[Axes]:
     x = c.axes(c.self)
     d = c.dim % len(x)
@@ -149,7 +157,7 @@ def split(c: Call) -> list[Axes]:
     return [[*x[:d], part, *x[d + 1 :]] for part in parts]
 
 
-@rule("cat", "concat", "concatenate")
+@operator("cat concat concatenate", **MOVES)
 def cat(c: Call) -> Axes | None:
     tensors = [t for t in c.tensors() if not (t.dim() == 1 and t.shape[0] == 0)]
     if not tensors:
@@ -163,7 +171,7 @@ def cat(c: Call) -> Axes | None:
     return [norm(Cat([closed(x[d]) for x in (first, *rest)])) if i == d else norm(e) for i, e in enumerate(first)]
 
 
-@rule("stack")
+@operator("stack", **MOVES)
 def stack(c: Call) -> Axes:
     """A new axis numbers the tensors; each keeps its own units, only their counts have to agree."""
     every = [[closed(e) for e in c.axes(t)] for t in c.tensors()]
@@ -174,7 +182,7 @@ def stack(c: Call) -> Axes:
     return out
 
 
-@rule("constant_pad_nd", "pad")
+@operator("constant_pad_nd pad", values="moves", zero=lambda given: not given.get("value"))
 def pad(c: Call) -> Axes:
     x = c.axes(c.self)
     for i in range(len(c.pad) // 2):
@@ -187,14 +195,14 @@ def pad(c: Call) -> Axes:
     return x
 
 
-@rule("diagonal", "diagonal_copy", "diag_embed", "diagonal_scatter", "diagonal_backward")
+@operator("diagonal diagonal_copy diag_embed diagonal_scatter diagonal_backward", **MOVES)
 def diagonal(c: Call) -> Axes:
     for t in c.tensors():
         freeze_all(c.axes(t), "read along a diagonal")
     return frozen_like(c.out, "read along a diagonal")
 
 
-@rule("as_strided", "as_strided_copy", "as_strided_")
+@operator("as_strided as_strided_copy as_strided_", **MOVES)
 def as_strided(c: Call) -> Axes | None:
     """Overlapping windows and the like: a dim passes when no other step of the new view can move its index."""
     if list(c.out.shape) == list(c.self.shape) and c.out.stride() == c.self.stride():
@@ -225,7 +233,7 @@ def _packed(dims: list[tuple[int, int]]) -> list[int]:
     return [math.prod(n for n, _ in order[i + 1 :]) for i in range(len(order))]
 
 
-@rule("unfold", "unfold_copy")
+@operator("unfold unfold_copy", **MOVES)
 def unfold(c: Call) -> Axes:
     x = c.axes(c.self)
     d = c.dimension % len(x)
@@ -236,7 +244,7 @@ def unfold(c: Call) -> Axes:
     return [*x[:d], halves[0], *x[d + 1 :], halves[1]]
 
 
-@rule("im2col")
+@operator("im2col", **MOVES)
 def im2col(c: Call) -> Axes:
     x = c.axes(c.self)
     freeze_all(x[-2:], "a sliding window")
@@ -244,7 +252,7 @@ def im2col(c: Call) -> Axes:
     return [*x[:-3], norm(Prod((closed(x[-3]), window))), fresh(c.out.shape[-1], "a sliding window")]
 
 
-@rule("col2im")
+@operator("col2im", values="computes", zero=True)
 def col2im(c: Call) -> Axes | None:
     x = c.axes(c.self)
     freeze(x[-1], "a sliding window")
@@ -255,7 +263,7 @@ def col2im(c: Call) -> Axes | None:
     return [*x[:-2], halves[0], *(fresh(s, "spatial") for s in c.out.shape[-2:])]
 
 
-@rule("pixel_shuffle")
+@operator("pixel_shuffle", **MOVES)
 def pixel_shuffle(c: Call) -> Axes:
     x, f = c.axes(c.self), c.upscale_factor
     channels, high, wide = reshape([x[-3]], [x[-3].size // f // f, f, f])
@@ -263,7 +271,7 @@ def pixel_shuffle(c: Call) -> Axes:
     return [*x[:-3], channels, norm(Prod((x[-2], high))), norm(Prod((x[-1], wide)))]
 
 
-@rule("pixel_unshuffle")
+@operator("pixel_unshuffle", **MOVES)
 def pixel_unshuffle(c: Call) -> Axes:
     x, f = c.axes(c.self), c.downscale_factor
     (rows, high), (cols, wide) = (reshape([e], [e.size // f, f]) for e in x[-2:])
@@ -271,55 +279,53 @@ def pixel_unshuffle(c: Call) -> Axes:
     return [*x[:-3], norm(Prod((closed(x[-3]), high, wide))), rows, cols]
 
 
-@rule("channel_shuffle", "native_channel_shuffle")
+@operator("channel_shuffle native_channel_shuffle", **MOVES)
 def channel_shuffle(c: Call) -> Axes:
     x = c.axes(c.self)
     groups, inside = reshape([x[1]], [c.groups, x[1].size // c.groups])
     return [x[0], norm(Prod((inside, groups))), *x[2:]]
 
 
-@rule(
-    "flip",
-    "roll",
-    "tril",
-    "triu",
-    "tril_",
-    "triu_",
-    "sort",
-    "argsort",
-    "msort",
-    "cumsum",
-    "cumprod",
-    "cumsum_",
-    "cummax",
-    "cummin",
-)
-@rule("logcumsumexp", "rot90", "renorm")
+@operator("flip roll", **MOVES)
+@operator("tril triu tril_ triu_ msort", values="computes", zero=True)
+@operator("cumprod cumsum cumsum_", values="computes", zero=True, grows=True)
+@operator("sort cummax cummin", values="computes", zero=True, positions=(1,))
+@operator("argsort", values="computes", positions=(0,))
+@operator("logcumsumexp", values="computes", grows=True)
 def ordered(c: Call) -> Axes | list[Axes]:
+    """The units along these dims stand in an order that the values depend on."""
     x = c.axes(c.self)
-    dims = c.get("dims", "dim")
-    if c.name.startswith("tri"):
-        dims = [-1, -2]
+    dims = [-1, -2] if "diagonal" in c.args else c.get("dims", "dim")
     for d in [dims] if isinstance(dims, int) else dims or range(len(x)):
         if x and x[d].size > 1:
             freeze(x[d], f"order matters ({c.name}): removing a unit changes the others")
             x[d] = fresh(x[d].size, f"order matters ({c.name})")
-    return c.each(x) if not c.name.startswith("rot") else frozen_like(c.out, "rotated")
+    return c.each(x)
 
 
-@rule("view_as_complex")
+@operator("renorm", over="norm")
+def renorm(c: Call) -> Axes:
+    """Every slice along `dim` is divided by a norm of its own."""
+    x = c.axes(c.self)
+    for d, e in enumerate(x):
+        if d != c.dim % len(x):
+            flag(e, "norm")
+    return x
+
+
+@operator("view_as_complex", **MOVES)
 def view_as_complex(c: Call) -> Axes:
     x = c.axes(c.self)
     freeze(x[-1], "a complex pair")
     return x[:-1]
 
 
-@rule("view_as_real", "view_as_real_copy")
+@operator("view_as_real view_as_real_copy", **MOVES)
 def view_as_real(c: Call) -> Axes:
     return [*c.axes(c.self), fresh(2, "a complex pair")]
 
 
-@rule("_fft_r2c _fft_c2r _fft_c2c")
+@operator("_fft_r2c _fft_c2r _fft_c2c", values="computes", zero=True)
 def fourier(c: Call) -> Axes:
     x = c.axes(c.self)
     for d in c.dim:

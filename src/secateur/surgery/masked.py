@@ -13,7 +13,7 @@ from ..axes import Group, keep_mask
 from ..edit import Attribute, Cuts, apply_cuts_, copied, owned_tensors
 from ..trace import Trace
 from .cut import Keep, cuts_of
-from .exact import Silence, silenced
+from .exact import MaskedWeights, masked_places
 from .leftovers import follow_leftovers_
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def silence_(model: nn.Module, trace: Trace, keep: Keep) -> nn.Module:
     """Zero what makes the units that `keep` removes, in place: the masked model, in its old size."""
     tensors = dict(owned_tensors(model).values())
     with torch.no_grad():
-        for name, places in silenced(trace, keep).items():
+        for name, places in masked_places(trace, keep).items():
             for dim, atom in places:
                 gone = (~keep_mask(trace.dims[name][dim], {atom: keep[atom]})).nonzero()[:, 0]
                 tensors[name].index_fill_(dim, gone.to(tensors[name].device), 0)
@@ -96,7 +96,7 @@ def _folds(model: nn.Module, trace: Trace, keep: Keep) -> Folds:
 
     tensors = dict(owned_tensors(model).values())
     try:
-        return find(trace, keep, Silence(trace, keep, tensors, silenced(trace, keep)))
+        return find(trace, keep, MaskedWeights(trace, keep, tensors, masked_places(trace, keep)))
     except Exception as error:  # a run that cannot be looked into can still be cut; that it may not be exact is said
         why = f"its constants cannot be looked for ({type(error).__name__}: {error})"
         return Folds(reasons={g: why for g in trace.groups if g.atom in keep})

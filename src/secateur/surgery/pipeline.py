@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..axes import Group
+from ..axes import Group, atoms
 from ..criteria import Criterion
 from ..edit import copied
-from ..trace import Trace, trace, undetermined
+from ..trace import GIVEN, Trace, trace, undetermined
 from .budget import Choice, Knob, busy, choose, figure, keep_of, met, tells, within
 from .calibrate import Scores, UnitCriterion, unit_scores
 from .cut import Keep
@@ -158,7 +158,7 @@ def _check_runs(
     traced: Trace, small: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], expected: int, keep: Keep
 ) -> int:
     """The small model runs, gives what the model gave in the same shapes, also for two batches in one; its FLOPs."""
-    shapes, doubled = traced.record.output_shapes, _doubled(args, kwargs)
+    shapes, doubled = traced.record.output_shapes, _doubled(traced, args, kwargs)
     if doubled is not None:  # when this is fine, so is one batch
         with contextlib.suppress(Exception):
             if outline(small, *doubled)[0] == [(2 * s[0], *s[1:]) for s in shapes]:
@@ -201,9 +201,13 @@ def _runs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     return True
 
 
-def _doubled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _doubled(traced: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The inputs with the batch twice; None where they have no common batch, or where a weight has the size of the batch."""
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
     if not tensors or any(t.dim() == 0 or t.shape[0] != tensors[0].shape[0] for t in tensors):
+        return None
+    tied = {a.size for axes in traced.dims.values() for e in axes for a in atoms(e) if a.frozen == GIVEN}
+    if tensors[0].shape[0] in tied:
         return None
     twice = [torch.cat([v, v]) if isinstance(v, Tensor) else v for v in (*args, *kwargs.values())]
     return tuple(twice[: len(args)]), dict(zip(kwargs, twice[len(args) :]))

@@ -17,31 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..axes import Atom, Expr, axis_signature, new_size
 from ..edit import owned_tensors, plain_kernels, run
+from ..ops import flop_formula
 from ..trace import Outlined, Ref, Trace, ValueRead, output_shapes
 
 Counts = Mapping[Atom, int]
 _STRETCHES = 8  # of a measurement, each with a median of its own
-
-
-_ATTENTION = (
-    "efficient_attention",
-    "flash_attention",
-    "cudnn_attention",
-    "flash_attention_for_cpu",
-    "fused_attention_overrideable",
-)
-
-
-def _formulas() -> dict[Any, Callable[..., int]]:
-    """Torch's own FLOP formulas; for attention ours, since torch has none on a CPU, and before 2.13 none for shared keys."""
-    from torch.utils.flop_counter import flop_registry
-
-    return {**flop_registry, **{getattr(torch.ops.aten, f"_scaled_dot_product_{name}"): _attention for name in _ATTENTION}}
-
-
-def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
-    """Every query with every key, and what comes of it with every value; heads may share keys and values."""
-    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
 @dataclass(frozen=True)
@@ -73,9 +53,7 @@ class SizeModel:
         self.tried: list[frozenset[str]] = [frozenset()]
         owned = owned_tensors(trace.model).values()
         self.weights = [self.shape(trace.dims[name]) for name, tensor in owned if isinstance(tensor, nn.Parameter)]
-        formulas = _formulas()
-        steps = [(formulas[f], s) for s in trace.steps if (f := getattr(s.func, "overloadpacket", None)) in formulas]
-        steps = [(getattr(f, "__wrapped__", f), s) for f, s in steps]  # the formula itself, of shapes instead of tensors
+        steps = [(formula, s) for s in trace.steps if (formula := flop_formula(s.func)) is not None]
         self.steps = [(f, self.refs(s.args), self.refs(s.kwargs), self.refs(Ref(s.outs[0]))) for f, s in steps]
 
     def shape(self, axes: list[Expr]) -> _Shape:
@@ -146,17 +124,16 @@ class Counting(TorchDispatchMode):
 
     def __init__(self, outlined: Outlined | None = None) -> None:
         super().__init__()
-        self.formulas, self.total, self.outlined = _formulas(), 0, outlined
+        self.total, self.outlined = 0, outlined
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {})) if self.outlined is None else self.outlined(func, args, kwargs or {})
-        formula = self.formulas.get(getattr(func, "overloadpacket", None))
+        formula = flop_formula(func)
         if formula is not None:
-            plain = getattr(formula, "__wrapped__", formula)  # of shapes instead of tensors: torch's wrapper takes a while
             sizes = {key: _sizes(value) for key, value in (kwargs or {}).items()}
-            self.total += plain(*map(_sizes, args), **sizes, out_shape=_sizes(out))
+            self.total += formula(*map(_sizes, args), **sizes, out_shape=_sizes(out))
         return out
 
 

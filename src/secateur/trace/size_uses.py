@@ -159,7 +159,7 @@ def reads(names: str) -> Callable[[SizeReader], SizeReader]:
     return register
 
 
-@reads("view reshape expand broadcast_to")
+@reads("view reshape expand broadcast_to view_copy expand_copy sum_to_size")
 def _view(s: SizeUseMode, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
     sizes = _view_sizes(a, k)
     if isinstance(out, Tensor) and all(isinstance(n, int) for n in sizes):
@@ -205,7 +205,7 @@ def _as(s: SizeUseMode, name: str, a: tuple[Any, ...], k: dict[str, Any], out: A
         s.use(name, s.sized(other.size, other), axis)
 
 
-@reads("broadcast_tensors")
+@reads("broadcast_tensors meshgrid")
 def _broadcast(s: SizeUseMode, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
     for column in zip(*(reversed(s.axes(t)) for t in out)):
         sources = [e for t in _flat(a) for e in s.axes(t) if any(e is other for other in column)]
@@ -223,7 +223,9 @@ def _leaves(s: SizeUseMode, name: str, a: tuple[Any, ...], k: dict[str, Any], ou
 def _narrow(s: SizeUseMode, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
     d, start, length = (_arg(a, k, i + 1, n) for i, n in enumerate(("dim", "start", "length")))
     s.use(name, length, s.axes(out)[int(d)])
-    if isinstance(start, int) and int(start) > 0:
+    if not isinstance(start, int):
+        freeze(s.axes(a[0])[int(d)], "a tensor says where a slice begins")
+    elif int(start) > 0:
         s.use(name, start, take(s.axes(a[0])[int(d)], 0, int(start)))
 
 
@@ -258,7 +260,7 @@ def _bounds(s: SizeUseMode, name: str, i: slice, axis: Expr) -> None:
             s.journal.compared(operator.ge, bound, s.sized(axis.size, axis), True)
 
 
-@reads("layer_norm rms_norm")
+@reads("layer_norm rms_norm native_layer_norm")
 def _layer_norm(s: SizeUseMode, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
     shape = _arg(a, k, 1, "normalized_shape")
     for value, axis in zip(shape, s.axes(a[0])[-len(shape) :]):
@@ -270,6 +272,38 @@ def _group_norm(s: SizeUseMode, name: str, a: tuple[Any, ...], k: dict[str, Any]
     groups = _arg(a, k, 1, "num_groups")
     channels = s.axes(a[0])[1]
     s.use(name, groups, reshape([channels], [int(groups), channels.size // int(groups)])[0])
+    everything = Prod(s.axes(a[0]))
+    s.journal.compared(operator.ne, s.sized(everything.size, everything), groups, True)  # torch refuses one value per group
+
+
+@reads("native_group_norm")
+def _native_group_norm(s: SizeUseMode, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
+    for tensor in (v for v in (*a[:3], *k.values()) if isinstance(v, Tensor)):
+        for axis in s.axes(tensor):
+            freeze(axis, "native_group_norm is given the sizes as numbers")
+
+
+@reads("instance_norm")
+def _instance_norm(s: SizeUseMode, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
+    spatial = Prod(s.axes(a[0])[2:])
+    if spatial.size > 1:  # torch refuses statistics of one value
+        s.journal.compared(operator.ne, s.sized(spatial.size, spatial), 1, True)
+
+
+@reads("pad constant_pad_nd")
+def _pad(s: SizeUseMode, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
+    """Padding that repeats entries, and negative padding, say by numbers which entries those are."""
+    pads, plain = _arg(a, k, 1, "pad"), _arg(a, k, 2, "mode", default="constant") == "constant"
+    for i in range(len(pads) // 2):
+        low, high = int(pads[2 * i]), int(pads[2 * i + 1])
+        if min(low, high) < 0 or (max(low, high) > 0 and not plain):
+            freeze(s.axes(a[0])[-1 - i], f"padded by position ({name})")
+
+
+@reads("slice_scatter")
+def _slice_scatter(s: SizeUseMode, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
+    d = int(_arg(a, k, 2, "dim", default=0))
+    _bounds(s, name, slice(_arg(a, k, 3, "start"), _arg(a, k, 4, "end")), s.axes(a[0])[d])
 
 
 @reads("batch_norm")

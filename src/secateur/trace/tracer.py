@@ -40,7 +40,7 @@ from ..axes import (
     fresh,
     norm,
 )
-from ..ops import Axes, Call, Rule, lookup, name_of
+from ..ops import Axes, AxisRule, Call, lookup, name_of
 from .outline import Outlined, tensors_of
 from .provenance import Journal
 
@@ -257,7 +257,7 @@ class Tracer(TorchDispatchMode):
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         """Works out the axes of the results of an operator, and records the operator as a step."""
-        rule = lookup(func) if isinstance(func, OpOverload) else None
+        rule = lookup(func).axes
         outs = list(out) if isinstance(out, _MANY) else [out]
         self.deferred = []
         axes = self.apply(rule, func, args, kwargs, out, outs)
@@ -316,7 +316,7 @@ class Tracer(TorchDispatchMode):
         return info.number
 
     def apply(
-        self, rule: Rule | None, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, outs: list[Any]
+        self, rule: AxisRule | None, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, outs: list[Any]
     ) -> list[Axes] | None:
         """Returns the axes that the rule gives, one list for each output, or None if they do not fit the real sizes."""
         if rule is None:
@@ -327,7 +327,7 @@ class Tracer(TorchDispatchMode):
             self.record.errors.append(f"{func}: {type(error).__name__}: {error}")
             return None
 
-    def give_up(self, func: Any, rule: Rule | None, outs: list[Any]) -> list[Axes]:
+    def give_up(self, func: Any, rule: AxisRule | None, outs: list[Any]) -> list[Axes]:
         """Freezes the axes of all inputs, and returns new frozen axes for the results."""
         name = name_of(func)
         if rule is None:
@@ -341,7 +341,7 @@ class Tracer(TorchDispatchMode):
         return [[fresh(s, why) for s in o.shape] if isinstance(o, Tensor) else [] for o in outs]
 
     def origins(
-        self, rule: Rule | None, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, outs: list[Any]
+        self, rule: AxisRule | None, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, outs: list[Any]
     ) -> Sequence[tuple[Origin, ...]]:
         """Returns where the dims of results come from, for an operator that reads weights only; empty sets if it is unknown."""
         axes = None

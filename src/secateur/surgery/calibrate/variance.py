@@ -13,7 +13,7 @@ from ...axes import Group
 from ...edit import plain_kernels, run
 from ...stats import check_evidence, on_batch, split_batch
 from ...trace import Ref, Trace
-from ..exact import Wiring, tensors_in, units_along
+from ..exact import Wiring, units_along
 
 
 class _Watch(TorchDispatchMode):
@@ -27,7 +27,7 @@ class _Watch(TorchDispatchMode):
         for group in groups:
             for name in dict.fromkeys(m.tensor for m in group.members if m.role == "consume"):
                 for step in wiring.readers.get(name, ()):
-                    data = [n for n in tensors_in(step) if n not in wiring.roots and wiring.carries(n, group.atom)]
+                    data = [n for n in step.inputs if n not in wiring.roots and wiring.carries(n, group.atom)]
                     self.taps.setdefault(id(step), set()).update((n, group) for n in data)
 
     def __torch_dispatch__(

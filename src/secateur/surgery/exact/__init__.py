@@ -1,6 +1,7 @@
-"""Decides whether a cut is exact: propagates the values of removed units, folds constants, rescales."""
+"""Decides whether a cut is exact, and makes it so where possible: masks units, propagates their values, folds, rescales."""
 
 from .fold import Folds, find, fold_
-from .wiring import Silence, Wiring, silenced, tensors_in, units_along
+from .weights import Keep, MaskedWeights
+from .wiring import Wiring, masked_places, units_along
 
-__all__ = ["Folds", "Silence", "Wiring", "find", "fold_", "silenced", "tensors_in", "units_along"]
+__all__ = ["Folds", "Keep", "MaskedWeights", "Wiring", "find", "fold_", "masked_places", "units_along"]

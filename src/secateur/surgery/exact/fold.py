@@ -1,8 +1,8 @@
-"""Folds what removed units still say into their consumers, so that dropping them changes nothing.
+"""Folds the constants of removed units into their consumers, so that dropping the units changes nothing.
 
-A removed unit has no weights left but may give a constant: its bias, a BatchNorm shift, f(0) of an activation. `ghosts` follows
-it to the operators that sum it away; what those lose, one number for each output channel, goes into their bias. Where there is
-no such number or no such bias, the group is reported.
+A removed unit has no weights left but may be a constant: its bias, a BatchNorm shift, f(0) of an activation. `propagate`
+follows it to the operators that sum it away; what those lose, one number per output channel, is added to their bias. Where
+there is no such number or no such bias, the group is reported as not exact.
 """
 
 from __future__ import annotations
@@ -17,30 +17,32 @@ from torch import Tensor, nn
 
 from ...axes import HARMLESS, Atom, Expr, Group, atoms, keep_mask, norm
 from ...edit import owned_tensors
-from ...trace import Trace
-from .operands import Contribution, is_scaled
-from .propagate import Propagation
+from ...ops import Contraction, Convolution, lookup
+from ...trace import Step, Trace
+from .propagate import propagate
 from .rescale import Edit, Scale, mean_of_squares, prepares, sizes_in_formulas
-from .wiring import Keep, Silence, tensors_in
+from .values import Contribution, base_name, is_scaled, operands, where
+from .weights import Keep, MaskedWeights
 
-_ZERO_IS_NOTHING = HARMLESS | {"linalg_vector_norm"}  # over zeros these give what they give without them
-_ANSWERED = frozenset({"mean", "scale"})  # what changes with the size is made good in weights
+_ZERO_IS_NOTHING = HARMLESS | {"linalg_vector_norm"}  # zeros do not change what these give
+_ANSWERED = frozenset({"mean", "scale"})  # corrected by scaling weights (`rescale`)
 _DIGIT = 128
+_VIEWS = frozenset({"aten::view", "aten::_unsafe_view", "aten::reshape"})
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_ADDING = {layer.forward for layer in (nn.Linear, *_CONVOLUTIONS)}  # with a bias instead of None they add it
+_ADDING = {layer.forward for layer in (nn.Linear, *_CONVOLUTIONS)}  # layers that add `self.bias` if it is not None
 
 
 @dataclass
 class Folds:
-    """What a cut changes besides sizes: what biases gain, weights and numbers that are scaled, and the groups for which there
-    is no exact answer, with why."""
+    """What a cut changes besides sizes: additions to biases, scaled weights and numbers, and the groups that are not exact,
+    with the reason."""
 
     biases: dict[Slot, Tensor] = field(default_factory=dict)
     edits: list[Edit] = field(default_factory=list)
     reasons: dict[Group, str] = field(default_factory=dict)
 
     def apply_(self, model: nn.Module, trace: Trace, keep: Keep | None = None) -> None:
-        """Write it to a model in full size, or to one that has the kept units only."""
+        """Writes the changes to a full-size model, or to one that has the kept units only."""
         for slot, value in self.biases.items():
             _add_bias(model, slot, trace, value, keep)
         for edit in self.edits:
@@ -49,8 +51,8 @@ class Folds:
             for path, name, number in edit.attributes:
                 setattr(model.get_submodule(path), name, number)
 
-    def follow(self, flow: Silence) -> None:
-        """Rows of a weight that are scaled take along a bias that they get only now."""
+    def follow(self, flow: MaskedWeights) -> None:
+        """Scales new biases along with the rows of the weights that they are added to."""
         scales = [s for edit in self.edits for s in edit.scales if s.rows is not None]
         for slot in [s for s in self.biases if s.new and scales]:
             own = {id(p) for p in flow.trace.model.get_submodule(slot.name.rpartition(".")[0]).parameters()}
@@ -60,57 +62,62 @@ class Folds:
                     self.biases[slot] = torch.where(scale.rows, factor, 1.0) * self.biases[slot]
 
 
-def find(trace: Trace, keep: Keep, silence: Silence) -> Folds:
-    """What has to change so that the removed units can go. Nothing is written."""
+def find(trace: Trace, keep: Keep, weights: MaskedWeights) -> Folds:
+    """Finds what has to change so that the removed units can be dropped. Writes nothing."""
     cut = [a for a in keep if not bool(keep[a].all())]
     bad: dict[Atom, str] = {a: why for a in cut if (why := _collective(trace, a))}
-    edits = mean_of_squares(silence, [a for a in cut if "mean" in a.flags], bad)
-    edits += sizes_in_formulas(silence, bad)
-    losses = Propagation(trace, keep, silence, {a: a.flags - _ZERO_IS_NOTHING - _ANSWERED for a in cut}).losses
+    edits = mean_of_squares(weights, [a for a in cut if "mean" in a.flags], bad)
+    edits += sizes_in_formulas(weights, bad)
+    losses = propagate(trace, keep, weights, {a: a.flags - _ZERO_IS_NOTHING - _ANSWERED for a in cut})
     for loss in losses:
         if isinstance(loss.value, str):
             bad.setdefault(loss.atom, loss.value)
-    biases = _biases(silence, [x for x in losses if isinstance(x.value, Tensor)], bad)  # also of groups that lose more
-    spoilt = {loss.step for loss in losses}  # an RMSNorm over constants: its mean is another one
+    biases = _biases(weights, [x for x in losses if isinstance(x.value, Tensor)], bad)  # also for groups that are not exact
+    spoilt = {loss.step for loss in losses}  # an RMSNorm over constants has another mean
     found = Folds(
         biases,
         [e for e in edits if not e.over or e.over - spoilt],
         {trace.by_atom[a]: why for a, why in bad.items() if a in trace.by_atom},
     )
-    found.follow(silence)
+    found.follow(weights)
     return found
 
 
 def fold_(
     model: nn.Module, trace: Trace, keep: Keep, args: Any = None, kwargs: Mapping[str, Any] | None = None
 ) -> dict[Group, str]:
-    """Change the consumers of removed units so that the units can go; returns, for each group where that cannot be, why.
+    """Changes the consumers of removed units so that the units can be dropped; returns the groups that are not exact, and why.
 
     `model`: the traced model or a full-size copy, with zero weights for the removed units, biases kept. A linear layer or
-    convolution without a bias gets one if it needs it. What a reported group says to consumers that can take it is folded, too.
+    convolution without a bias gets one if it needs it. Constants of reported groups are folded where a consumer can take them.
     """
-    found = find(trace, keep, Silence(trace, keep, dict(owned_tensors(model).values()), {}))
+    found = find(trace, keep, MaskedWeights(trace, keep, dict(owned_tensors(model).values()), {}))
     found.apply_(model, trace)
     return found.reasons
 
 
 def _collective(trace: Trace, atom: Atom) -> str | None:
-    """Why a group has no exact answer at all: what runs over its axis depends on how many units there are."""
+    """Why a group cannot be cut exactly at all: an operator that runs over its axis depends on how many units there are."""
     for flag in sorted(atom.flags - _ZERO_IS_NOTHING - _ANSWERED):
         for step in trace.steps:
-            if flag in step.name and any(a is atom for n in tensors_in(step) for e in trace.axes[n] for a in atoms(e)):
-                where = f"{step.kind} in {step.module or 'the model'}"
-                return f"{where} runs over the cut axis: no constant makes up for the units that are gone"
+            if flag in _kinds(step) and any(a is atom for n in step.inputs for e in trace.axes[n] for a in atoms(e)):
+                return f"{where(step)} runs over the cut axis: no constant makes up for the units that are gone"
         return f"{flag} runs over the cut axis: no constant makes up for the units that are gone"
     return None
+
+
+def _kinds(step: Step) -> tuple[str, ...]:
+    """The names under which a step marks axes: a norm of the smallest entries counts as a normalisation."""
+    over = lookup(step.func).over
+    return (over, "norm") if over == "linalg_vector_norm" else (over,)
 
 
 # ---------------------------------------------------------------- where they go
 
 
 class Slot(NamedTuple):
-    """A bias that a consumer adds to an axis of its output; `new`: the parameter is None so far. `at`: the entries that are
-    added there, where they are a part of the parameter."""
+    """A bias that a consumer adds along an axis of its output. `new`: the parameter is None so far. `at`: which entries of the
+    parameter are added, where it is only a part of them."""
 
     name: str
     new: bool
@@ -118,24 +125,21 @@ class Slot(NamedTuple):
     at: tuple[int, ...] | None = None
 
 
-def find_slot(flow: Silence, i: int) -> Slot | None:
-    """The bias of a contraction of data with a weight: its own operand, or the one that its layer has been made without."""
+def find_slot(flow: MaskedWeights, i: int) -> Slot | None:
+    """The bias of a contraction of data with a weight: its own operand, or the one that its layer was created without."""
     step, trace = flow.trace.steps[i], flow.trace
-    given = [getattr(a, "number", None) for a in step.args]
-    kind = step.kind
-    if "conv" in kind or kind == "linear":
-        data, weight, bias = (*given, None, None)[:3]
-    elif kind in ("addmm", "baddbmm", "mm", "bmm"):
-        bias, data, weight = given[:3] if kind.startswith(("add", "badd")) else (None, *given[:2])
-    else:
+    values = lookup(step.func).values
+    if not isinstance(values, Contraction | Convolution):
         return None
+    data, weight, bias = operands(step, values.left, values.right, values.bias)
     if weight is None or data is None or not step.outs or is_scaled(step):
         return None
     names = flow.origin.get(weight, frozenset())
-    if not names:  # a weight on the left makes rows, and biases are added to columns
+    if not names:  # a weight on the left produces rows, and biases are added to columns
         return None
     axes = trace.axes[step.outs[0]]
-    dim = len(trace.axes[data]) - len(trace.axes[weight]) + 1 if "conv" in kind else len(axes) - 1
+    convolves = isinstance(values, Convolution)
+    dim = len(trace.axes[data]) - len(trace.axes[weight]) + 1 if convolves else len(axes) - 1
     if bias is None:
         slot = _beside(flow, i, names, axes[dim])
         bias = _added(flow, step.outs[0]) if slot is None and dim == len(axes) - 1 else None
@@ -143,8 +147,8 @@ def find_slot(flow: Silence, i: int) -> Slot | None:
     return _part(flow, bias, axes[dim])
 
 
-def _part(flow: Silence, number: int, axis: Expr) -> Slot | None:
-    """The parameter that a bias is, or the part of one."""
+def _part(flow: MaskedWeights, number: int, axis: Expr) -> Slot | None:
+    """The parameter of which a bias is all or a part."""
     names = flow.origin.get(number, frozenset())
     name = next(iter(names)) if len(names) == 1 else ""
     if name not in flow.parameters or flow.parameters[name].dim() != 1:
@@ -155,8 +159,8 @@ def _part(flow: Silence, number: int, axis: Expr) -> Slot | None:
     return Slot(name, False, axis, None if at == tuple(range(len(flow.parameters[name]))) else at)
 
 
-def _entries(flow: Silence, number: int, name: str) -> tuple[int, ...] | None:
-    """Which entries of a vector a tensor made of it holds; None where it is more than a choice of them."""
+def _entries(flow: MaskedWeights, number: int, name: str) -> tuple[int, ...] | None:
+    """Which entries of a vector a tensor computed from it holds; None where it is not a plain selection."""
     size = len(flow.parameters[name])
     if flow.origin[number] != {name}:
         return None
@@ -169,7 +173,7 @@ def _entries(flow: Silence, number: int, name: str) -> tuple[int, ...] | None:
         probe.tensors = {name: entries.double()}
         return probe.value(number).double().cpu()
 
-    # numbers of eight bits at most, which every cast leaves as they are: the index by its digits, and others that are not whole
+    # numbers of at most eight bits, which no cast changes: the digits of the index, and others that are not integers
     index = torch.arange(size)
     at = (seen(index % _DIGIT) + _DIGIT * seen(index // _DIGIT % _DIGIT) + _DIGIT**2 * seen(index // _DIGIT**2)).long()
     others = torch.randint(1 - 2 * _DIGIT, 2 * _DIGIT, (size,), generator=torch.Generator().manual_seed(0)).double() / 8
@@ -177,29 +181,29 @@ def _entries(flow: Silence, number: int, name: str) -> tuple[int, ...] | None:
     return tuple(at.tolist()) if inside and all(torch.equal(seen(v), v[at]) for v in (others, -others)) else None
 
 
-def _beside(flow: Silence, i: int, names: frozenset[str], axis: Expr) -> Slot | None:
-    """The bias that the layer which runs the step has been made without."""
+def _beside(flow: MaskedWeights, i: int, names: frozenset[str], axis: Expr) -> Slot | None:
+    """The bias that the layer of this step was created without."""
     path = flow.trace.steps[i].module
     owner = flow.trace.model.get_submodule(path)
     if type(owner).forward not in _ADDING or owner._parameters.get("bias", ...) is not None:
         return None
-    own = any(p is flow.parameters.get(n) for p in owner.parameters() for n in names)  # not what a hook before it does
+    own = any(p is flow.parameters.get(n) for p in owner.parameters() for n in names)  # not a product in a hook of the layer
     return Slot(f"{path}.bias".lstrip("."), True, norm(axis)) if own else None
 
 
-def _added(flow: Silence, number: int) -> int | None:
-    """What is made of weights and added to a tensor by the only thing that happens to it, past views."""
+def _added(flow: MaskedWeights, number: int) -> int | None:
+    """The tensor computed from weights that is added to a tensor by the only step that reads it, past views."""
     readers = flow.readers.get(number, ())
-    if len(readers) != 1 or number in flow.trace.record.returned:  # somebody sees it without what is added
+    if len(readers) != 1 or number in flow.trace.record.returned:  # others read it without the addition
         return None
     step = flow.trace.steps[readers[0]]
-    if step.name in ("aten::add", "aten::add_") and not step.kwargs:
-        return next((n for n in tensors_in(step) if n in flow.origin), None)
-    return _added(flow, step.outs[0]) if step.outs and "view" in step.name else None
+    if base_name(step) == "aten::add" and not step.kwargs:
+        return next((n for n in step.inputs if n in flow.origin), None)
+    return _added(flow, step.outs[0]) if step.outs and step.name in _VIEWS else None
 
 
-def _biases(flow: Silence, losses: list[Contribution], bad: dict[Atom, str]) -> dict[Slot, Tensor]:
-    """What to add to each bias. A weight that is applied several times has to lose the same each time."""
+def _biases(flow: MaskedWeights, losses: list[Contribution], bad: dict[Atom, str]) -> dict[Slot, Tensor]:
+    """What to add to each bias. A layer that is applied several times has to lose the same each time."""
     lost: dict[Slot, dict[int, dict[Atom, Tensor]]] = {}
     for loss in losses:
         assert isinstance(loss.value, Tensor)
@@ -207,18 +211,17 @@ def _biases(flow: Silence, losses: list[Contribution], bad: dict[Atom, str]) -> 
         kept = None if slot is None else keep_mask(slot.axis, flow.keep)
         if slot is None or kept is None or len(kept) != len(loss.value):
             if bool(loss.value.any()):
-                step = flow.trace.steps[loss.step]
-                where = f"{step.kind} in {step.module or 'the model'}"
-                bad.setdefault(loss.atom, f"its removed units give a constant to {where}, which has no bias to take it")
+                place = where(flow.trace.steps[loss.step])
+                bad.setdefault(loss.atom, f"its removed units give a constant to {place}, which has no bias to take it")
             continue
         if not bool(loss.value.isfinite().all()):
-            bad.setdefault(loss.atom, "its removed units give no number: they are divided by zero, or grow beyond all bounds")
+            bad.setdefault(loss.atom, "its removed units give no number that is finite (a division by zero, or an overflow)")
             continue
         at = lost.setdefault(slot, {}).setdefault(loss.step, {})
         at[loss.atom] = at.get(loss.atom, 0.0) + loss.value * kept
     uneven: set[tuple[Slot, Atom]] = set()
     for slot, steps in lost.items():
-        for i in _users(flow, slot, set(steps)):  # calls that lose nothing count, too
+        for i in _users(flow, slot, set(steps)):  # calls that lose nothing count as well
             steps.setdefault(i, {})
         for atom in {a for each in steps.values() for a in each}:
             each = [s.get(atom, torch.zeros(slot.axis.size, dtype=torch.float64)) for s in steps.values()]
@@ -226,8 +229,8 @@ def _biases(flow: Silence, losses: list[Contribution], bad: dict[Atom, str]) -> 
                 continue
             biggest = max(float(v.abs().max()) for v in each)
             if any(not torch.allclose(v, each[0], 1e-9, 1e-9 * biggest) for v in each):
-                where = slot.name.rpartition(".")[0] or slot.name
-                bad.setdefault(atom, f"{where} is applied more than once, with different constants")
+                layer = slot.name.rpartition(".")[0] or slot.name
+                bad.setdefault(atom, f"{layer} is applied more than once, with different constants")
                 uneven.add((slot, atom))
     total: dict[Slot, Tensor] = {}
     for slot, steps in lost.items():
@@ -237,8 +240,8 @@ def _biases(flow: Silence, losses: list[Contribution], bad: dict[Atom, str]) -> 
     return total
 
 
-def _users(flow: Silence, slot: Slot, steps: set[int]) -> set[int]:
-    """All steps that use this bias, or the weight beside it when it is still to be made. -1: the model returns what is made of
+def _users(flow: MaskedWeights, slot: Slot, steps: set[int]) -> set[int]:
+    """All steps that use this bias, or the weight beside it if the bias is new. -1: the model returns a tensor computed from
     it."""
     names = {slot.name} if not slot.new else {n for i in steps for n in _weight_names(flow, i)}
     found = {n for name in names for n in flow.made_with.get(name, ()) if not slot.new or flow.origin[n] <= names}
@@ -246,28 +249,28 @@ def _users(flow: Silence, slot: Slot, steps: set[int]) -> set[int]:
         held = {n: _entries(flow, n, slot.name) for n in found if n in flow.readers or n in flow.trace.record.returned}
         found = {n for n, at in held.items() if at is None or not set(at).isdisjoint(slot.at)}
     users = {j for n in found for j in flow.readers.get(n, ()) if not prepares(flow, flow.trace.steps[j])}
-    if slot.new:  # other code that takes the weight goes without the bias
+    if slot.new:  # other code that uses the weight does not add the bias
         return {j for j in users if flow.trace.steps[j].module == slot.name.rpartition(".")[0]}
-    added = {j for j in users if flow.trace.steps[j].name in ("aten::add", "aten::add_")}
-    before = {j: {i for n in tensors_in(flow.trace.steps[j]) for i in _before(flow, n, slot.name)} or {j} for j in added}
+    added = {j for j in users if base_name(flow.trace.steps[j]) == "aten::add"}
+    before = {j: {i for n in flow.trace.steps[j].inputs for i in _before(flow, n, slot.name)} or {j} for j in added}
     shown = {-1} if found & flow.trace.record.returned else set()
     return (users - added) | shown | {i for each in before.values() for i in each}
 
 
-def _before(flow: Silence, number: int, bias: str) -> set[int]:
+def _before(flow: MaskedWeights, number: int, bias: str) -> set[int]:
     """The contraction whose result reaches the addition of its bias, past views."""
     while number in flow.makers:
         i = flow.makers[number]
         step = flow.trace.steps[i]
-        if "view" not in step.name:
+        if step.name not in _VIEWS:
             slot = find_slot(flow, i)
             return {i} if slot is not None and slot.name == bias else set()
-        number = tensors_in(step)[0]
+        number = step.inputs[0]
     return set()
 
 
-def _weight_names(flow: Silence, i: int) -> set[str]:
-    return {name for n in tensors_in(flow.trace.steps[i]) for name in flow.origin.get(n, ())}
+def _weight_names(flow: MaskedWeights, i: int) -> set[str]:
+    return {name for n in flow.trace.steps[i].inputs for name in flow.origin.get(n, ())}
 
 
 def _add_bias(model: nn.Module, slot: Slot, trace: Trace, value: Tensor, keep: Keep | None) -> None:

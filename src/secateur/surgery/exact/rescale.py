@@ -1,7 +1,7 @@
-"""Fewer units where a formula knows how many there are: RMSNorm's mean, and sizes in scales such as 1/sqrt(head dimension).
+"""Corrects formulas that use the number of units: the mean of an RMSNorm, scales such as 1/sqrt(head dimension).
 
-What changes with the size is made good in weights. A guess at which weights is not trusted: that the factors cancel is followed
-through the run.
+The correction is a factor on some weights. Which weights is a guess, and `scale_balance` checks that their factors cancel
+everywhere else in the run.
 """
 
 from __future__ import annotations
@@ -9,23 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...axes import Atom, Cat, Expr, Prod, atoms, evaluate, new_size, norm
+from ...ops import Attention, lookup
 from ...trace import Step, solve_attributes
 from .scale_balance import balanced
-from .wiring import Silence, reduced, tensors_in
+from .values import base_name
+from .weights import MaskedWeights
+from .wiring import reduced
 
 _EXPONENTS = (-0.5, 0.5, -0.25, 0.25, -1.0, 1.0)  # of a size, as it enters formulas
-_VIEWS = {"view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze", "transpose", "permute", "alias", "detach"}
-_PROPORTIONAL = _VIEWS | {"mul", "div", "neg", "_to_copy", "clone"}
 
 
 class Refused(Exception):
-    """There is no exact answer; the text is the reason."""
+    """There is no exact correction; the message is the reason."""
 
 
 class Scale(NamedTuple):
@@ -43,27 +44,29 @@ class Scale(NamedTuple):
 
 @dataclass(eq=False)
 class Edit:
-    """A change to the model for the sake of some atoms, right as long as their removed units are silent in the steps `over`."""
+    """A change to the model that corrects for some atoms, valid as long as their removed units are zero in the steps `over`."""
 
     atoms: set[Atom]
     scales: list[Scale] = field(default_factory=list)
     attributes: list[tuple[str, str, float]] = field(default_factory=list)
     over: set[int] = field(default_factory=set)
-    why: str = ""  # it is not exact, if so
+    why: str = ""  # why it is not exact, if it is not
 
 
 # ---------------------------------------------------------------- RMSNorm
 
 
-def mean_of_squares(flow: Silence, cut: list[Atom], bad: dict[Atom, str]) -> list[Edit]:
+def mean_of_squares(flow: MaskedWeights, cut: list[Atom], bad: dict[Atom, str]) -> list[Edit]:
     """x / sqrt(mean(x^2) + eps) * w over N of M units, the others zero, is the same with eps * M / N and w * sqrt(M / N).
 
-    Once for each weight, however often it is used; every use has to be such a norm, over as many of as many units.
+    Each weight is scaled once, however often it is used; every use has to be such a norm, with the same N and M.
     """
     found: dict[str, Edit] = {}
     known: dict[str, set[int]] = {}  # weight -> the products with it
     eps: dict[tuple[str, str], dict[int, float]] = {}  # attribute -> the sums with it, and what it should be there
-    beside = {name for n in flow.trace.record.returned for name in flow.origin.get(n, ())}  # weights with other uses, too
+    beside = {
+        name for n in flow.trace.record.returned for name in flow.origin.get(n, ())
+    }  # weights that have other uses as well
     for i in sorted({i for atom in cut for i in _steps_over(flow, atom, "aten::mean")} - flow.idle):
         units = {a for e in reduced(flow.trace, flow.trace.steps[i]) for a in atoms(e)} & set(cut)
         try:
@@ -83,7 +86,7 @@ def mean_of_squares(flow: Silence, cut: list[Atom], bad: dict[Atom, str]) -> lis
         other.atoms |= edit.atoms
         other.why = other.why or edit.why
     for i, step in enumerate(flow.trace.steps if found else ()):
-        used = () if prepares(flow, step) else {w for n in tensors_in(step) for w in flow.origin.get(n, ())} & found.keys()
+        used = () if prepares(flow, step) else {w for n in step.inputs for w in flow.origin.get(n, ())} & found.keys()
         beside |= {name for name in used if i not in known[name]}
     torn = _torn(flow, eps)
     for name, edit in found.items():
@@ -97,13 +100,13 @@ def mean_of_squares(flow: Silence, cut: list[Atom], bad: dict[Atom, str]) -> lis
     return list(found.values())
 
 
-def prepares(flow: Silence, step: Step) -> bool:
-    """Whether what a step makes is known to be made of weights, so that those who read it are looked at instead."""
+def prepares(flow: MaskedWeights, step: Step) -> bool:
+    """Whether all outputs of a step are computed from weights, so that their readers are looked at instead."""
     return bool(step.outs) and all(n in flow.origin for n in step.outs)
 
 
-def _torn(flow: Silence, eps: dict[tuple[str, str], dict[int, float]]) -> set[tuple[str, str]]:
-    """Attributes that should be several numbers, or that steps of their module use which are no sum of such a norm."""
+def _torn(flow: MaskedWeights, eps: dict[tuple[str, str], dict[int, float]]) -> set[tuple[str, str]]:
+    """Attributes that would need several values, or that their module uses elsewhere than in the sum of such a norm."""
     found = {key for key, sums in eps.items() if len(set(sums.values())) > 1}
     old: dict[str, list[tuple[tuple[str, str], object]]] = {}
     for key, sums in eps.items():
@@ -116,7 +119,7 @@ def _torn(flow: Silence, eps: dict[tuple[str, str], dict[int, float]]) -> set[tu
     return found
 
 
-def _steps_over(flow: Silence, atom: Atom, name: str) -> list[int]:
+def _steps_over(flow: MaskedWeights, atom: Atom, name: str) -> list[int]:
     found = []
     for i, step in enumerate(flow.trace.steps):
         if step.name == name and any(atom in atoms(e) for e in reduced(flow.trace, step)):
@@ -124,19 +127,19 @@ def _steps_over(flow: Silence, atom: Atom, name: str) -> list[int]:
     return found
 
 
-def _rms(flow: Silence, i: int) -> tuple[Edit, int, int]:
-    """What makes good that the mean of step i is over fewer units; the steps that add eps and multiply with the weight."""
+def _rms(flow: MaskedWeights, i: int) -> tuple[Edit, int, int]:
+    """The correction for a mean over fewer units in step i; the steps that add eps and multiply by the weight."""
     steps, where = flow.trace.steps, flow.trace.steps[i].module or "the model"
     refused = Refused(f"mean in {where} runs over the cut axis and is no RMSNorm: over fewer units it is another number")
-    made = steps[flow.makers.get(tensors_in(steps[i])[0], i)]
+    made = steps[flow.makers.get(steps[i].inputs[0], i)]
     power = made.name == "aten::pow" and made.args[1] == 2
-    if not power and not (made.name == "aten::mul" and len(set(tensors_in(made))) == 1 and len(made.args) == 2):
+    if not power and not (made.name == "aten::mul" and len(set(made.inputs)) == 1 and len(made.args) == 2):
         raise refused
     chain = _chain(flow, steps[i].outs[0], 8)
-    if [steps[j].kind.rstrip("_") for j in chain[:2]] != ["add", "rsqrt"]:
+    if [base_name(steps[j]) for j in chain[:2]] != ["aten::add", "aten::rsqrt"]:
         raise refused
     after = _in_proportion(flow, chain[2:], steps[chain[1]].outs[0])
-    if not any(steps[j].kind.startswith("mul") for j in after):
+    if not any(_is_product(steps[j]) for j in after):
         raise refused
     eps = next((v for v in steps[chain[0]].args if isinstance(v, int | float)), None)
     scaled = [j for j in (*after, *_factors_of(flow, after)) if _multiplies(flow, j)]
@@ -148,24 +151,28 @@ def _rms(flow: Silence, i: int) -> tuple[Edit, int, int]:
     edit = Edit({a for e in axes for a in atoms(e) if a in flow.keep}, [_scale_of(flow, scaled[0], math.sqrt(ratio))], over={i})
     try:
         edit.attributes = [(*_eps_attribute(flow, steps[i].module, float(eps)), float(eps) * ratio)]
-    except Refused as near:  # by far the larger part is made good all the same
+    except Refused as near:  # the scale of the weight corrects by far the larger part
         edit.why = str(near)
     return edit, chain[0], scaled[0]
 
 
-def _multiplies(flow: Silence, i: int) -> bool:
-    return flow.trace.steps[i].name.startswith("aten::mul") and _weight(flow, flow.trace.steps[i]) is not None
+def _multiplies(flow: MaskedWeights, i: int) -> bool:
+    return _is_product(flow.trace.steps[i]) and _weight(flow, flow.trace.steps[i]) is not None
 
 
-def _factors_of(flow: Silence, chain: list[int]) -> list[int]:
-    """Steps that make the other factor of a product in the chain, for it alone: w * x in w * x * rsqrt(...)."""
-    product = next((i for i in chain if flow.trace.steps[i].name.startswith("aten::mul")), None)
-    found = [n for n in tensors_in(flow.trace.steps[product]) if n in flow.makers] if product is not None else []
+def _is_product(step: Step) -> bool:
+    return lookup(step.func).factor == "product"
+
+
+def _factors_of(flow: MaskedWeights, chain: list[int]) -> list[int]:
+    """Steps that compute the other factor of a product in the chain, and nothing else: w * x in w * x * rsqrt(...)."""
+    product = next((i for i in chain if _is_product(flow.trace.steps[i])), None)
+    found = [n for n in flow.trace.steps[product].inputs if n in flow.makers] if product is not None else []
     return [flow.makers[n] for n in found if flow.readers.get(n) == [product]]
 
 
-def _chain(flow: Silence, number: int, most: int) -> list[int]:
-    """The steps that follow a tensor as long as exactly one reads it, and the model does not return it."""
+def _chain(flow: MaskedWeights, number: int, most: int) -> list[int]:
+    """The steps that follow a tensor, as long as exactly one step reads it and the model does not return it."""
     found: list[int] = []
     returned = flow.trace.record.returned
     while len(found) < most and len(flow.readers.get(number, ())) == 1 and number not in returned:
@@ -177,29 +184,30 @@ def _chain(flow: Silence, number: int, most: int) -> list[int]:
     return found
 
 
-def _in_proportion(flow: Silence, chain: list[int], number: int) -> list[int]:
-    """The first steps of a chain, as long as what comes out grows with the tensor as a product does: no activation, no sum."""
+def _in_proportion(flow: MaskedWeights, chain: list[int], number: int) -> list[int]:
+    """The first steps of a chain, as long as their output is proportional to the tensor: no activation, no sum."""
     found: list[int] = []
     for j in chain:
         step = flow.trace.steps[j]
-        divided = step.kind.startswith("div") and (step.inputs[0] != number or step.kwargs)
-        if step.kind.rstrip("_") not in _PROPORTIONAL or step.inputs.count(number) != 1 or divided:
+        factor = lookup(step.func).factor
+        divided = factor == "quotient" and (step.inputs[0] != number or step.kwargs)
+        if factor not in ("same", "product", "quotient") or step.inputs.count(number) != 1 or divided:
             break
         found.append(j)
         number = step.outs[0]
     return found
 
 
-def _weight(flow: Silence, step: Step) -> tuple[int, str] | None:
-    """The operand that is made of one parameter, and its name."""
-    for n in tensors_in(step):
+def _weight(flow: MaskedWeights, step: Step) -> tuple[int, str] | None:
+    """The operand that is computed from one parameter, and the name of that parameter."""
+    for n in step.inputs:
         names = flow.origin.get(n, frozenset())
         if len(names) == 1:
             return n, next(iter(names))
     return None
 
 
-def _scale_of(flow: Silence, i: int, factor: float) -> Scale:
+def _scale_of(flow: MaskedWeights, i: int, factor: float) -> Scale:
     found = _weight(flow, flow.trace.steps[i])
     assert found is not None
     number, name = found
@@ -214,10 +222,10 @@ def _scale_of(flow: Silence, i: int, factor: float) -> Scale:
     return Scale(name, factor, round(float(offset.mean()), 6))
 
 
-def _eps_attribute(flow: Silence, path: str, eps: float) -> tuple[str, str]:
+def _eps_attribute(flow: MaskedWeights, path: str, eps: float) -> tuple[str, str]:
     module = flow.trace.model.get_submodule(path)
     names = [k for k, v in vars(module).items() if isinstance(v, float) and v == eps]
-    if not names and vars(module).get("eps", 0) is None:  # torch picks the machine's own epsilon
+    if not names and vars(module).get("eps", 0) is None:  # torch then uses the epsilon of the dtype
         names = ["eps"]
     if len(names) != 1:
         which = "no attribute of the module" if not names else f"the value of several attributes ({', '.join(sorted(names))})"
@@ -229,7 +237,7 @@ def _eps_attribute(flow: Silence, path: str, eps: float) -> tuple[str, str]:
 
 
 class _Use(NamedTuple):
-    """A size in formulas of one module: the sites (step -> exponent of the size there), old and new size, whose units."""
+    """A size in the formulas of one module: the steps that use it (with its exponent), the old and new size, and its atoms."""
 
     module: str
     how: str
@@ -239,8 +247,8 @@ class _Use(NamedTuple):
     sites: dict[int, float]
 
 
-def sizes_in_formulas(flow: Silence, bad: dict[Atom, str]) -> list[Edit]:
-    """Scale one factor of each product whose scale 1/sqrt(size) changes with the cut, so that the product stays what it was."""
+def sizes_in_formulas(flow: MaskedWeights, bad: dict[Atom, str]) -> list[Edit]:
+    """Scales one factor of each product whose scale, such as 1/sqrt(size), changes with the cut."""
     edits: list[Edit] = []
     for use in _uses(flow):
         scales = next((s for s, shares in _candidates(flow, use) if balanced(flow, s, shares)), None)
@@ -253,7 +261,7 @@ def sizes_in_formulas(flow: Silence, bad: dict[Atom, str]) -> list[Edit]:
     return edits
 
 
-def _uses(flow: Silence) -> list[_Use]:
+def _uses(flow: MaskedWeights) -> list[_Use]:
     trace = flow.trace
     counts = {a: int(m.sum()) for a, m in flow.keep.items()}
     if not any("scale" in a.flags for a in counts):
@@ -270,29 +278,36 @@ def _uses(flow: Silence) -> list[_Use]:
     return list(found.values())
 
 
-def _sites(flow: Silence, module: str, size: int) -> dict[int, float]:
-    """Steps of the module in which a power of the size stands as a number, or attention with its own scale; the exponents."""
+def _sites(flow: MaskedWeights, module: str, size: int) -> dict[int, float]:
+    """Steps of the module that multiply or divide by a power of the size, or use it as the default scale; the exponents."""
     found: dict[int, float] = {}
     for i, step in enumerate(flow.trace.steps):
-        kind = step.kind.rstrip("_")
-        if step.module != module or not (kind in ("mul", "div") or "scaled_dot_product" in kind):
+        operator = lookup(step.func)
+        attention = isinstance(operator.values, Attention)
+        if step.module != module or not (attention or operator.factor in ("product", "quotient")):
             continue
-        given = [*step.args, step.kwargs.get("scale")] if kind not in ("mul", "div") else list(step.args)
-        for value in (v for v in given if isinstance(v, float)):
-            power = next((e for e in _EXPONENTS if math.isclose(value, size**e, rel_tol=1e-9)), None)
-            if power is not None:
-                found[i] = -power if kind == "div" else power
-        if any(type(v) is int and v == size for v in given):
-            found[i] = -1.0 if kind == "div" else 1.0
-        own = "scaled_dot_product" in kind and step.kwargs.get("scale") is None
-        if own and flow.trace.axes[tensors_in(step)[0]][-1].size == size:
+        sign = -1.0 if operator.factor == "quotient" else 1.0
+        for value in (*step.args, step.kwargs.get("scale")) if attention else step.args:
+            exponent = _exponent(value, size)
+            if exponent is not None:
+                found[i] = sign * exponent
+        if attention and step.kwargs.get("scale") is None and flow.trace.axes[step.inputs[0]][-1].size == size:
             found[i] = -0.5
     return found
 
 
-def _candidates(flow: Silence, use: _Use) -> Iterator[tuple[list[Scale], dict[int, float]]]:
-    """Weights that may be one factor of the product (a tensor that makes the units, or a segment of it; with its bias), and by
-    which power of the factor each formula changes by itself."""
+def _exponent(value: Any, size: int) -> float | None:
+    """The exponent with which a number is a power of the size, if it is one."""
+    if type(value) is int:
+        return 1.0 if value == size else None
+    if not isinstance(value, float):
+        return None
+    return next((e for e in _EXPONENTS if math.isclose(value, size**e, rel_tol=1e-9)), None)
+
+
+def _candidates(flow: MaskedWeights, use: _Use) -> Iterator[tuple[list[Scale], dict[int, float]]]:
+    """Weights that may be scaled (a tensor that produces the units, or a segment of it, with its bias), and the power of the
+    factor by which each formula changes on its own."""
     totals: dict[int, float] = {}
     for i, exponent in use.sites.items():
         end = _checkpoint(flow, i)
@@ -314,8 +329,10 @@ def _candidates(flow: Silence, use: _Use) -> Iterator[tuple[list[Scale], dict[in
                     yield [scale, *(Scale(name, factor, 0.0, 0, at) for name, at in bias)], shares
 
 
-def _biases_of(flow: Silence, weight: str, rows: Tensor, atom: Atom, members: list[str]) -> Iterator[list[tuple[str, Tensor]]]:
-    """What may be the bias of these rows: the one beside the weight, none, or any part of a vector of the group."""
+def _biases_of(
+    flow: MaskedWeights, weight: str, rows: Tensor, atom: Atom, members: list[str]
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Possible biases of these rows: the one beside the weight, none, or any part of a vector of the group."""
     beside, parameters = weight.replace("weight", "bias"), flow.parameters
     if beside != weight and beside in parameters and parameters[beside].shape == rows.shape:
         yield [(beside, rows)]
@@ -326,7 +343,7 @@ def _biases_of(flow: Silence, weight: str, rows: Tensor, atom: Atom, members: li
 
 
 def _segments(e: Expr, atom: Atom) -> list[Tensor]:
-    """Index sets of a dim that carry the atom: the whole dim, then every part of a concatenation alone."""
+    """Index sets of a dim that carry the atom: the whole dim, then each part of a concatenation."""
     whole = _carries(e, atom)
     found = [whole] if bool(whole.all()) else []
     e = norm(e)
@@ -349,9 +366,9 @@ def _carries(e: Expr, atom: Atom) -> Tensor:
     return torch.full((e.size,), atom in atoms(e))
 
 
-def _checkpoint(flow: Silence, i: int) -> int:
-    """The softmax or attention that everything of step i goes through, or the step itself."""
+def _checkpoint(flow: MaskedWeights, i: int) -> int:
+    """The softmax or attention that the whole output of step i goes through, or the step itself."""
     for j in (i, *_chain(flow, flow.trace.steps[i].outs[0], 40)):
-        if "softmax" in flow.trace.steps[j].name or "scaled_dot_product" in flow.trace.steps[j].name:
+        if lookup(flow.trace.steps[j].func).over == "softmax":
             return j
     return i

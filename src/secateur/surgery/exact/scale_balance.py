@@ -1,4 +1,7 @@
-"""Does a factor on some weights cancel what formulas lose? Its power is followed through the run until it is zero again."""
+"""Checks that rescaling some weights leaves the model's output unchanged.
+
+The power of the factor is followed through the run, until it is zero again everywhere.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...ops import lookup, pointwise
+from ...ops import Attention, Contraction, lookup
 from ...trace import Step
-from .operands import aliases, call, once
-from .wiring import Silence, tensors_in
-
-_SAME = ("clone", "_to_copy", "contiguous", "detach", "alias", "neg", "dropout", "cat", "stack", "_unsafe_view", "index_select")
-_EQUAL = ("add", "sub", "where", "maximum", "minimum", "rsub")
+from .values import once, operands, run_step
+from .weights import MaskedWeights
 
 
 class Scaled(Protocol):
@@ -30,11 +30,11 @@ class Scaled(Protocol):
 
 
 class _Lost(Exception):
-    """The factor went where it cannot be followed."""
+    """The factor cannot be followed any further."""
 
 
-def balanced(flow: Silence, scales: Sequence[Scaled], shares: Mapping[int, float]) -> bool:
-    """Whether everything is as it was when these rows have the factor once and step i has it `shares[i]` times by itself."""
+def balanced(flow: MaskedWeights, scales: Sequence[Scaled], shares: Mapping[int, float]) -> bool:
+    """Whether the output stays the same when these rows are multiplied by the factor, and step i by its power `shares[i]`."""
     powers: dict[int, Tensor] = {}
     for scale in scales:
         number = flow.numbers[scale.name]
@@ -52,7 +52,7 @@ def balanced(flow: Silence, scales: Sequence[Scaled], shares: Mapping[int, float
                     powers[number] = power
                     fresh = [j for j in flow.readers.get(number, ()) if j not in seen]
                     if not flow.readers.get(number):
-                        return False  # it may be what the model answers
+                        return False  # the model may return it
                     seen.update(fresh)
                     for j in fresh:
                         heapq.heappush(queue, j)
@@ -61,45 +61,50 @@ def balanced(flow: Silence, scales: Sequence[Scaled], shares: Mapping[int, float
     return True
 
 
-def _after(flow: Silence, step: Step, powers: Mapping[int, Tensor], share: float | None) -> list[Tensor]:
-    """The powers of the factor in the results of a step."""
-    kind = step.kind.rstrip("_")
+def _after(flow: MaskedWeights, step: Step, powers: Mapping[int, Tensor], share: float | None) -> list[Tensor]:
+    """The powers of the factor in the outputs of a step."""
+    operator = lookup(step.func)
     shapes = [[e.size for e in flow.trace.axes[n]] for n in step.outs]
 
     def power(number: int) -> Tensor:
         return powers.get(number, torch.zeros(()).expand([e.size for e in flow.trace.axes[number]]))
 
-    inputs = tensors_in(step)
-    if "scaled_dot_product" in kind:
-        query, key, value = (power(n) for n in inputs[:3])
-        if _number(query) + _number(key) + (share or 0.0) or any(bool(once(power(n)).any()) for n in inputs[3:]):
-            raise _Lost  # also where queries are part of the bias of the attention
-        out = _even(value, 2)
-        if out.shape[1] not in (1, shapes[0][1]):  # heads that share keys and values
-            out = out.repeat_interleave(shapes[0][1] // out.shape[1], 1)
-        out = out.expand(shapes[0])
-        return [out, *(torch.zeros(()).expand(s) for s in shapes[1:])]
-    if kind in ("mm", "bmm", "addmm", "baddbmm", "linear"):
-        return [_product(kind, [power(n) for n in inputs], shapes[0])]
-    if kind in ("mul", "div") and lookup(step.func) is pointwise:
-        signs = [1.0, -1.0 if kind == "div" else 1.0]
-        total = sum((s * once(power(n)) for s, n in zip(signs, inputs)), torch.zeros(())) + (share or 0.0)
-        return [total.expand(shapes[0])]
-    if kind in _EQUAL:
-        first, *others = [once(power(n)) for n in inputs if power(n).numel()]
-        if any(not torch.equal(*torch.broadcast_tensors(first, o)) for o in others) or len(inputs) < 2:
+    given = [power(n) for n in step.inputs]
+    if isinstance(operator.values, Attention):
+        return _attention(given, shapes, share or 0.0)
+    if isinstance(operator.values, Contraction):
+        values = operator.values
+        left, right, bias = (None if n is None else power(n) for n in operands(step, values.left, values.right, values.bias))
+        if left is None or right is None:
             raise _Lost
-        return [torch.broadcast_tensors(first, *others)[0].expand(shapes[0])]
-    if aliases(step.func)[1] or kind in _SAME:
-        func = {"view": torch.ops.aten.reshape.default, "_unsafe_view": torch.ops.aten.reshape.default}.get(kind)
-        out: Any = power(inputs[0]) if kind == "neg" else call(step, {n: power(n) for n in inputs}, func)
+        return [_product(left, right, bias, values.inner, shapes[0])]
+    if operator.factor in ("product", "quotient"):
+        signs = [1.0, -1.0 if operator.factor == "quotient" else 1.0]
+        total = sum((s * once(p) for s, p in zip(signs, given)), torch.zeros(())) + (share or 0.0)
+        return [total.expand(shapes[0])]
+    if operator.factor == "equal":
+        one, *others = [once(p) for p in given if p.numel()]
+        if any(not torch.equal(*torch.broadcast_tensors(one, o)) for o in others) or len(given) < 2:
+            raise _Lost
+        return [torch.broadcast_tensors(one, *others)[0].expand(shapes[0])]
+    if operator.factor == "same":
+        out: Any = given[0] if operator.values == "elementwise" else run_step(step, dict(zip(step.inputs, given)))
         return list(out) if isinstance(out, list | tuple) else [out]
     raise _Lost
 
 
-def _product(kind: str, powers: list[Tensor], shape: list[int]) -> Tensor:
-    bias = powers.pop(0) if "add" in kind else powers.pop(2) if kind == "linear" and len(powers) > 2 else None
-    left, right = powers[0], powers[1].mT if kind == "linear" else powers[1]
+def _attention(given: Sequence[Tensor], shapes: Sequence[Sequence[int]], share: float) -> list[Tensor]:
+    query, key, value, *rest = given
+    if _number(query) + _number(key) + share or any(bool(once(p).any()) for p in rest):
+        raise _Lost  # also where queries are part of the bias of the attention
+    out = _even(value, 2)
+    if out.shape[1] not in (1, shapes[0][1]):  # heads that share keys and values
+        out = out.repeat_interleave(shapes[0][1] // out.shape[1], 1)
+    return [out.expand(shapes[0]), *(torch.zeros(()).expand(s) for s in shapes[1:])]
+
+
+def _product(left: Tensor, right: Tensor, bias: Tensor | None, inner: tuple[int, int], shape: Sequence[int]) -> Tensor:
+    right = right.mT if inner[1] == -1 else right
     out = (once(_even(left, -1)) + once(_even(right, -2))).expand(shape)
     if bias is not None and not torch.equal(bias.expand(shape), out):
         raise _Lost
@@ -107,7 +112,7 @@ def _product(kind: str, powers: list[Tensor], shape: list[int]) -> Tensor:
 
 
 def _even(power: Tensor, dim: int) -> Tensor:
-    """The power with the dim that is summed over kept once; it has to be the same all along it."""
+    """The power with one entry along the dim that is summed over; it has to be the same all along it."""
     first = power.narrow(dim, 0, 1)
     if power.stride(dim) and not bool((power == first).all()):
         raise _Lost
