@@ -85,8 +85,8 @@ def _check_model(model: nn.Module) -> None:
         where = f"module {name!r}" if name else "the model"
         if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
             raise ValueError(
-                f"{where} is wrapped in {type(module).__name__}, which keeps buckets and hooks for the current tensors; "
-                "cut the module inside it (.module), and wrap the result"
+                f"{where} is wrapped in {type(module).__name__}, which keeps buckets and hooks for the tensors as they are; "
+                "cut the module under it (.module), and wrap the result"
             )
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             raise ValueError(
