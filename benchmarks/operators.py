@@ -1,13 +1,18 @@
 """Cuts around every operator of torch's `op_db`, and compares each plan that claims to be exact with a brute-force check.
 
-    python benchmarks/operators.py [--ops NAME,NAME] [--samples N] [--sample N] [--jobs N] [--limit SECONDS] [--json FILE]
+    python benchmarks/operators.py [--ops NAME,NAME:SAMPLE] [--samples N] [--sample N] [--again FILE] [--json FILE]
+                                   [--jobs N] [--limit SECONDS]
 
 Each case places one operator, called with one of torch's own sample inputs, between two linear layers. The first layer's units
-lie along one dim of one of the operator's tensors; `shrink` removes some of them. The check does not use the library's own
-comparison: it zeroes the removed units' weights in a copy of the model (masking keeps biases), and runs that copy and the small
-model in float64 on several inputs, and on another batch size where the operator accepts one. The verdicts:
+lie along one dim of one of the operator's tensors; `shrink` removes some of them. Each case comes in several forms (`FORMS`):
+the first layer's bias is nonzero or zero, the tensor's other dims belong to the model's input or to a parameter, and the
+operator's other tensors are buffers or constants of the code.
 
-- left whole: the axis was not cut, and the reason was given (a ValueError counts as one);
+The check does not use the library's own comparison. It zeroes the removed units' weights in a copy of the model (masking keeps
+biases), and runs that copy and the small model in float64 on several inputs, and on another batch size where the operator
+accepts one. The verdicts:
+
+- left whole: the axis was not cut, and the error says why;
 - exact, right: the plan claims to be exact, and the outputs agree to 1e-9;
 - exact, WRONG: the plan claims to be exact, and they do not;
 - not exact: the plan says that the cut is not exact;
@@ -70,6 +75,9 @@ FORMS = (
     *((True, True, False), (True, False, False), (False, True, False), (False, False, False)),
     *((True, False, True), (False, True, True)),
 )
+
+
+Chosen = tuple[int, int | None]  # an operator's place in `op_db`, and the number of the only sample to take, if any
 
 
 @dataclass(frozen=True)
@@ -311,8 +319,8 @@ def place_of(error: BaseException) -> str:
 # ---------------------------------------------------------------- the cases of an operator
 
 
-def samples_of(index: int, limit: int) -> list[tuple[int, Any]]:
-    """At most `limit` samples that have cases: different kinds first (ranks of tensors, flags, names of arguments)."""
+def samples_of(index: int, limit: int, only: int | None = None) -> list[tuple[int, Any]]:
+    """At most `limit` samples that have cases, or the `only` one. Different kinds first: ranks, flags, names of arguments."""
     op = op_db[index]
     if not op.supports_dtype(torch.float64, "cpu"):
         raise Skip("does not take float64")
@@ -320,7 +328,7 @@ def samples_of(index: int, limit: int) -> list[tuple[int, Any]]:
     random.seed(0)
     kinds: defaultdict[str, dict[str, tuple[int, Any]]] = defaultdict(dict)
     for number, sample in enumerate(op.sample_inputs("cpu", torch.float64, requires_grad=False)):
-        if any(cases_of(index, number, sample)):
+        if only in (None, number) and any(cases_of(index, number, sample)):
             leaves = tree_leaves((sample.input, sample.args, sample.kwargs))
             words = [v.dim() if isinstance(v, Tensor) else str(type(v)) if type(v) in (int, float) else repr(v) for v in leaves]
             exact = repr([tuple(v.shape) if isinstance(v, Tensor) else repr(v) for v in leaves])
@@ -347,12 +355,13 @@ def cases_of(index: int, number: int, sample: Any) -> Iterator[Case]:
 
 
 def results_of(
-    index: int, limit: int, done: Collection[Case] = (), begin: Callable[[Any], None] | None = None
+    op: Chosen, limit: int, done: Collection[Case] = (), begin: Callable[[Any], None] | None = None
 ) -> Iterator[Result]:
     """Examines the cases of one operator, except those already done; calls `begin` before each."""
+    index, only = op
     nothing = Case(index, -1, -1, -1, False, False, False)
     try:
-        samples = samples_of(index, limit)
+        samples = samples_of(index, limit, only)
     except Skip as reason:
         yield Result(nothing, SKIPPED, str(reason))
         return
@@ -385,14 +394,14 @@ def results_of(
 # ---------------------------------------------------------------- worker processes
 
 
-def work(indices: list[int], samples: int, done: set[Case], pipe: Any) -> None:
+def work(ops: list[Chosen], samples: int, done: set[Case], pipe: Any) -> None:
     """Sends each case before it is built, True before it is cut, and its result; at the end None."""
     torch.set_num_threads(1)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
-        for index in indices:
-            pipe.send(Case(index, -1, -1, -1, False, False, False))
-            for result in results_of(index, samples, done, pipe.send):
+        for op in ops:
+            pipe.send(Case(op[0], -1, -1, -1, False, False, False))
+            for result in results_of(op, samples, done, pipe.send):
                 pipe.send(result)
     pipe.send(None)
 
@@ -400,14 +409,14 @@ def work(indices: list[int], samples: int, done: set[Case], pipe: Any) -> None:
 class Job:
     """A process that examines a few operators, except for cases that are done."""
 
-    def __init__(self, indices: list[int], samples: int, done: set[Case]) -> None:
+    def __init__(self, ops: list[Chosen], samples: int, done: set[Case]) -> None:
         fork = multiprocessing.get_context("fork")
         self.pipe, theirs = fork.Pipe(duplex=False)
-        self.process = fork.Process(target=work, args=(indices, samples, done, theirs), daemon=True)
+        self.process = fork.Process(target=work, args=(ops, samples, done, theirs), daemon=True)
         self.process.start()
         theirs.close()
-        self.indices, self.since, self.over = indices, time.monotonic(), False
-        self.case, self.cutting = Case(indices[0], -1, -1, -1, False, False, False), False
+        self.ops, self.since, self.over = ops, time.monotonic(), False
+        self.case, self.cutting = Case(ops[0][0], -1, -1, -1, False, False, False), False
 
     def news(self) -> Iterator[Result]:
         """The results that have come in since the last call. Raises EOFError when the process died."""
@@ -433,11 +442,11 @@ class Job:
 
 
 def sweep(
-    indices: Iterable[int], samples: int, jobs: int, seconds: float, tell: Callable[[Result], None] = lambda _: None
+    ops: Iterable[Chosen], samples: int, jobs: int, seconds: float, tell: Callable[[Result], None] = lambda _: None
 ) -> list[Result]:
     """Examines the operators in `jobs` processes at a time; a case that ends its process, or is late, ends nothing else."""
-    indices, running, results = list(indices), [], []
-    waiting = [indices[i : i + CHUNK] for i in range(0, len(indices), CHUNK)][::-1]
+    ops, running, results = list(ops), [], []
+    waiting = [ops[i : i + CHUNK] for i in range(0, len(ops), CHUNK)][::-1]
 
     def note(result: Result) -> None:
         results.append(result)
@@ -464,7 +473,7 @@ def sweep(
                 if not job.cutting:
                     verdict, why = SKIPPED, "the operator alone ends the process or takes too long on these values"
                 note(Result(job.case, verdict, why, time.monotonic() - job.since))
-                rest = job.indices[job.indices.index(job.case.op) + (job.case.sample < 0) :]
+                rest = job.ops[[op for op, _ in job.ops].index(job.case.op) + (job.case.sample < 0) :]
                 waiting += [rest] if rest else []
     return results
 
@@ -472,14 +481,15 @@ def sweep(
 # ---------------------------------------------------------------- the command
 
 
-def find_ops(names: Iterable[str]) -> list[int]:
-    """Places in `op_db` of operators named as torch names them, with or without the variant."""
-    found = []
-    for name in names:
+def find_ops(names: Iterable[str]) -> list[Chosen]:
+    """Finds operators by the names torch gives them, with or without the variant; `name:3` takes sample 3 alone."""
+    found: list[Chosen] = []
+    for given in names:
+        name, _, number = given.partition(":")
         places = [i for i, op in enumerate(op_db) if name in (op.name, op_name(i))]
         if not places:
-            sys.exit(f"op_db has no operator {name!r}")
-        found += places
+            raise ValueError(f"op_db has no operator {name!r}")
+        found += [(i, int(number) if number else None) for i in places]
     return list(dict.fromkeys(found))
 
 
@@ -505,7 +515,9 @@ def summary(results: list[Result]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ops", default="", help="names in op_db, separated by commas")
+    parser.add_argument(
+        "--ops", default="", help="names in op_db, separated by commas; name:3 takes the sample with that number alone"
+    )
     parser.add_argument("--again", default="", help="a file that --json wrote: only operators that failed there")
     parser.add_argument("--samples", type=int, default=4, help="samples of each operator")
     parser.add_argument("--sample", type=int, default=0, help="a seeded random choice of so many operators")
@@ -513,19 +525,19 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=30, help="seconds for one case")
     parser.add_argument("--json", default="", help="a file for all results")
     options = parser.parse_args()
-    indices = find_ops(options.ops.split(",")) if options.ops else list(range(len(op_db)))
+    ops: list[Chosen] = find_ops(options.ops.split(",")) if options.ops else [(i, None) for i in range(len(op_db))]
     if options.again:
         failed = {row["name"] for row in json.loads(Path(options.again).read_text()) if row["verdict"] in FAILURES}
-        indices = [i for i in indices if op_name(i) in failed]
+        ops = [op for op in ops if op_name(op[0]) in failed]
     if options.sample:
-        indices = sorted(random.Random(0).sample(indices, min(options.sample, len(indices))))
+        ops = random.Random(0).sample(ops, min(options.sample, len(ops)))
     begin = time.perf_counter()
 
     def tell(result: Result) -> None:
         if result.verdict in FAILURES:
             print(f"{result.verdict}: {result.case}: {result.why}", flush=True)
 
-    results = sweep(indices, options.samples, options.jobs, options.limit, tell)
+    results = sweep(ops, options.samples, options.jobs, options.limit, tell)
     failed = summary(results)
     slow = max(results, key=lambda r: r.seconds)
     print(f"{len(results)} cases in {time.perf_counter() - begin:.0f} s; the slowest took {slow.seconds:.1f} s ({slow.case})")

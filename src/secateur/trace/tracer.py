@@ -67,6 +67,7 @@ class TensorInfo:
 
     axes: Axes
     number: int
+    record: RunRecord  # of the run that saw the tensor; several runs can see a constant of the code
     origin: tuple[Origin, ...] | None = None
     pending: list[tuple[Expr, str]] = field(default_factory=list)
 
@@ -114,6 +115,7 @@ class RunRecord:
     steps: list[Step] = field(default_factory=list)
     axes: list[Axes] = field(default_factory=list)  # by tensor number
     names: dict[int, str] = field(default_factory=dict)  # tensor number -> name, for the tensors that the model owns
+    constants: dict[int, Tensor] = field(default_factory=dict)  # tensors that no module owns: constants of the code
     non_floating: dict[int, torch.dtype] = field(default_factory=dict)  # dtypes of the tensors that are not floating point
     roles: dict[tuple[str, int], set[Role]] = field(default_factory=dict)  # (tensor, dim) -> roles
     size_uses: list[SizeUse] = field(default_factory=list)
@@ -191,14 +193,16 @@ class Tracer(TorchDispatchMode):
 
     def new_info(self, axes: Axes) -> TensorInfo:
         self.record.axes.append(axes)
-        return TensorInfo(axes, len(self.record.axes) - 1)
+        return TensorInfo(axes, len(self.record.axes) - 1, self.record)
 
     def info(self, tensor: Tensor) -> TensorInfo:
         found = self.owned.get(id(tensor)) or getattr(tensor, _INFO, None)
-        if not isinstance(found, TensorInfo) or len(found.axes) != tensor.dim():
+        if not isinstance(found, TensorInfo) or found.record is not self.record or len(found.axes) != tensor.dim():
             found = self.new_info([fresh(s, "belongs to a tensor that no module owns") for s in tensor.shape])
             found.origin = (frozenset(),) * tensor.dim()
             setattr(tensor, _INFO, found)
+            if not isinstance(tensor, FakeTensor):
+                self.record.constants[found.number] = tensor.detach()
         return found
 
     # ------------------------------------------------------------ the ledger
@@ -282,7 +286,10 @@ class Tracer(TorchDispatchMode):
             found = self.memory.get(value.untyped_storage()._cdata)
             if found is None and value._base is not None:
                 found = self.info(value._base)
+            if found is None and self.info(value).number in self.record.constants:
+                found = self.info(value)
             if found is not None:
+                self.record.constants.pop(found.number, None)
                 found.origin = None
 
     def refs(self, value: Any) -> Any:

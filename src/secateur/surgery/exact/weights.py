@@ -28,6 +28,7 @@ class MaskedWeights:
         self.zeros = {name: set(places) for name, places in zeros.items()}
         self.integers = trace.record.non_floating  # dtypes of tensors that hold no fractions
         self.origin: dict[int, frozenset[str]] = {number: frozenset({name}) for number, name in trace.names.items()}
+        self.origin |= dict.fromkeys(trace.record.constants, frozenset())
         self.makers: dict[int, int] = {}
         drawn: set[int] = set()  # tensors that depend on random numbers
         for i, step in enumerate(trace.steps):
@@ -92,6 +93,8 @@ class MaskedWeights:
             for d, atom in self.zeros.get(name, ()):
                 tensor = tensor.index_fill(d, self.removed_indices(self.trace.dims[name][d], atom).to(tensor.device), 0)
             return tensor
+        if number in self.trace.record.constants:
+            return self.trace.record.constants[number]
         if number not in self.makers:
             raise LookupError("no module owns this tensor")
         step = self.trace.steps[self.makers[number]]

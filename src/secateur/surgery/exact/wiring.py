@@ -28,6 +28,7 @@ class Wiring:
         self.trace = trace
         # the names of the weights that tensors are computed from, for tensors that depend on weights alone
         self.roots = {number: frozenset({name}) for number, name in trace.names.items()}
+        self.roots |= dict.fromkeys(trace.record.constants, frozenset())
         self.maker: dict[int, Step] = {}
         self.readers: dict[str, list[Step]] = {}
         for step in trace.steps:
