@@ -17,7 +17,7 @@ from .cut import Keep
 def follow_leftovers_(small: nn.Module, trace: Trace, keep: Keep) -> None:
     """Cut, in a cut model, what earlier runs left as what a run leaves now; gone where a run leaves nothing."""
     held = states(small)
-    for (path, name), axes in trace.record.left.items():
+    for (path, name), axes in trace.record.replaced.items():
         if (path, name) in held:
             left = held[path, name].detach()
             for d, e in enumerate(axes or ()):

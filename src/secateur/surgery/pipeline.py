@@ -158,7 +158,7 @@ def _check_runs(
     traced: Trace, small: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], expected: int, keep: Keep
 ) -> int:
     """The small model runs, gives what the model gave in the same shapes, also for two batches in one; its FLOPs."""
-    shapes, doubled = traced.record.answers, _doubled(traced, args, kwargs)
+    shapes, doubled = traced.record.output_shapes, _doubled(traced, args, kwargs)
     if doubled is not None:  # when this is fine, so is one batch
         with contextlib.suppress(Exception):
             if outline(small, *doubled)[0] == [(2 * s[0], *s[1:]) for s in shapes]:

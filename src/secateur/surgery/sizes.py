@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..axes import Atom, Expr, new_size
+from ..axes import Atom, Expr, axis_signature, new_size
 from ..edit import owned_tensors, plain_kernels, run
 from ..ops import flop_formula
-from ..trace import Dim, Outlined, Ref, Trace, ValueRead, answers, signature
+from ..trace import Outlined, Ref, Trace, ValueRead, output_shapes
 
 Counts = Mapping[Atom, int]
 _STRETCHES = 8  # of a measurement, each with a median of its own
@@ -59,7 +59,7 @@ class SizeModel:
     def shape(self, axes: list[Expr]) -> _Shape:
         places = []
         for e in axes:
-            key = signature(Dim(e))
+            key = axis_signature(e)
             if key not in self.at:
                 self.at[key] = len(self.axes)
                 self.axes.append(e)
@@ -148,7 +148,7 @@ def outline(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     for outlined in (Outlined(), None):
         counter = Counting(outlined)
         with contextlib.suppress(ValueRead), plain_kernels():
-            return answers(run(model, args, kwargs, under=counter)), counter.total
+            return output_shapes(run(model, args, kwargs, under=counter)), counter.total
     raise AssertionError("a run without outlines reads values as it likes")
 
 

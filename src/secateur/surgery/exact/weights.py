@@ -26,7 +26,7 @@ class MaskedWeights:
     ) -> None:
         self.trace, self.keep, self.tensors = trace, keep, tensors
         self.zeros = {name: set(places) for name, places in zeros.items()}
-        self.integers = trace.record.whole  # dtypes of tensors that hold no fractions
+        self.integers = trace.record.non_floating  # dtypes of tensors that hold no fractions
         self.origin: dict[int, frozenset[str]] = {number: frozenset({name}) for number, name in trace.names.items()}
         self.origin |= dict.fromkeys(trace.record.constants, frozenset())
         self.makers: dict[int, int] = {}
