@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..axes import Atom, Expr, new_size
 from ..display import interleaved
-from ..edit import owned_tensors, plain_kernels, run
+from ..edit import eval_mode, owned_tensors, plain_kernels, run
 from ..trace import Dim, Outlined, Ref, Trace, ValueRead, answers, signature
 
 Counts = Mapping[Atom, int]
@@ -196,15 +196,8 @@ def times(
 ) -> Timing:
     """How long each takes in eval mode without gradients; the modes are put back. `seconds`: at least, and at most, unless
     eight rounds take longer; in between, until it is `enough`."""
-    modes = {module: module.training for m in (model, small) for module in m.modules()}
-    try:
-        model.eval()
-        small.eval()
-        with torch.no_grad():
-            return _in_turn(lambda: model(*inputs[0], **inputs[1]), lambda: small(*inputs[0], **inputs[1]), enough, seconds)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with eval_mode(model, small), torch.no_grad():
+        return _in_turn(lambda: model(*inputs[0], **inputs[1]), lambda: small(*inputs[0], **inputs[1]), enough, seconds)
 
 
 def _in_turn(
