@@ -297,6 +297,7 @@ def _checked(folder: Path, stack: ExitStack) -> tuple[Manifest, Tensors]:
         missing = "is a file" if folder.is_file() else f"holds no {TENSORS if names else MANIFEST}"
         raise FileNotFoundError(f"{folder} {missing}: it is not a folder that sc.save wrote")
     file = Tensors(stack.enter_context((folder / TENSORS).open("rb")), str(folder / TENSORS))
+    stack.callback(file.close)
     wrong: list[BadFile] = []
     for name in names:
         try:

@@ -272,7 +272,7 @@ def check_file(manifest: Manifest, file: Tensors) -> None:
     if odd := file.entries.keys() ^ written.tensors.keys():
         raise BadFile(f"{where} and its manifest do not speak of the same tensors: {names_of(odd)}")
     for name, stored in manifest.tensors.items():
-        dtype, shape, *_ = file.entries[name + (VALUES if stored.format == "bitmask" else "")]
+        dtype, shape = file.entries[name + (VALUES if stored.format == "bitmask" else "")]
         if dtype != DTYPES[stored.dtype] or (stored.format == "dense" and shape != stored.shape):
             raise BadFile(f"{name!r} is {dtype} of shape {shape} in {where} and otherwise in the manifest")
         if stored.format == "bitmask" and not _parts_fit(file, name, stored):
@@ -288,7 +288,7 @@ def check_file(manifest: Manifest, file: Tensors) -> None:
 
 
 def _parts_fit(file: Tensors, name: str, stored: Stored) -> bool:
-    (bits, bits_shape, *_), (_, values_shape, *_), (sizes, sizes_shape, *_) = (
+    (bits, bits_shape), (_, values_shape), (sizes, sizes_shape) = (
         file.entries[name + part] for part in (BITMASK, VALUES, SHAPE)
     )
     right = (DTYPES["U8"], (-(-math.prod(stored.shape) // 8),), DTYPES["I64"], (len(stored.shape),))
