@@ -21,19 +21,18 @@ from .._dist import sharded
 from .._layers import layout_of
 from .._tree import nearest
 from ..edit import Cuts, Passing, all_or_nothing, apply_cuts_, history, is_cut, owned_tensors, remember_
-from ..execute.choose import decompress_
-from ..execute.find import zeros_of
-from ..execute.layers import Compressed
+from ..execute import Compressed, decompress_, zeros_of
+from ..methods.straight_through import without_soft_masks
 from ..plans import Plan
 from ..surgery import Shrunk
 from . import compressed, hf, packed
 from .files import CODES, DTYPES, BadFile, Entry, Tensors, alone, names_of, read_json, rename, replacing, write_tensors
 from .fill import check_kinds, dtype_of, fill_, read
-from .manifest import MAX, Manifest, Stored, about, check_file, from_text, shapes_of, to_text
+from .manifest import MAX, TENSOR_FILES, Manifest, Stored, about, check_file, from_text, shapes_of, to_text
 
 __all__ = ["save", "load", "dense_state_dict", "BadFile"]
 
-TENSORS, MANIFEST, CONFIG = "model.safetensors", "secateur.json", "config.json"
+MANIFEST, CONFIG = "secateur.json", "config.json"
 _TRIES = 20  # to read a folder that others write to
 _FEW = 0.01  # of a tensor: fewer zeros are there by chance
 
@@ -58,7 +57,8 @@ def save(
         raise TypeError(f"plan= is what prune_ or shrink returned, not {type(plan).__name__}")
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; save() writes a folder with {TENSORS} and {MANIFEST} in it")
+        raise ValueError(f"{folder} is a file; save() writes a folder with {TENSOR_FILES[0]} and {MANIFEST} in it")
+    model = without_soft_masks(model)
     tensors, tied = _tensors(model)
     cuts = _cuts(model, plan)
     layers = compressed.listed(model)
@@ -68,14 +68,15 @@ def save(
     extra, note = hf.files(model, against if packed or layers else None)
     if note is not None:
         said["from_pretrained"] = note
-    if taken := [name for name in (TENSORS, MANIFEST, *extra) if (folder / name).is_dir()]:
+    data = TENSOR_FILES[isinstance(note, str)]  # without a config, from_pretrained would fill a model of default size from it
+    if taken := [name for name in (data, MANIFEST, *extra) if (folder / name).is_dir()]:
         raise ValueError(f"{folder / taken[0]} is a folder; save() writes a file of that name. Nothing was written.")
     folder.mkdir(parents=True, exist_ok=True)
     with alone(folder):
         with ExitStack() as stack:
-            new = {name: stack.enter_context(replacing(folder / name)) for name in (*extra, TENSORS, MANIFEST)}
-            written = write_tensors(new[TENSORS], entries, {"format": "pt"})
-            new[MANIFEST].write_bytes(to_text(Manifest(listed, tied, cuts, written, said, layers)))
+            new = {name: stack.enter_context(replacing(folder / name)) for name in (*extra, data, MANIFEST)}
+            written = write_tensors(new[data], entries, {"format": "pt"})
+            new[MANIFEST].write_bytes(to_text(Manifest(listed, tied, cuts, written, said, layers, data)))
             for name, text in extra.items():
                 new[name].write_text(text, encoding="utf-8")
         _put(folder, new)
@@ -226,18 +227,19 @@ def _whole(held: Tensor | Compressed) -> Tensor:
 
 
 def _put(folder: Path, new: Mapping[str, Path]) -> None:
-    """Rename what was written. The new manifest waits under a name of its own until its tensors are in place.
+    """Renames the written files. The new manifest has a name of its own until its tensors are in place.
 
-    So a crash at any moment leaves a pair that belongs together: see `_opened`.
+    So a crash at any moment leaves a manifest with its tensors: see `_opened`. Files of an earlier save that this one does not
+    replace are removed.
     """
-    waiting, stale = folder / f"{MANIFEST}.next", CONFIG not in new and _wrote_config(folder)
+    waiting, stale = folder / f"{MANIFEST}.next", _earlier(folder) - new.keys()
     try:
         rename(new[MANIFEST], waiting)
         for name, beside in new.items():
             if name != MANIFEST:
                 rename(beside, folder / name)
-        if stale:
-            (folder / CONFIG).unlink(missing_ok=True)
+        for name in stale:
+            (folder / name).unlink(missing_ok=True)
         rename(waiting, folder / MANIFEST)
     finally:
         for beside in new.values():  # those that an error has left
@@ -245,12 +247,17 @@ def _put(folder: Path, new: Mapping[str, Path]) -> None:
                 beside.unlink(missing_ok=True)
 
 
-def _wrote_config(folder: Path) -> bool:
-    """Whether an earlier save wrote the config that lies here. transformers would fill a model of it with random numbers."""
+def _earlier(folder: Path) -> set[str]:
+    """The tensor file of an earlier save into this folder, and the config if that save wrote it.
+
+    With either left behind, transformers would make a model with random weights.
+    """
     try:
-        return read_json(_text(folder / MANIFEST), MANIFEST)["about"]["from_pretrained"] is True
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
+        data = read_json(_text(folder / MANIFEST), MANIFEST)
+        config = {CONFIG} if data["about"].get("from_pretrained") is True else set()
+        return config | ({data["file"]["name"]} & {*TENSOR_FILES})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return set()
 
 
 # --- loading --------------------------------------------------------------------------------------------------------
@@ -282,7 +289,7 @@ def _text(path: Path) -> bytes:
 def _stamps(folder: Path) -> list[tuple[int, ...] | None]:
     """What tells whether the files of a folder are still the same."""
     found: list[tuple[int, ...] | None] = []
-    for name in (TENSORS, MANIFEST, f"{MANIFEST}.next"):
+    for name in (*TENSOR_FILES, MANIFEST, f"{MANIFEST}.next"):
         try:
             now = (folder / name).stat()
             found.append((now.st_ino, now.st_size, now.st_mtime_ns))
@@ -293,15 +300,17 @@ def _stamps(folder: Path) -> list[tuple[int, ...] | None]:
 
 def _checked(folder: Path, stack: ExitStack) -> tuple[Manifest, Tensors]:
     names = [n for n in (MANIFEST, f"{MANIFEST}.next") if (folder / n).is_file()]
-    if not names or not (folder / TENSORS).is_file():
-        missing = "is a file" if folder.is_file() else f"holds no {TENSORS if names else MANIFEST}"
+    sizes = {name: (folder / name).stat().st_size for name in TENSOR_FILES if (folder / name).is_file()}
+    if not names or not sizes:
+        missing = "is a file" if folder.is_file() else f"holds no {TENSOR_FILES[0] if names else MANIFEST}"
         raise FileNotFoundError(f"{folder} {missing}: it is not a folder that sc.save wrote")
-    file = Tensors(stack.enter_context((folder / TENSORS).open("rb")), str(folder / TENSORS))
-    stack.callback(file.close)
     wrong: list[BadFile] = []
     for name in names:
         try:
-            manifest = from_text(_text(folder / name), str(folder / name), file.size)
+            manifest = from_text(_text(folder / name), str(folder / name), sizes)
+            where = folder / manifest.file
+            file = Tensors(stack.enter_context(where.open("rb")), str(where))
+            stack.callback(file.close)
             check_file(manifest, file)
             return manifest, file
         except BadFile as error:

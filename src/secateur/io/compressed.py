@@ -13,9 +13,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 
 from .._tree import nearest
-from ..execute.choose import places, same_bits, ties
-from ..execute.formats import FORMATS
-from ..execute.layers import Compressed, why_not
+from ..execute import FORMATS, Compressed, places, same_bits, ties, why_not
 from .files import CODES, BadFile
 from .manifest import Layer
 

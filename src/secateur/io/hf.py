@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..edit import Place, built_from, eval_mode, history, number_at, numbers_of, with_numbers
-from ..surgery.verify import tensors_of
+from ..edit import Place, built_from, eval_mode, history, number_at, numbers_of, tensors_inside, with_numbers
+from ..trace import main_outputs
 
 Key = tuple[str, ...]
 Profile = dict[Key, Any]
@@ -120,10 +120,10 @@ def _says_nothing(model: nn.Module, numbers: Mapping[Key, Any]) -> bool:
         device = next(model.parameters()).device
         inputs: Any = {name: t.to(device) for name, t in model.dummy_inputs.items()}  # type: ignore[operator, union-attr]
         with eval_mode(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            answer = tensors_of(model(**inputs))
+            answer = tensors_inside(main_outputs(model(**inputs)))
             for key, value in numbers.items():
                 vars(modules[key[1]])[key[2]] = value
-            return all(map(torch.equal, answer, tensors_of(model(**inputs))))
+            return all(map(torch.equal, answer, tensors_inside(main_outputs(model(**inputs)))))
     except Exception:
         return False
     finally:

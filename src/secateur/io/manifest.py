@@ -16,6 +16,7 @@ from .packed import BITMASK, PARTS, SHAPE, VALUES
 from .packed import check as check_bits
 
 VERSION = 1
+TENSOR_FILES = ("model.safetensors", "secateur.safetensors")  # the second: a name that transformers does not look for
 MAX = 100_000_000  # bytes
 _TAIL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 
@@ -44,7 +45,7 @@ class Layer:
 class Manifest:
     """`tensors` by name, `tied`: other names of them, `cuts`: the first one first, `written`: digests of all in the file.
 
-    `layers`: by path, those that are compressed.
+    `layers`: by path, those that are compressed. `file`: the name of the tensor file.
     """
 
     tensors: dict[str, Stored]
@@ -53,6 +54,7 @@ class Manifest:
     written: Written
     about: dict[str, Any] = field(default_factory=dict)
     layers: dict[str, Layer] = field(default_factory=dict)
+    file: str = TENSOR_FILES[0]
 
 
 def stored_names(name: str, stored: Stored) -> tuple[str, ...]:
@@ -73,7 +75,7 @@ def to_text(manifest: Manifest) -> bytes:
         "format": "secateur",
         "version": VERSION,
         "about": manifest.about,
-        "file": {"name": "model.safetensors", "bytes": manifest.written.size, "header": manifest.written.header},
+        "file": {"name": manifest.file, "bytes": manifest.written.size, "header": manifest.written.header},
         "cuts": [_cuts_to_data(cuts) for cuts in manifest.cuts],
         "tied": manifest.tied,
         **({"layers": {path: vars(layer) for path, layer in manifest.layers.items()}} if manifest.layers else {}),
@@ -132,8 +134,8 @@ def _plain(value: Any) -> bool:
 # --- from JSON ------------------------------------------------------------------------------------------------------
 
 
-def from_text(text: bytes, where: str, size: int) -> Manifest:
-    """Raises BadFile unless this is, to the last byte, what `to_text` wrote for a tensor file of this size."""
+def from_text(text: bytes, where: str, sizes: Mapping[str, int]) -> Manifest:
+    """Parses what `to_text` wrote, for one of the tensor files of these sizes. Raises BadFile if a byte of it was changed."""
     if len(text) > MAX:
         raise BadFile(f"{where} is longer than {MAX} bytes, which no manifest is")
     data = read_json(text, where)
@@ -146,13 +148,16 @@ def from_text(text: bytes, where: str, size: int) -> Manifest:
         how = " (its line ends were changed, as by git's autocrlf: mark it as -text there)" if b"\r\n" in text else ""
         raise BadFile(f"{where} is damaged: its content does not have the digest in its last line{how}")
     try:
-        return _from_data(data, size)
+        return _from_data(data, sizes)
     except BadFile as error:
         raise BadFile(f"{where}: {error}") from None
 
 
-def _from_data(data: dict[str, Any], size: int) -> Manifest:
+def _from_data(data: dict[str, Any], sizes: Mapping[str, int]) -> Manifest:
     file, listed = _of(data, "file", dict), _of(data, "tensors", dict)
+    size = sizes.get(_of(file, "name", str))
+    if size is None:
+        raise BadFile(f"the tensor file {file['name'][:40]!r} is not beside it; expected one of {', '.join(TENSOR_FILES)}")
     if _of(file, "bytes", int) != size:
         raise BadFile(
             f"the tensor file is {size} bytes long and should be {file['bytes']}: one of the two was replaced or cut short"
@@ -182,7 +187,8 @@ def _from_data(data: dict[str, Any], size: int) -> Manifest:
     room = [max(size, 1 << 20)]  # how many indices may still come: a kept one is at least an element of something
     cuts = [_cuts_from_data(entry, room) for entry in _of(data, "cuts", list)]
     layers = _layers(_of(data, "layers", dict), {*tensors, *tied}) if "layers" in data else {}
-    return Manifest(tensors, tied, cuts, Written(size, _of(file, "header", str), digests), _of(data, "about", dict), layers)
+    written = Written(size, _of(file, "header", str), digests)
+    return Manifest(tensors, tied, cuts, written, _of(data, "about", dict), layers, file["name"])
 
 
 def _layers(data: dict[str, Any], names: set[str]) -> dict[str, Layer]:
