@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
 
 from ..edit import Attribute, Cuts
@@ -304,19 +305,15 @@ def _parts_fit(file: Tensors, name: str, stored: Stored) -> bool:
 
 def about(model: Any, recipe: str | None) -> dict[str, Any]:
     """The origin of a file: the class of the model, the recipe, the versions of the libraries."""
-    from importlib.metadata import version
+    versions = {name: _version(name) for name in ("secateur", "torch", "safetensors")}
+    return {"model": type(model).__name__, "recipe": recipe, **versions}
 
-    import torch
 
-    import secateur
-
-    return {
-        "model": type(model).__name__,
-        "recipe": recipe,
-        "secateur": secateur.__version__,
-        "torch": torch.__version__,
-        "safetensors": version("safetensors"),
-    }
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # a copy of the source that was never installed
+        return "unknown"
 
 
 def shapes_of(manifest: Manifest) -> Mapping[str, tuple[int, ...]]:
