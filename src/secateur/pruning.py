@@ -23,7 +23,7 @@ from .methods.straight_through import SoftMasks
 from .patterns import Pattern
 from .plans import Plan, describe, make_plan, plan
 from .recipe import Recipe
-from .schedules import Joined, Number, Schedule
+from .schedules import Number, as_schedule
 from .stats import Loss, Table, TensorEvidence, add_gradient, check_evidence, collect
 from .targeting import Globs, targets
 
@@ -110,7 +110,7 @@ class Pruner:
         loss: Loss | None = None,
         spread: Spread | Mapping[str, Number] | None = None,
         grow: Criterion | Callable[..., Tensor] | None = None,
-        swap: Schedule | Joined | None = None,
+        swap: Callable[[int], float] | None = None,
         ste: bool = False,
         every: int = 1,
         keep_dense: bool = False,
@@ -118,7 +118,7 @@ class Pruner:
         self.model = model = as_module(model)
         self.recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread)
         self._grow = as_criterion(grow) if grow is not None else None
-        self._swap, self._every = swap, every
+        self._swap, self._every = as_schedule(swap, "swap") if callable(swap) else swap, every
         self._needs = self.recipe.criterion.needs | (self._grow.needs if self._grow is not None else frozenset())
         if data is not None or self._needs - {"grad", "grad_square"}:
             check_evidence(self._needs, data, loss)
@@ -160,7 +160,7 @@ class Pruner:
             raise ValueError(f"grow= swaps weights at a constant sparsity, not with {self.recipe.scheduled[0]}; pass a number")
         if ste:
             raise ValueError("grow= and ste=True are two ways for pruned weights to come back; choose one")
-        if not isinstance(self._swap, Schedule | Joined):
+        if not callable(self._swap):
             raise ValueError(
                 "grow= needs swap=, a schedule of the fraction of kept weights to swap, and when: for instance "
                 "swap=sc.cosine(0.0, initial=0.3, end=10_000, every=100)"

@@ -13,7 +13,7 @@ from ._tree import nearest
 from .budgets import Spread, hold, owl
 from .criteria import Criterion, criterion
 from .patterns import Pattern
-from .schedules import Joined, Number, Schedule
+from .schedules import AnySchedule, Number, as_schedule
 from .scores import Scores
 from .select import SCOPES
 
@@ -60,8 +60,7 @@ class Recipe:
         if spread is not None and not callable(spread) and not isinstance(spread, Mapping):
             raise TypeError(f"spread= is sc.uniform, sc.erk, sc.owl() or a mapping of name to sparsity, not {spread!r}")
         if isinstance(spread, Mapping):
-            for name, share in spread.items():
-                _fraction(f"spread[{name!r}]", share)
+            spread = {name: _fraction(f"spread[{name!r}]", share) for name, share in spread.items()}
         if scope == "row" and shape.unit == "out":
             raise ValueError(
                 'pattern "out" with scope="row": each row is one unit, with nothing to compete with; use scope="tensor"'
@@ -69,10 +68,10 @@ class Recipe:
         return Recipe(criterion(by), shape, scope or "tensor", sparsity, count, spread)
 
     @property
-    def scheduled(self) -> list[Schedule | Joined]:
+    def scheduled(self) -> list[AnySchedule]:
         """The numbers of the budget that change with the step."""
         numbers = [self.sparsity, *(self.spread.values() if isinstance(self.spread, Mapping) else ())]
-        return [number for number in numbers if isinstance(number, Schedule | Joined)]
+        return [number for number in numbers if isinstance(number, AnySchedule)]
 
     def at(self, step: int) -> float | None:
         """The sparsity at a step."""
@@ -100,12 +99,12 @@ class Recipe:
 
 
 def _at(number: Number | None, step: int) -> float | None:
-    return number(step) if isinstance(number, Schedule | Joined) else number
+    return number(step) if callable(number) else number
 
 
 def _fraction(name: str, value: object) -> Number:
-    if isinstance(value, Schedule | Joined):
-        return value
+    if callable(value):
+        return as_schedule(value, name)
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be a number from 0 to 1, or a schedule such as sc.cubic(0.9, end=1000)")
     if not 0 <= float(value) <= 1:  # NaN is outside too
