@@ -14,13 +14,6 @@ from ..edit import tensors_inside
 Outputs = Callable[[Any], Any]
 
 
-def arguments(args: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns positional and keyword arguments. `args` is a tensor, a tuple or list, or a mapping of keyword arguments."""
-    if isinstance(args, Mapping):
-        return (), {**args, **(kwargs or {})}
-    return tuple(args) if isinstance(args, tuple | list) else (args,), dict(kwargs or {})
-
-
 def main_outputs(result: Any) -> Any:
     """Returns the part of a result that must keep its shape.
 

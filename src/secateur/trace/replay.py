@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from ..edit import StandIns, plain_kernels, preserve_rng
-from .outputs import arguments
+from ..edit import StandIns, plain_kernels, preserve_rng, split_inputs
 from .result import Trace
 from .tracer import Ref, Step
 
@@ -51,7 +50,7 @@ class Replay:
 
     def __init__(self, model: nn.Module, trace: Trace, args: Any, kwargs: Mapping[str, Any] | None) -> None:
         self.model, self.trace = model, trace
-        self.args, self.kwargs = arguments(args, kwargs)
+        self.args, self.kwargs = split_inputs(args, kwargs)
         self.origin = self._origins()
 
     def run(self, visit: Visit, change: Callable[[Tensor], Tensor] = torch.clone) -> Any:

@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_map
 
 from .. import _dist
 from ..axes import atoms, bound_axes, build_groups, closed, constraints, flag_sizes_in_formulas, freeze, is_literal
-from ..edit import Slot, StandIns, owned_tensors, plain_kernels, preserve_rng, states, tensors_inside
+from ..edit import Slot, StandIns, owned_tensors, plain_kernels, preserve_rng, split_inputs, states, tensors_inside
 from ..ops import Axes
 from .constructor import blueprint, uses_of_compared_attributes
 from .layer_sizes import replace_size_attributes_
 from .outline import Outlined, ValueRead
-from .outputs import Outputs, arguments, fields_of, main_outputs, output_shapes
+from .outputs import Outputs, fields_of, main_outputs, output_shapes
 from .provenance import Journal, Tagging
 from .result import Trace
 from .run_context import module_names, script_functions, without_fake_tensor_log
@@ -52,7 +52,7 @@ def trace(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None = None, 
     its shape. The default is `main_outputs`, and in addition tensors beside it that no weight reads.
     """
     _check_model(model)
-    given, named = arguments(args, kwargs)
+    given, named = split_inputs(args, kwargs)
     tensors = [t for _, t in owned_tensors(model).values()]
     on_meta, large = any(t.is_meta for t in tensors), sum(t.numel() for t in tensors) > _LARGE
     attempts = (

@@ -382,3 +382,10 @@ def _mha(s: SizeUseMode, name: str, a: tuple[Any, ...], k: dict[str, Any], out: 
         s.use(name, Tagged(n // h, Arithmetic(operator.floordiv, AxisSize(axis), source_of(heads)), s.journal), inside)
         if part is not parts[2]:
             s.tracer.uses_size(inside, "multi_head_attention_forward")
+
+
+@reads("linalg_vander vander")
+def _vander(s: SizeUseMode, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
+    """By default there are as many powers as numbers, which torch counts out of sight."""
+    for axis in s.axes(a[0]):
+        freeze(axis, f"its size is a number of powers ({name})")
