@@ -36,7 +36,7 @@ from .targeting import targets
 if TYPE_CHECKING:
     from .execute import bench, compress_, decompress_
     from .io import dense_state_dict, load, save
-    from .surgery import reconstruction, shrink, shrink_
+    from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
 
 __version__ = "0.1.0"
 
@@ -47,7 +47,9 @@ __all__ = [
     "Pattern",
     "Plan",
     "Pruner",
+    "activation_variance",
     "bench",
+    "bn_scale",
     "compress_",
     "cosine",
     "criterion",
@@ -57,6 +59,7 @@ __all__ = [
     "erk",
     "exponential",
     "fisher",
+    "fpgm",
     "gate_",
     "grad",
     "grad_square",
@@ -90,7 +93,7 @@ __all__ = [
 
 # The upper floors are loaded when they are first asked for: most who prune need none of them.
 _LATER = {
-    **dict.fromkeys(("shrink", "shrink_", "reconstruction"), "surgery"),
+    **dict.fromkeys(("shrink", "shrink_", "activation_variance", "bn_scale", "fpgm", "reconstruction"), "surgery"),
     **dict.fromkeys(("save", "load", "dense_state_dict"), "io"),
     **dict.fromkeys(("compress_", "decompress_", "bench"), "execute"),
 }

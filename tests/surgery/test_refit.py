@@ -29,7 +29,7 @@ def halved(model, x, size, drop=2):
     t = trace(model, x)
     keep = {g.atom: torch.arange(g.size) % drop != 0 for g in t.prunable if g.size == size}
     assert keep
-    return make(model, t, keep, (x,), {})
+    return make(model, t, keep)
 
 
 # ---------------------------------------------------------------- BatchNorm
@@ -255,7 +255,7 @@ def test_later_layers_correct_the_errors_of_earlier_ones():
     m = nn.Sequential(*layers).double().eval()
     x = draw(400, 12)
     t = trace(m, x)
-    made = make(m, t, {g.atom: torch.arange(g.size) % 3 != 0 for g in t.prunable}, (x,), {})
+    made = make(m, t, {g.atom: torch.arange(g.size) % 3 != 0 for g in t.prunable})
     alone = copy.deepcopy(made.small)
     refit_(made.small, m, made.cuts, [x], ridge=1e-9)
     for i in (2, 4):  # each from the dense model's own activations
@@ -309,8 +309,8 @@ def test_layers_that_have_no_single_target_are_named_and_left():
     image = draw(2, 3, 4, 4)
     t = trace(grouped, image)
     inner = [g for g in t.prunable if "1.weight" in {n.tensor for n in g.members if n.role == "consume"}]
-    made = make(grouped, t, {g.atom: torch.arange(g.size) % 2 != 0 for g in inner}, (image,), {})
-    assert "those in one group" in refit_(made.small, grouped, made.cuts, [image])["1"]
+    made = make(grouped, t, {g.atom: torch.arange(g.size) % 2 != 0 for g in inner})
+    assert "groups=1" in refit_(made.small, grouped, made.cuts, [image])["1"]
 
 
 def test_a_bias_that_is_added_is_part_of_the_cuts():
@@ -339,7 +339,7 @@ def test_a_failure_leaves_the_small_model_as_it_was():
     m = nn.Sequential(*layers).double().eval()
     x = draw(50, 12)
     t = trace(m, x)
-    made = make(m, t, {g.atom: torch.arange(g.size) % 3 != 0 for g in t.prunable}, (x,), {})
+    made = make(m, t, {g.atom: torch.arange(g.size) % 3 != 0 for g in t.prunable})
     state = {k: v.clone() for k, v in made.small.state_dict().items()}
     threads = threading.active_count()
     m[4].weight.data[:] = float("nan")  # the first fit goes through, the second cannot

@@ -1,13 +1,12 @@
-"""Blocks: which entries of lists of modules may go whole, and the numbers that go with them.
+"""Finds the blocks of a model that can be removed, and the numbers of the model that depend on them.
 
-A block is an entry of a ModuleList or Sequential, or one of several attributes of one type, that runs once, between its
-neighbours, and answers in the shape of what it gets: without it, the next one reads what it read. Its place in the model is all
-that is asked; nothing is known by name.
+A block is an entry of a ModuleList or Sequential, or one of several attributes of one type. It runs once, between its
+neighbours, and returns a tensor of the shape of its input, so that the next block can read that input instead. Blocks are
+found by how they run, not by their names.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,14 +14,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...edit import Attribute, built_from, held_objects, number_at, numbers_of, run, with_numbers
+from ...edit import Attribute, Inputs, built_from, held_objects, number_at, numbers_of, object_at, run, with_numbers
 
 Drop = dict[str, list[int]]
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Call(NamedTuple):
-    """A run of an entry of a list: what it got and gave, first of all; `bare`: it gave nothing else."""
+    """One run of an entry of a list: its first input and output tensors. `bare`: it returned nothing but one tensor."""
 
     place: int
     taken: Tensor | None
@@ -34,7 +32,7 @@ class Call(NamedTuple):
 
 
 def find_blocks(model: nn.Module, inputs: Inputs) -> tuple[Drop, dict[str, str]]:
-    """List -> places of the blocks that may go, and the entries beside them that may not, with the reason."""
+    """The positions of removable blocks by the path of their list, and the other entries with the reason."""
     holders = {path: places for path, m in model.named_modules() if (places := _families(m))}
     calls = _watched(model, holders, inputs)
     found: dict[str, Drop] = {}
@@ -49,19 +47,19 @@ def find_blocks(model: nn.Module, inputs: Inputs) -> tuple[Drop, dict[str, str]]
     return chosen, {name: why for name, why in refused.items() if not chosen or name.rpartition(".")[0] in chosen}
 
 
-_SAYS_SO = re.compile("layer|depth|block")
+_COUNT_NAME = re.compile("layer|depth|block")
 _NO_LAYERS = "it holds no layers"
 
 
 def _families(holder: nn.Module) -> list[list[int]]:
-    """The places in a module of what may be a row of blocks: all entries of a list; attributes of one type."""
+    """Positions in a module that may form a row of blocks: all entries of a list, or attributes of one type."""
     if isinstance(holder, nn.ModuleList | nn.Sequential):
         return [list(range(len(holder._modules)))]
     kinds: dict[type[nn.Module], list[int]] = {}
     for place, module in enumerate(holder._modules.values()):
         if module is None or isinstance(module, nn.ModuleList | nn.Sequential):
             continue
-        if any(True for _ in module.children()):  # a layer by itself is no block
+        if any(True for _ in module.children()):  # a single layer is no block
             kinds.setdefault(type(module), []).append(place)
     return [places for places in kinds.values() if len(places) > 1]
 
@@ -78,11 +76,11 @@ def _not_a_block(holder: nn.Module, place: int, family: Sequence[int], calls: Se
         return "the modules of its list do not run one after the other"
     (_, taken, given, bare), at = calls[own[0]], own[0]
     if taken is None or given is None or taken.shape != given.shape or taken.dtype != given.dtype:
-        return "what it gives does not have the shape of what it gets"
+        return "its output does not have the shape of its input"
     if not listed and not bare:
-        return "it gives more than one tensor"
+        return "it returns more than one tensor"
     links = [a.given is b.taken for a, b in zip(calls[max(at - 1, 0) : at + 1], calls[max(at, 1) : at + 2])]
-    return "its neighbours do not read what it gives" if (links or not listed) and not any(links) else None
+    return "its neighbours do not read its output" if (links or not listed) and not any(links) else None
 
 
 def _watched(model: nn.Module, holders: Mapping[str, list[list[int]]], inputs: Inputs) -> dict[str, list[Call]]:
@@ -104,7 +102,7 @@ def _watched(model: nn.Module, holders: Mapping[str, list[list[int]]], inputs: I
 
 
 def main_tensor(value: Any) -> Tensor | None:
-    """The first tensor in what a module gets or gives."""
+    """The first tensor in the inputs or outputs of a module."""
     if isinstance(value, Tensor):
         return value
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
@@ -112,7 +110,7 @@ def main_tensor(value: Any) -> Tensor | None:
 
 
 def _disjoint(model: nn.Module, families: Mapping[str, Drop]) -> Drop:
-    """Lists of which none is inside a block of another: outer ones first, if they are mostly blocks; then the largest."""
+    """Lists of blocks of which none is inside a block of another. Outer lists of mostly blocks come first, then the largest."""
 
     def order(item: tuple[str, Drop]) -> tuple[bool, int, int]:
         drop = item[1]
@@ -135,14 +133,14 @@ def block_name(path: str, holder: nn.Module, place: int) -> str:
     return f"{path}.{name}" if path else name
 
 
-# --- numbers that go with them --------------------------------------------------------------------------------------
+# --- numbers that depend on them -----------------------------------------------------------------------------------
 
 
-Link = tuple[str, str, Any, bool]  # a number: owner, attribute, index; and whether it is a list with an entry for each block
+Link = tuple[str, str, Any, bool]  # owner, attribute, index of a number; True: a list with an entry for each block
 
 
 def links_of(model: nn.Module, paths: Iterable[str]) -> dict[str, list[Link]]:
-    """For each list of modules: the numbers around it that say how many modules it holds."""
+    """For each list of modules: the numbers in the model and its configs that are its length."""
     listed = {path: isinstance(model.get_submodule(path), nn.ModuleList | nn.Sequential) for path in paths}
     return {
         path: list(_counted(model, path, len(model.get_submodule(path)._modules))) if here else []
@@ -151,7 +149,7 @@ def links_of(model: nn.Module, paths: Iterable[str]) -> dict[str, list[Link]]:
 
 
 def mended(model: nn.Module, drop: Drop, links: Mapping[str, list[Link]]) -> list[Attribute]:
-    """What has to change when blocks go: how many there are, the numbers they have, lists with an entry for each."""
+    """The numbers that change with the blocks: lengths, positions stored in blocks, and lists with an entry for each."""
     found: list[Attribute] = []
     for path, gone in drop.items():
         holder = model.get_submodule(path)
@@ -160,13 +158,13 @@ def mended(model: nn.Module, drop: Drop, links: Mapping[str, list[Link]]) -> lis
         if isinstance(holder, nn.ModuleList | nn.Sequential):
             found += _renumbered(path, holder, list(holder._modules.values()), stay)
         for at, name, index, entries in links[path]:
-            value = list(getattr(_owner(model, at), name)) if entries else count
+            value = list(getattr(object_at(model, at), name)) if entries else count
             found.append(Attribute(at, name, index, value, [value[i] for i in stay] if isinstance(value, list) else len(stay)))
     return list({(a.path, a.name, a.index): a for a in found}.values())
 
 
 def _renumbered(path: str, holder: nn.Module, blocks: Sequence[Any], stay: Sequence[int]) -> Iterator[Attribute]:
-    """Integers that are the place of their block in every block that has them: caches of keys and values go by these."""
+    """Integers that are the position of their block in every block that has them: key-value caches use these."""
     seen: dict[tuple[str, str], dict[int, Any]] = {}
     for i, block in enumerate(blocks):
         for inner, module in block.named_modules():
@@ -184,7 +182,7 @@ def _renumbered(path: str, holder: nn.Module, blocks: Sequence[Any], stay: Seque
 
 
 def _counted(model: nn.Module, path: str, count: int) -> Iterator[Link]:
-    """Of the modules around a list and their configs: how many blocks there are, and lists with an entry for each."""
+    """Numbers of the modules around a list and of their configs: its length, and lists with an entry for each block."""
     parts = path.split(".") if path else []
     around = [".".join(parts[:n]) for n in range(len(parts))]
     owners: dict[int, tuple[str, Any]] = {}
@@ -200,12 +198,12 @@ def _counted(model: nn.Module, path: str, count: int) -> Iterator[Link]:
                 own = [i for i, v in enumerate(value) if type(v) is int and v == count and _counts(model, path, at, (name, i))]
                 yield from ((at, name, i, False) for i in own)
                 plain = all(v is None or isinstance(v, int | float | str) for v in value)
-                if not own and len(value) == count and plain and _SAYS_SO.search(name):
+                if not own and len(value) == count and plain and _COUNT_NAME.search(name):
                     yield at, name, None, True
 
 
 def _counts(model: nn.Module, path: str, at: str, place: tuple[Any, ...]) -> bool:
-    """Whether this number is the length of the list: asked of the class, if it builds models from configs; else by its name."""
+    """True if this number is the length of the list: a model built from a changed config shows it; else the name decides."""
     config = getattr(model, "config", None)
     if at.partition(".")[0] == "config" and hasattr(config, "to_dict"):
         inside = (*at.split(".")[1:], *place)
@@ -215,8 +213,4 @@ def _counts(model: nn.Module, path: str, at: str, place: tuple[Any, ...]) -> boo
                 return len(less.get_submodule(path)._modules) != number_at(config, inside)
             except Exception:
                 return False
-    return len(place) == 1 and bool(_SAYS_SO.search(place[0]))
-
-
-def _owner(model: nn.Module, path: str) -> Any:
-    return functools.reduce(getattr, path.split("."), model) if path else model
+    return len(place) == 1 and bool(_COUNT_NAME.search(place[0]))
