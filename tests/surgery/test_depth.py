@@ -500,3 +500,49 @@ def test_an_optimizer_follows_where_attributes_go():
     small, _ = shrink_(model, X, depth=0.5, optimizer=optimizer)
     assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in small.parameters()}
     assert len(optimizer.state) == len(list(small.parameters()))
+
+
+# ---------------------------------------------------------------- blocks that return more than one tensor
+
+
+class Scaled(Block):
+    def forward(self, x):
+        y, _ = super().forward(x)
+        return y, (self.up(x).square().mean(-1, keepdim=True) + 1).log()
+
+
+class Determinants(nn.Module):
+    """Blocks that return a second tensor, as normalizing flows return log-determinants. The model uses it, or not."""
+
+    def __init__(self, uses):
+        super().__init__()
+        self.first, self.last, self.uses = nn.Linear(6, 8), nn.Linear(8, 4), uses
+        self.layers = nn.ModuleList(Scaled(i, gain=g) for i, g in enumerate((1.0, 1e-3, 1.0)))
+
+    def forward(self, x):
+        x, total = self.first(x), torch.zeros(len(x), 1)
+        for layer in self.layers:
+            x, determinant = layer(x)
+            total = total + determinant
+        return (self.last(x), total) if self.uses else self.last(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"params": 0.5}], ids=str)
+@pytest.mark.parametrize("uses", [False, True])
+def test_a_removed_block_whose_other_output_the_model_uses_is_not_exact(uses, options):
+    torch.manual_seed(0)
+    model = Determinants(uses).eval()
+    _, plan = shrink(model, X, depth=0.67, **options)
+    row = next(row for row in plan.groups if row.name == "layers")
+    assert (row.why is None) is not uses
+    found = plan.verify()
+    assert (found.groups["layers"] > 1e-3) is uses
+    assert not uses or ("not exact" in str(plan) and not plan.metrics()["exact"])
+
+
+def test_exact_only_keeps_blocks_whose_other_output_the_model_uses():
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match=r"no other can be removed \(layers\.0: exact_only: a removed block also returned"):
+        shrink(Determinants(True).eval(), X, depth=0.67, exact_only=True)
+    _, plan = shrink(Determinants(False).eval(), X, depth=0.67, exact_only=True)
+    assert plan.cuts.drop == {"layers": [1]}

@@ -350,3 +350,66 @@ def test_a_failure_leaves_the_small_model_as_it_was():
     assert all(torch.equal(v, state[k]) for k, v in after.items())
     assert threading.active_count() == threads
     assert made.cuts.added == {}
+
+
+# ---------------------------------------------------------------- inputs far from zero
+
+
+@pytest.mark.parametrize("centre", [0.0, 30.0, 100.0, 3000.0])
+def test_a_fit_in_float32_is_the_least_squares_solution_whatever_the_mean_of_the_inputs(centre):
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 5)).eval()
+    x = centre + torch.randn(1000, 48)
+    made = halved(m, x, 64)
+    refit_(made.small, m, made.cuts, [x[:500], x[500:] - centre / 10], ridge=1e-6)
+    seen = torch.cat([x[:500], x[500:] - centre / 10]).double()
+    small, dense = copy.deepcopy(made.small).double(), copy.deepcopy(m).double()
+    h, y = small[0](seen).detach(), dense(seen).detach()
+    h, y = h - h.mean(0), y - y.mean(0)
+    best = F.mse_loss(h @ torch.linalg.lstsq(h, y).solution, y)
+    found = F.mse_loss(h @ small[1].weight.T, y)
+    assert found.item() == pytest.approx(best.item(), rel=0.02)
+
+
+def test_images_from_0_to_255_are_fitted():
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval()
+    x = torch.randint(0, 256, (8, 3, 10, 10)).float()
+    made = halved(m, x, 16)
+    cut = F.mse_loss(made.small(x), m(x)).item()
+    assert refit_(made.small, m, made.cuts, [x]) == {}
+    assert F.mse_loss(made.small(x), m(x)).item() < 0.1 * cut
+
+
+@pytest.mark.parametrize("examples", [1, 2])
+def test_a_calibration_set_of_one_or_two_examples_gives_a_finite_fit(examples):
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5)).eval()
+    x = 100 + torch.randn(examples, 12)
+    made = halved(m, x, 16)
+    refit_(made.small, m, made.cuts, [x])
+    assert torch.allclose(made.small(x), m(x), rtol=1e-3)
+
+
+def test_inputs_that_depend_on_each_other_give_a_fit():
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(12, 16), nn.Linear(16, 5)).eval()
+    with torch.no_grad():
+        m[0].weight[1:] = m[0].weight[0]  # every unit says the same
+    x = 1000 + torch.randn(50, 12)
+    made = halved(m, x, 16)
+    refit_(made.small, m, made.cuts, [x], ridge=1e-12)
+    assert F.mse_loss(made.small(x), m(x)) < 1e-4 * m(x).var()
+
+
+def test_without_bias_a_layer_gets_none_and_is_fitted_through_zero():
+    m = nn.Sequential(nn.Linear(12, 16), nn.Sigmoid(), nn.Linear(16, 5, bias=False)).double().eval()
+    x = draw(100, 12)
+    t = trace(m, x)
+    made = make(m, t, {t.prunable[0].atom: torch.arange(16) % 2 != 0}, bias=False)
+    refit_(made.small, m, made.cuts, [x[:40], x[40:]], ridge=1e-12, bias=False)
+    assert made.small[2].bias is None
+    assert made.cuts.added == {}
+    h = made.small[:2](x).detach()
+    best = torch.linalg.lstsq(h, m(x).detach()).solution
+    assert torch.allclose(made.small[2].weight, best.T, atol=1e-6)

@@ -338,6 +338,16 @@ def test_unit_criteria(net, x):
         shrink(net, x, unit_criterion(lambda units: torch.ones(3)), channels=0.5)
 
 
+def test_a_large_mean_does_not_hide_the_variance_of_activations():
+    torch.manual_seed(0)
+    model, x = mlp(4, 8, 2).double(), torch.randn(50, 4).double()
+    with torch.no_grad():
+        model[0].bias += 1e9  # ReLU passes everything
+        varied = model[0](x).var(0)
+    far = shrink(model, x, activation_variance, channels=0.5, data=[x])[1].cuts.tensors["0.weight"][0]
+    assert far == sorted(varied.argsort(descending=True)[:4].tolist())
+
+
 # ---------------------------------------------------------------- what survives
 
 

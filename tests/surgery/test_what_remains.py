@@ -84,6 +84,31 @@ def test_a_bias_is_counted_where_its_layer_loses_inputs():
     assert not sizes.learn({"2.bias": (40,)}, {first.atom: 30})
 
 
+# ---------------------------------------------------------------- no new parameters
+
+
+@pytest.mark.parametrize("options", [{}, {"refit": True}, {"reestimate": True}, {"depth": 1}], ids=str)
+def test_without_bias_the_set_of_parameters_stays(options):
+    model, x = sigmoids(), torch.randn(64, 4)
+    small, plan = shrink(model, x, params=0.5, bias=False, data=[x], **options)
+    assert small.state_dict().keys() == model.state_dict().keys()
+    assert plan.cuts.added == {}
+    assert parameters(small) / parameters(model) == pytest.approx(0.5, rel=0.02)
+    assert [row.why for row in plan.groups] == [
+        f"bias=False: {layer} has no bias for the constant that its removed inputs leave" for layer in (2, 4)
+    ]
+
+
+def test_without_bias_exact_cuts_stay_exact_and_exact_only_leaves_the_others():
+    torch.manual_seed(0)
+    widths = nn.Linear(4, 40), nn.Linear(40, 40, bias=False), nn.Linear(40, 3)
+    model, x = nn.Sequential(widths[0], nn.Sigmoid(), widths[1], nn.ReLU(), widths[2]), torch.randn(2, 4)
+    small, plan = shrink(model, x, channels=0.5, bias=False, exact_only=True)
+    assert small[0].out_features == 40
+    assert small[2].out_features == 20
+    assert plan.verify().max_error < 1e-6
+
+
 # ---------------------------------------------------------------- FLOPs
 
 
