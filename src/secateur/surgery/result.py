@@ -118,7 +118,7 @@ class Shrunk:
             *([self.note] if self.note else []),
             *notes_by_reason("not exact", why),
             *notes_by_reason("moved", self.moved),
-            *notes_by_reason("left whole", self.skipped),
+            *notes_by_reason("left alone", self.skipped),
         ]
         header = ("group", "members", "units", "kept", "")
         return Table(header, rows, totals, right=(2, 3), title=self.recipe, notes=notes)
@@ -127,7 +127,7 @@ class Shrunk:
         return str(self._table())
 
     def _repr_html_(self) -> str:
-        return self._table().html(f"{len(self.skipped)} left whole")
+        return self._table().html(f"{len(self.skipped)} left alone")
 
 
 def _short(members: Sequence[str]) -> str:
