@@ -104,3 +104,93 @@ def test_a_model_of_two_dtypes_is_said_to_need_ours(tmp_path):
     fresh = llama().to(torch.bfloat16)
     fresh.lm_head.float()
     assert torch.equal(io.load(tmp_path, fresh).lm_head.weight, model.lm_head.weight)
+
+
+def test_loading_leaves_the_config_of_the_factory_alone(tmp_path):
+    config = llama().config
+    before = config.to_dict()
+    small, _ = shrink(llama(), {"input_ids": IDS}, channels=0.5, scope="tensor")
+    io.save(small, tmp_path)
+    for _ in range(2):  # the second call builds the full model again
+        assert torch.equal(answer(io.load(tmp_path, lambda: transformers.LlamaForCausalLM(config).eval())), answer(small))
+        assert config.to_dict() == before
+
+
+def test_a_folder_without_a_config_is_not_taken_for_a_hugging_face_folder(tmp_path):
+    """transformers would build a model of default size, gigabytes, and fill it with random numbers."""
+    model = llama()
+    assert io.save(model, tmp_path)["from_pretrained"] is True
+    said = io.save(model, tmp_path, packed=True)
+    assert {p.name for p in tmp_path.iterdir()} == {"secateur.safetensors", "secateur.json", "generation_config.json"}
+    for kind in (transformers.LlamaForCausalLM, transformers.AutoModelForCausalLM):
+        with pytest.raises((OSError, ValueError), match=r"no file named model\.safetensors|Unrecognized model"):
+            kind.from_pretrained(tmp_path)
+    assert torch.equal(answer(io.load(tmp_path, llama)), answer(model))
+    assert io.dense_state_dict(tmp_path).keys() == model.state_dict().keys()
+    assert said["from_pretrained"].startswith("no, only sc.load")
+    assert io.save(model, tmp_path)["from_pretrained"] is True  # and back
+    assert not (tmp_path / "secateur.safetensors").exists()
+    assert torch.equal(answer(transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()), answer(model))
+
+
+def test_a_crash_between_the_two_names_of_the_tensor_file_leaves_one_of_the_models(tmp_path, monkeypatch):
+    old, new = llama(), llama()
+    sc.prune_(new, sparsity=0.5)
+    rename = io.rename
+    for stop in range(4):
+        io.save(old, tmp_path)
+        done = []
+
+        def crash(a, b, done=done, stop=stop):
+            if len(done) == stop:
+                raise KeyboardInterrupt
+            done.append(b)
+            rename(a, b)
+
+        monkeypatch.setattr(io, "rename", crash)
+        if stop < 3:
+            with pytest.raises(KeyboardInterrupt):
+                io.save(new, tmp_path, packed=True)
+        else:
+            io.save(new, tmp_path, packed=True)
+        monkeypatch.setattr(io, "rename", rename)
+        assert torch.equal(answer(io.load(tmp_path, llama)), answer(old if stop < 2 else new))
+
+
+def test_save_pretrained_refuses_what_from_pretrained_would_fill_with_random_weights(tmp_path):
+    model = llama()
+    sc.prune_(model, sparsity=0.9, exclude=["*embed*", "lm_head*"])
+    dense = answer(model)
+    sc.compress_(model, {"input_ids": IDS}, objective="size")
+    assert any(isinstance(module, sc.execute.Compressed) for module in model.modules())
+    for whole in (model, model.model):
+        with pytest.raises(ValueError, match=r"compressed layers.*sc\.decompress_\(model\).*sc\.save"):
+            whole.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+    model.state_dict()  # by itself, as before
+    sc.decompress_(model)
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(answer(transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()), dense)
+
+
+def test_a_model_with_soft_masks_saves_as_the_plain_model(tmp_path):
+    model = llama(tie_word_embeddings=True)
+    config = model.config
+    pruner = sc.Pruner(model, sparsity=0.5, ste=True, include=["*proj*", "*embed*"])
+    pruner.step()
+    with pytest.raises(ValueError, match=r"ste=True.*pruner\.finish\(\)"):
+        model.save_pretrained(tmp_path)
+    assert io.save(model, tmp_path / "soft")["from_pretrained"] is True
+    before = answer(model)
+    names = set(model.state_dict())
+    for back in (
+        io.load(tmp_path / "soft", lambda: transformers.LlamaForCausalLM(config).eval()),
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path / "soft").eval(),
+    ):
+        assert torch.equal(answer(back), before)
+    assert set(model.state_dict()) == names  # the pruner goes on
+    pruner.finish()
+    io.save(model, tmp_path / "hard")
+    soft, hard = io.dense_state_dict(tmp_path / "soft"), io.dense_state_dict(tmp_path / "hard")
+    assert soft.keys() == hard.keys() == model.state_dict().keys()
+    assert all(torch.equal(soft[name], hard[name]) for name in hard)
