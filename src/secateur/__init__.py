@@ -4,7 +4,7 @@ allows, and remember the result as masks outside the model."""
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ._layers import input_first
+from . import methods
 from .activations import Gates, gate_
 from .budgets import erk, owl, uniform
 from .criteria import (

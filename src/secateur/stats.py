@@ -100,17 +100,17 @@ def collect(
     return table
 
 
-def check_evidence(needs: frozenset[str], data: object, loss: object) -> None:
+def check_evidence(needs: frozenset[str], data: object, loss: object, of: str = "this criterion") -> None:
     """Raises, and says what to pass, unless this evidence can be collected from this data and loss."""
     if data is None:
-        raise ValueError(f"this criterion needs {_list(needs)}, so pass data= (an iterable of batches)")
+        raise ValueError(f"{of} needs {_list(needs)}, so pass data= (an iterable of batches)")
     if isinstance(data, Tensor | Mapping | str):
         raise TypeError(f"data= is an iterable of batches, not one {type(data).__name__}; pass [batch]")
     if not isinstance(data, Iterable):
         raise TypeError(f"data= is an iterable of batches, not {type(data).__name__}")
     if needs & {"grad", "grad_square"} and loss is None:
         raise ValueError(
-            f"this criterion needs {_list(needs)}, so pass loss= (a function of the model's output and the target, "
+            f"{of} needs {_list(needs)}, so pass loss= (a function of the model's output and the target, "
             "such as torch.nn.functional.cross_entropy)"
         )
     if loss is not None and not callable(loss):
@@ -254,7 +254,7 @@ def _input_squares(
     layout = target.layout
 
     def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
-        if not listening.is_set() or not any(_is_float(value) for value in (*args, *kwargs.values())):
+        if not listening.is_set() or not any(is_float(value) for value in (*args, *kwargs.values())):
             return  # a look-up by index: nothing is multiplied here
         try:
             inputs = tuple(_squared(value) for value in args)
@@ -262,7 +262,7 @@ def _input_squares(
             probe = layout.probe(torch.empty(layout.shape, device="meta"))
             ones = torch.ones(probe.shape, dtype=torch.float32, device=target.weight.device, requires_grad=True)
             with torch.enable_grad(), torch.autocast(target.weight.device.type, enabled=False), _own_graph():
-                output = _twin(module, {attribute: ones}).forward(*inputs, **named)
+                output = bare_layer(module, {attribute: ones}).forward(*inputs, **named)
                 (squares,) = torch.autograd.grad(output.sum(), ones)
         except Exception as error:
             kind = type(module).__name__
@@ -277,7 +277,7 @@ def _input_squares(
         handle.remove()
 
 
-def _twin(module: nn.Module, parameters: dict[str, Tensor]) -> nn.Module:
+def bare_layer(module: nn.Module, parameters: dict[str, Tensor]) -> nn.Module:
     """The same layer with these parameters instead, without bias, hooks and parametrizations; the layer is not touched."""
     twin = object.__new__(parametrize.type_before_parametrizations(module))
     twin.__dict__.update(module.__dict__)
@@ -291,12 +291,12 @@ def _own_graph() -> torch.autograd.graph.saved_tensors_hooks:
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
-def _is_float(value: Any) -> bool:
+def is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _squared(value: Any) -> Any:
-    return value.detach().float() ** 2 if _is_float(value) else value
+    return value.detach().float() ** 2 if is_float(value) else value
 
 
 def _linearised(model: nn.Module, targets: Sequence[Target], batch: Any, table: Table) -> None:
