@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from ._layers import features_axis
 from ._tree import nearest
+from .display import Table
 from .methods.allocate import allocate, blocks_of, squares
 from .methods.gates import METHODS, Gate, Seen, first_input
-from .plans import text_table
 from .stats import as_it_was, check_evidence, split_batch
 from .targeting import Globs, globs_of
 
@@ -156,13 +156,13 @@ class Gates:
         known = all(gate.calibrated is not None for gate in gates)
         calibrated = f"{_mean((gate.calibrated or 0.0, gate.weights) for gate in gates):.2%}" if known else "-"
         header = ("layer", "method", "features", "stays", "asked", "calibrated")
-        rows = [*map(row, gates), ("in all, by weights", "", "", "", f"{asked:.2%}", calibrated)]
+        total = ("in all, by weights", "", "", "", f"{asked:.2%}", calibrated)
         gated, every = sum(gate.weights for gate in gates), sum(p.numel() for p in self.model.parameters() if p.ndim > 1)
         share = f"these layers hold {gated:,} of the {every:,} weights in the model's matrices ({gated / max(every, 1):.1%})"
         if gated > every:  # compressed layers keep theirs in other forms
             share = f"these layers hold {gated:,} weights"
         left = [f"left alone: {name}, which {why}" for name, why in self.skipped.items()]
-        return "\n".join([*text_table(header, rows), share, *left])
+        return str(Table(header, [*map(row, gates)], [total], right=range(2, 6), notes=[share, *left]))
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Measured:
         rows = [(one.name, "", f"{one.before:.2%}", f"{one.sparsity:.2%}", f"{one.error:.4f}") for one in self.layers]
         before = _mean((layer.before, layer.weights) for layer in self.layers)
         total = ("in all, by weights", "", f"{before:.2%}", f"{self.sparsity:.2%}", f"{self.error:.4f}")
-        return "\n".join(text_table(("layer", "", "zero before", "zero", "error"), [*rows, total]))
+        return str(Table(("layer", "", "zero before", "zero", "error"), rows, [total], right=range(2, 5)))
 
 
 @dataclass

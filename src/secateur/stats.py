@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 from ._dist import local, row_offset, sharded
 from ._layers import Layout
 from ._tree import Loose
+from .edit import eval_mode
 from .targeting import Target
 
 Loss = Callable[[Any, Any], Tensor]
@@ -155,19 +156,16 @@ def _list(needs: Iterable[str]) -> str:
 @contextlib.contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; mode and buffers as they were afterwards."""
-    modes = {module: module.training for module in model.modules()}
     buffers = [
         (module, name, buffer, buffer.clone())
-        for module in modes
+        for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    model.eval()
     try:
-        yield
+        with eval_mode(model):
+            yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
         with torch.no_grad():
             for module, name, buffer, before in buffers:
                 module._buffers[name] = buffer.copy_(before)

@@ -114,7 +114,7 @@ def test_what_is_signed_is_still_not_believed(tmp_path):
         wrong(lambda d, changed=changed: at(d, "cuts", 0).update(attributes=[changed]), "an attribute is not described as one")
     for changes in ({2: 0}, {1: "nothing", 3: None}, {0: "9", 3: None}, {0: "0.weight.shape", 3: None}):
         changed = [changes.get(i, value) for i, value in enumerate(attribute)]
-        wrong(lambda d, changed=changed: at(d, "cuts", 0).update(attributes=[changed]), "is not there in this model")
+        wrong(lambda d, changed=changed: at(d, "cuts", 0).update(attributes=[changed]), "is missing in this model")
     for zeros in (True, -1, 1.0, 1 << 40, None):
         wrong(lambda d, zeros=zeros: at(d, "tensors", "4.weight").update(zeros=zeros), "'4.weight' is said to have .* zeros")
     wrong(lambda d: at(d, "tensors", "4.weight").update(pattern=True), "'4.weight' is said to have the pattern True")

@@ -1,6 +1,13 @@
-"""Reads and edits a model safely: owned tensors, cuts applied all or nothing, copies, guards around runs, configs."""
+"""Edits a model safely. The room that `surgery`, `io` and `drop_in` share; import from here, not from its modules.
 
-from .configs import Place, built_from, number_at, numbers_of, with_numbers
+- `tensors`: which tensors a model owns, stand-ins for them during a run, new contents for one of them.
+- `cuts`: a cut as plain data, the check that a model fits it, its application, and the record of it in the model.
+- `configs`: config objects, their numbers, and models built from them without memory for weights.
+- `copies`: deep copies with hooks.
+- `guards`: all or nothing, evaluation mode, RNG state, plain kernels, and runs that leave the model as it was.
+"""
+
+from .configs import Place, built_from, held_objects, number_at, numbers_of, with_numbers
 from .copies import copied
 from .cuts import (
     Attribute,
@@ -9,51 +16,67 @@ from .cuts import (
     Passing,
     apply_cuts_,
     check_fits,
-    held_objects,
     history,
     is_cut,
     object_at,
-    put_,
     remember_,
     select_indices,
     without,
     write_attribute,
 )
-from .guards import all_or_nothing, fresh_casts, keep_rng_state, plain_kernels, preserve_rng, run
-from .tensors import OWN, Slot, StandIns, owned_tensors, states, tensors_inside
+from .guards import (
+    Inputs,
+    RngGuard,
+    all_or_nothing,
+    eval_mode,
+    fresh_casts,
+    plain_kernels,
+    preserve_rng,
+    run,
+    split_inputs,
+)
+from .tensors import OWN, Slot, StandIns, owned_tensors, put_, states, tensors_inside
 
 __all__ = [
-    "object_at",
-    "Indices",
-    "Attribute",
-    "Cuts",
+    # tensors
     "OWN",
-    "Passing",
-    "Place",
     "Slot",
     "StandIns",
-    "all_or_nothing",
-    "apply_cuts_",
-    "built_from",
-    "check_fits",
-    "copied",
-    "fresh_casts",
-    "held_objects",
-    "history",
-    "is_cut",
-    "keep_rng_state",
-    "number_at",
-    "numbers_of",
     "owned_tensors",
-    "plain_kernels",
-    "preserve_rng",
     "put_",
-    "remember_",
-    "run",
-    "select_indices",
     "states",
     "tensors_inside",
-    "with_numbers",
+    # cuts
+    "Attribute",
+    "Cuts",
+    "Indices",
+    "Passing",
+    "apply_cuts_",
+    "check_fits",
+    "history",
+    "is_cut",
+    "object_at",
+    "remember_",
+    "select_indices",
     "without",
     "write_attribute",
+    # configs
+    "Place",
+    "built_from",
+    "held_objects",
+    "number_at",
+    "numbers_of",
+    "with_numbers",
+    # copies
+    "copied",
+    # guards and runs
+    "Inputs",
+    "RngGuard",
+    "all_or_nothing",
+    "eval_mode",
+    "fresh_casts",
+    "plain_kernels",
+    "preserve_rng",
+    "run",
+    "split_inputs",
 ]

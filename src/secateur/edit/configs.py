@@ -1,22 +1,22 @@
-"""Configs: the numbers in them, copies with other numbers, and the model that a class builds from such a copy."""
+"""Config objects: the numbers in them, copies with other numbers, and the model that a class builds from a config."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 Place = tuple[str | int, ...]  # attributes from the config down to a number
 
 
 def numbers_of(config: Any, above: Place = ()) -> list[Place]:
-    """Numbers, numbers in lists, what is None (a size that follows from another), and those of configs inside."""
+    """The places of numbers, of integers in lists, and of None (a size that follows from another), in nested configs too."""
     found: list[Place] = []
     for name, value in vars(config).items():
         if name.startswith("_"):
@@ -37,7 +37,7 @@ def number_at(config: Any, place: Place) -> Any:
 
 
 def with_numbers(config: Any, changes: Mapping[Place, Any]) -> Any:
-    """A copy of the config with these numbers."""
+    """Returns a copy of the config with these numbers."""
     made = copy.deepcopy(config)
     for place, value in changes.items():
         *path, last = place if not isinstance(place[-1], int) else place[:-1]
@@ -49,8 +49,41 @@ def with_numbers(config: Any, changes: Mapping[Place, Any]) -> Any:
     return made
 
 
+def held_objects(owner: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """(path, object) for the objects with attributes that a module holds, such as configs, and for those inside them."""
+    for name, value in list(vars(owner).items()):
+        if hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type):
+            at = f"{path}.{name}" if path else name
+            yield at, value
+            if depth < 2:
+                yield from held_objects(value, at, depth + 1)
+
+
+def own_objects_(model: nn.Module, objects: Sequence[Any]) -> None:
+    """Replaces these objects, wherever the model holds them, by shallow copies: the caller may use a config elsewhere.
+
+    Modules that share an object share its copy. An object that holds one of them is copied too.
+    """
+    wanted = {id(each) for each in objects}
+    copies: dict[int, tuple[Any, Any]] = {}  # id -> the object, kept alive so that its id stays taken, and its copy
+    made: set[int] = set()
+    for module in model.modules() if wanted else ():
+        for path, held in list(held_objects(module, "")):
+            if id(held) not in wanted:
+                continue
+            holder: Any = module
+            for name in path.split("."):
+                value = vars(holder)[name]
+                if id(value) not in made:
+                    if id(value) not in copies:
+                        copies[id(value)] = value, copy.copy(value)
+                    value = vars(holder)[name] = copies[id(value)][1]
+                    made.add(id(value))
+                holder = value
+
+
 def built_from(kind: type[nn.Module], config: Any) -> nn.Module:
-    """What a class builds from a config; its weights take no memory. Raises whatever the class raises."""
+    """Builds `kind(config)`; its weights take no memory. Raises whatever the class raises."""
     log = logging.getLogger("transformers")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -63,7 +96,7 @@ def built_from(kind: type[nn.Module], config: Any) -> nn.Module:
 
 
 class _EmptyIsMeta(TorchFunctionMode):
-    """Layers allocate their weights with torch.empty; everything else, such as a table of frequencies, is computed."""
+    """Puts what torch.empty makes on the meta device: layers allocate weights with it. Other tensors are computed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

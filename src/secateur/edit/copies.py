@@ -1,4 +1,4 @@
-"""Copies of a model, with what `copy.deepcopy` forgets or refuses: hooks of parameters, tensors with a graph behind them."""
+"""Copies of a model, including what `copy.deepcopy` drops or refuses: hooks of parameters, and tensors that have a graph."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 
 from .tensors import owned_tensors
 
-_EMPTY = frozenset({OrderedDict, dict, set})  # a module holds a dozen of them, for hooks; deepcopy takes its time over each
+_EMPTY = frozenset({OrderedDict, dict, set})  # a module holds a dozen of these for hooks, and deepcopy is slow on each
 
 
 def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A deep copy, with the hooks of parameters; results of earlier runs without the graph behind them."""
+    """Returns a deep copy with the hooks of parameters. Tensors that have an autograd graph are copied without it."""
     memo = {} if memo is None else memo
     tensors = [tensor for _, tensor in owned_tensors(model).values()]
     for tensor in tensors:
@@ -27,7 +27,7 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
         made = copy.deepcopy(model, memo)
     except Exception as error:
         raise RuntimeError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and a cut is made on a copy. "
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and cuts are made on a copy. "
             "The model is as it was."
         ) from error
     for tensor in tensors:

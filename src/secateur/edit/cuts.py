@@ -1,6 +1,6 @@
-"""Cuts as plain data, and how they are applied to a model: all of a cut or nothing.
+"""Cuts as plain data, applied to a model that was checked to fit them.
 
-A cut model remembers its cuts, so that it can be saved and built again (`history`, `remember_`).
+A cut model stores its cuts, so that it can be saved and built again (`history`, `remember_`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from torch import Tensor, nn
 
 from .._layers import right_sizes
 from .._tree import nearest
-from .tensors import owned_tensors
+from .configs import own_objects_
+from .tensors import owned_tensors, put_
 
-Indices = dict[int, list[int]]  # dim -> what stays
+Indices = dict[int, list[int]]  # dim -> the indices that stay
 
 
 class Attribute(NamedTuple):
-    """A number that changes: attribute `name` (at `index`, if it holds several) of the object at the dotted `path`.
+    """A changed number: attribute `name` (at `index`, if it holds several) of the object at the dotted `path`.
 
-    `own`: that object is a config which other modules read too, and this module wants a value of its own: it gets a copy.
-    `old` and `new` are numbers; lists, for what a config says of each block when blocks go.
+    `own`: the object is a config that other modules read too and this module needs its own value, so it gets a copy of it.
+    `old` and `new` are numbers, or lists where a config has an entry for each block and blocks are removed.
     """
 
     path: str
@@ -40,10 +41,10 @@ class Attribute(NamedTuple):
 
 @dataclass
 class Cuts:
-    """All of a cut as plain data: kept indices for tensor and dim, old shapes, changed numbers, added parameters.
+    """A cut as plain data: kept indices by tensor and dim, old shapes, changed numbers, added parameters.
 
-    `drop`: the places of blocks that go from a list of modules, `lengths`: how many it had. Blocks go first: the other names
-    are those of the model without them. `recipe`: what was asked for.
+    `drop`: the positions of the blocks that are removed from a list of modules. `lengths`: how many blocks it had. Blocks are
+    removed first; all other names are those of the model without them. `recipe`: the request, in words.
     """
 
     tensors: dict[str, Indices] = field(default_factory=dict)
@@ -56,13 +57,15 @@ class Cuts:
 
 
 def apply_cuts_(model: nn.Module, cuts: Cuts, values: Mapping[str, Tensor] | None = None) -> nn.Module:
-    """Cut a model of the architecture that the cuts were made for, in place: a fresh one, or a full-size copy.
+    """Cuts a model of the architecture that the cuts were made for, in place: a fresh one, or a full-size copy.
 
-    `values` gives the tensors what to hold instead of their own slices. Raises ValueError, before anything has changed, when
-    the model is another one.
+    `values` are the new contents of the tensors; without it they keep slices of their own. Raises ValueError when the model
+    does not fit, before anything has changed. Configs that change are copied first, so the caller's own stay as they were.
     """
     check_fits(model, cuts)
     drop_(model, cuts.drop)
+    owners = (object_at(model, a.path) for a in cuts.attributes if not a.own)
+    own_objects_(model, [owner for owner in owners if not isinstance(owner, nn.Module)])
     tensors = dict(owned_tensors(model).values())
     known: dict[Any, Tensor] = {}
     new = (
@@ -94,27 +97,15 @@ def apply_cuts_(model: nn.Module, cuts: Cuts, values: Mapping[str, Tensor] | Non
             module.flatten_parameters()
     for name, shape in cuts.added.items():
         _add(model, name, shape, None if values is None else values[name])
-    torch.clear_autocast_cache()  # an autocast around all this remembers the old weights
+    torch.clear_autocast_cache()  # an autocast around this call keeps copies of the old weights
     return model
 
 
-def put_(tensor: Tensor, data: Tensor) -> None:
-    """New contents, of another shape, for a tensor that an autograd graph may still know.
-
-    The graph's node for the tensor remembers the old shape and would refuse the next gradient. Torch lets go of it when the
-    dtype changes, so the tensor takes another one on the way.
-    """
-    if tensor.shape != data.shape and tensor.requires_grad and tensor.is_leaf:
-        other = torch.float32 if tensor.dtype == torch.float64 else torch.float64
-        tensor.data = torch.empty(0, dtype=other, device=tensor.device)
-    tensor.data = data
-
-
 def select_indices(tensor: Tensor, kept: Indices, known: dict[Any, Tensor] | None = None) -> Tensor:
-    """Some indices of each of these dims, the dim that loses most first.
+    """Selects indices of each of these dims, the dim that loses most first.
 
-    `known`: what became of lists that many dims share, and memory for what lies between two dims: fresh pages for every tensor
-    would take longer than the copying.
+    `known` caches index tensors of lists that many dims share, and the memory of intermediate results: allocating new pages
+    for each of them would take longer than the copying.
     """
     known = {} if known is None else known
     last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
@@ -129,6 +120,7 @@ def select_indices(tensor: Tensor, kept: Indices, known: dict[Any, Tensor] | Non
 
 
 def _between(tensor: Tensor, dim: int, size: int, known: dict[Any, Tensor]) -> Tensor:
+    """Memory for the result of a selection that is not the last one."""
     shape, key = [*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]], (dim, tensor.dtype, tensor.device)
     if key not in known or known[key].numel() < math.prod(shape):
         known[key] = tensor.new_empty(math.prod(shape))
@@ -136,28 +128,28 @@ def _between(tensor: Tensor, dim: int, size: int, known: dict[Any, Tensor]) -> T
 
 
 def check_fits(model: nn.Module, cuts: Cuts) -> None:
-    """Raises ValueError unless the model is, in its names and sizes, the one that the cuts were made for."""
+    """Raises ValueError unless the model has the names and sizes that the cuts were made for."""
     for path, length in cuts.lengths.items():
         try:
             found = len(object_at(model, path)._modules)
         except AttributeError:
-            raise ValueError(f"the model has no list of modules {path!r}, which the cuts speak of") from None
+            raise ValueError(f"the cuts remove modules from {path!r}, and this model has no such list of modules") from None
         if found != length:
             raise ValueError(f"{path!r} holds {found} modules in this model; the cuts are for {length}")
         if any(not 0 <= i < length for i in cuts.drop.get(path, ())):
-            raise ValueError(f"the cuts drop {cuts.drop[path]} of {path!r}, which holds {length} modules")
+            raise ValueError(f"the cuts remove modules {cuts.drop[path]} of {path!r}, which holds {length}")
     if missing := cuts.drop.keys() - cuts.lengths.keys():
-        raise ValueError(f"the cuts drop modules of {sorted(missing)} without saying how many there were")
+        raise ValueError(f"the cuts remove modules of {sorted(missing)} and do not state how many there were")
     with without(model, cuts.drop):
         _check_rest(model, cuts)
 
 
 def _check_rest(model: nn.Module, cuts: Cuts) -> None:
     tensors = dict(owned_tensors(model).values())
-    ends: dict[int, tuple[int, int]] = {}  # of lists of indices, which many dims share
+    ends: dict[int, tuple[int, int]] = {}  # id of a list of indices -> its least and greatest; many dims share a list
     for name, shape in cuts.shapes.items():
         if name not in tensors:
-            raise ValueError(f"the model has no tensor {name!r}, which the cuts speak of.{nearest(name, tensors)}")
+            raise ValueError(f"the cuts are for a model with a tensor {name!r}, and this one has none.{nearest(name, tensors)}")
         if tuple(tensors[name].shape) != shape:
             raise ValueError(
                 f"{name!r} is {tuple(tensors[name].shape)} in this model; the cuts are for {shape}. Build the model as it was "
@@ -172,12 +164,12 @@ def _check_rest(model: nn.Module, cuts: Cuts) -> None:
     for a in cuts.attributes:
         value = _value(model, a)
         if (list(value) if isinstance(value, list | tuple) else value) != a.old:
-            now = "not there" if value is ... else repr(value)
+            now = "missing" if value is ... else repr(value)
             raise ValueError(f"{a.path or 'the model'}.{a.name} is {now} in this model; the cuts change it from {a.old}")
 
 
 def is_cut(model: nn.Module, cuts: Cuts) -> bool:
-    """Whether the numbers that the cuts change are already what they change to."""
+    """True if the numbers that the cuts change already have their new values."""
 
     def now(a: Attribute) -> Any:
         value = _value(model, a)
@@ -187,16 +179,16 @@ def is_cut(model: nn.Module, cuts: Cuts) -> bool:
 
 
 class Passing(nn.Module):
-    """Stands where a block was that others call by name: it hands on what the block was given."""
+    """Replaces a removed block that is called by name: returns the first tensor it is given."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
 
 def drop_(model: nn.Module, drop: Mapping[str, Sequence[int]]) -> None:
-    """Take modules out of the lists that hold them, in place; those after them move up where names are places.
+    """Removes modules from the lists that hold them, in place; where names are positions, later modules are renumbered.
 
-    What is held by name, and called by it, is replaced.
+    Modules that are held and called by name are replaced by `Passing`.
     """
     for holder, gone in [(object_at(model, path), set(places)) for path, places in drop.items()]:  # found before any name moves
         if not isinstance(holder, nn.ModuleList | nn.Sequential):
@@ -210,7 +202,7 @@ def drop_(model: nn.Module, drop: Mapping[str, Sequence[int]]) -> None:
 
 @contextmanager
 def without(model: nn.Module, drop: Mapping[str, Sequence[int]]) -> Iterator[None]:
-    """The model without these modules, for a while."""
+    """Removes these modules inside the block and puts them back on exit."""
     held = [(holder, holder._modules) for holder in (object_at(model, path) for path in drop)]
     drop_(model, drop)
     try:
@@ -221,7 +213,7 @@ def without(model: nn.Module, drop: Mapping[str, Sequence[int]]) -> Iterator[Non
 
 
 class History(tuple[Cuts, ...]):
-    """The cuts that made a model what it is, the first one first. Never changed, so copies of a model share it."""
+    """The cuts that a model went through, the first one first. Immutable, so copies of a model share it."""
 
     def __deepcopy__(self, memo: Any) -> History:
         return self
@@ -231,13 +223,13 @@ _HISTORY = "_secateur_cuts"
 
 
 def history(model: nn.Module) -> History:
-    """The cuts that a model, or a model inside it, went through."""
+    """The cuts that a model, and the models inside it, went through."""
     found = [(path, vars(module)[_HISTORY]) for path, module in model.named_modules() if _HISTORY in vars(module)]
     return History(_inside(path, cuts) for path, made in sorted(found, key=lambda item: item[0].count(".")) for cuts in made)
 
 
 def remember_(model: nn.Module, cuts: Sequence[Cuts]) -> None:
-    """These cuts are all that the model went through."""
+    """Stores these cuts as all that the model went through."""
     for module in model.modules():
         vars(module).pop(_HISTORY, None)
     if cuts:
@@ -245,7 +237,7 @@ def remember_(model: nn.Module, cuts: Sequence[Cuts]) -> None:
 
 
 def _inside(path: str, cuts: Cuts) -> Cuts:
-    """Cuts of a model, as cuts of the one that holds it at `path`."""
+    """Cuts of a model, as cuts of the model that holds it at `path`."""
     if not path:
         return cuts
 
@@ -263,10 +255,10 @@ def object_at(model: nn.Module, path: str) -> Any:
 
 def _value(model: nn.Module, a: Attribute) -> Any:
     try:
-        held = vars(object_at(model, a.path))[a.name]  # past what configs say of attributes that differ between layers
+        held = vars(object_at(model, a.path))[a.name]  # not getattr: some configs answer differently for each layer
         return held if a.index is None else held[a.index]
     except (AttributeError, LookupError, TypeError):
-        return ...  # None may be a value
+        return ...  # missing; None may be a value
 
 
 def write_attribute(model: nn.Module, a: Attribute) -> None:
@@ -290,13 +282,3 @@ def _add(model: nn.Module, name: str, shape: Sequence[int], value: Tensor | None
     like = next(module.parameters())
     data = torch.zeros(tuple(shape), dtype=like.dtype, device=like.device) if value is None else value.detach()
     module.register_parameter(attribute, nn.Parameter(data, requires_grad=like.requires_grad))
-
-
-def held_objects(owner: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Configs and the like: objects with attributes that a module holds, and those that these hold, with their paths."""
-    for name, value in list(vars(owner).items()):
-        if hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type):
-            at = f"{path}.{name}" if path else name
-            yield at, value
-            if depth < 2:
-                yield from held_objects(value, at, depth + 1)

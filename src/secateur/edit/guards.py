@@ -1,8 +1,7 @@
-"""Context managers around running or editing a model: the model, the RNG state and torch's switches are restored on exit."""
+"""Context managers around running or editing a model: the model, its mode, the RNG state and torch's switches are restored."""
 
 from __future__ import annotations
 
-import contextlib
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -12,13 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .cuts import put_
-from .tensors import StandIns, owned_tensors
+from .tensors import StandIns, owned_tensors, put_
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-@contextlib.contextmanager
+@contextmanager
+def eval_mode(*models: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; on exit every module has the mode it had."""
+    modes = {module: module.training for model in models for module in model.modules()}
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
 def plain_kernels() -> Iterator[None]:
-    """Fused kernels of whole layers (LSTM, encoder layers) hide their axes; without them torch decomposes."""
+    """Disables fused kernels of whole layers (LSTM, encoder layers), so that torch runs the operators they consist of."""
     fast, onednn, cudnn = (
         torch.backends.mha.get_fastpath_enabled(),
         torch._C._get_mkldnn_enabled(),
@@ -36,9 +49,9 @@ def plain_kernels() -> Iterator[None]:
         torch._C._set_cudnn_enabled(cudnn)
 
 
-@contextlib.contextmanager
+@contextmanager
 def fresh_casts() -> Iterator[None]:
-    """Under autocast, torch remembers weights in low precision: what was remembered is not seen, and does not follow a cut."""
+    """Disables the cache of autocast, which would use low-precision copies of weights made before a cut."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -47,44 +60,44 @@ def fresh_casts() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-_DICE: list[list[Any]] = []  # of each `preserve_rng` around: the state to go back to
+class RngGuard:
+    """The state of the random number generators of torch, Python, and numpy where it is loaded."""
+
+    def __init__(self) -> None:
+        self.keep_draws()
+
+    def keep_draws(self) -> None:
+        """Takes the present state as the one to restore: what was drawn so far is not drawn again."""
+        numpy: Any = sys.modules.get("numpy")
+        self._python, self._torch = random.getstate(), torch.get_rng_state()
+        self._numpy = None if numpy is None else numpy.random.get_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        torch.set_rng_state(self._torch)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state_all(self._cuda)
 
 
-@contextlib.contextmanager
-def preserve_rng() -> Iterator[None]:
-    """What is drawn inside is drawn again afterwards: generators of torch, of Python, and of numpy where it is loaded."""
-    before = [_generators()]
-    _DICE.append(before)
+@contextmanager
+def preserve_rng() -> Iterator[RngGuard]:
+    """Restores the RNG state on exit.
+
+    A function inside that should advance it, such as a random criterion, takes the guard and calls `keep_draws()`.
+    """
+    guard = RngGuard()
     try:
-        yield
+        yield guard
     finally:
-        _DICE.pop()
-        plain, arrays, cpu, devices = before[0]
-        random.setstate(plain)
-        if arrays is not None:
-            sys.modules["numpy"].random.set_state(arrays)
-        torch.set_rng_state(cpu)
-        if devices is not None:
-            torch.cuda.set_rng_state_all(devices)
-
-
-def keep_rng_state() -> None:
-    """What was drawn up to now is not drawn again, whatever is around: a criterion that draws, draws anew in the next cut."""
-    now = _generators()
-    for before in _DICE:
-        before[0] = now
-
-
-def _generators() -> tuple[Any, ...]:
-    numpy: Any = sys.modules.get("numpy")
-    arrays = None if numpy is None else numpy.random.get_state()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    return random.getstate(), arrays, torch.get_rng_state(), devices
+        guard.restore()
 
 
 @contextmanager
 def all_or_nothing(model: nn.Module) -> Iterator[None]:
-    """When the block raises, the modules have their attributes back and the tensors their values."""
+    """When the block raises, gives the modules their attributes back, and the tensors their contents and gradients."""
     tensors = [(t, t.data, t.grad if t.is_leaf else None) for _, t in owned_tensors(model).values()]
     spaces = [
         (m, dict(vars(m)), {k: dict(vars(m)[k]) for k in ("_parameters", "_buffers", "_modules")}) for m in model.modules()
@@ -107,8 +120,23 @@ def all_or_nothing(model: nn.Module) -> Iterator[None]:
         raise
 
 
+def split_inputs(inputs: Any, kwargs: Mapping[str, Any] | None = None) -> Inputs:
+    """Splits example inputs into positional and keyword arguments.
+
+    A tuple or list holds the positional arguments, a mapping the keyword arguments; anything else is the one argument.
+    `kwargs` are added to the keyword arguments.
+    """
+    named = dict(kwargs or {})
+    if isinstance(inputs, Mapping):
+        return (), {**inputs, **named}
+    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), named
+
+
 def run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], under: Any = None) -> Any:
-    """The model's answer in evaluation mode, `under` a mode; whatever the run changes in the model is undone."""
+    """Runs the model in evaluation mode without gradients and undoes whatever the run changes in it.
+
+    `under` is a context manager around the call alone, such as a dispatch mode.
+    """
 
     def stand_in(_: str, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()

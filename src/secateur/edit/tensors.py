@@ -1,4 +1,4 @@
-"""The tensors that a model owns, and a stand-in for each while the model is traced; afterwards the model is as it was."""
+"""The tensors that a model owns: finding them, replacing them while the model is run, and giving them new contents."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 _CONTAINERS = (list, tuple, dict)
 _EMPTY = frozenset({OrderedDict, dict, list, set})
-_PLAIN = frozenset({bool, int, float, str, type(None)})  # what most attributes are; asking whether they are tensors takes time
-_LONG = 4096
-OWN = frozenset(nn.Module().__dict__)  # bookkeeping of nn.Module itself
+_PLAIN = frozenset({bool, int, float, str, type(None)})  # most attributes; an isinstance check with Tensor is slow for them
+_LONG = 4096  # longer containers are not searched
+OWN = frozenset(nn.Module().__dict__)  # the attributes that nn.Module itself uses
+
+Slot = tuple[str, str]  # the path of a module and the name of an attribute
 
 
 def attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What a module holds besides its bookkeeping and plain values."""
+    """The attributes of a module, without those of nn.Module itself and without plain values."""
     return ((name, value) for name, value in vars(module).items() if name not in OWN and type(value) not in _PLAIN)
 
 
@@ -41,13 +43,37 @@ def owned_tensors(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
     return found
 
 
-Slot = tuple[str, str]  # a module, and an attribute of it
-
-
 def states(model: nn.Module) -> dict[Slot, Tensor]:
     """Tensors that modules hold as plain attributes: neither parameters nor buffers."""
     named = ((path, name, value) for path, module in model.named_modules() for name, value in attributes(module))
     return {(path, name): value for path, name, value in named if isinstance(value, Tensor)}
+
+
+def tensors_inside(value: Any, depth: int = 0) -> list[Tensor]:
+    """The tensors in nested containers and objects, six levels deep at most."""
+    if isinstance(value, Tensor):
+        return [value]
+    if depth > 5:
+        return []
+    if isinstance(value, Mapping):
+        items: Any = value.values()
+    elif isinstance(value, list | tuple | set):
+        items = value
+    else:
+        items = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
+    return [t for item in list(items) for t in tensors_inside(item, depth + 1)]
+
+
+def put_(tensor: Tensor, data: Tensor) -> None:
+    """Gives a tensor new contents, possibly of another shape, even where an autograd graph holds it.
+
+    The graph's node for the tensor stores the old shape and would refuse the next gradient. Torch discards that node when the
+    dtype changes, so the tensor takes another dtype in between.
+    """
+    if tensor.shape != data.shape and tensor.requires_grad and tensor.is_leaf:
+        other = torch.float32 if tensor.dtype == torch.float64 else torch.float64
+        tensor.data = torch.empty(0, dtype=other, device=tensor.device)
+    tensor.data = data
 
 
 def _items(container: Any) -> Iterator[tuple[Any, Any]]:
@@ -55,10 +81,10 @@ def _items(container: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class StandIns:
-    """While it is entered, modules hold `stand_in(tensor)` for their tensors and are in evaluation mode.
+    """While entered, modules hold `stand_in(name, tensor)` for their tensors and are in evaluation mode.
 
-    Slots are found by identity of the tensor, so ties and modules under two names stay consistent. On exit every module has its
-    own attributes back, also those that the run added or changed.
+    Tensors are matched by identity, so tied tensors and modules under two names stay consistent. On exit every module has its
+    own attributes back, including those that the run added or changed.
     """
 
     def __init__(self, model: nn.Module, stand_in: Callable[[str, Tensor], Tensor]) -> None:
@@ -75,7 +101,7 @@ class StandIns:
             for name, value in list(space.items()):
                 if type(value) in _PLAIN:
                     continue
-                if type(value) in _EMPTY and not value:  # hooks, most often
+                if type(value) in _EMPTY and not value:  # mostly dicts of hooks
                     self.saved.append((value, ()))
                 elif isinstance(value, Tensor):
                     space[name] = made.get(id(value), value)
@@ -85,6 +111,7 @@ class StandIns:
         return self
 
     def _refill(self, space: dict[str, Any], name: str, value: Any, made: dict[int, Tensor]) -> None:
+        """Puts the stand-ins into a container; a container of the user's is replaced by a copy."""
         if not isinstance(value, tuple):
             self.saved.append((value, value.copy() if value else ()))
         if name in ("_parameters", "_buffers") and isinstance(value, dict):
@@ -96,24 +123,9 @@ class StandIns:
                 space[name] = type(value)(made.get(id(v), v) for v in value)
 
     def __exit__(self, *_: object) -> None:
-        for container, content in reversed(self.saved):  # one that was met twice was as it was the first time
+        for container, content in reversed(self.saved):  # for one saved twice, the first save counts
             if isinstance(container, list):
                 container[:] = content
             elif container or content:
                 container.clear()
                 container.update(content)
-
-
-def tensors_inside(value: Any, depth: int = 0) -> list[Tensor]:
-    """Tensors in nested containers and objects."""
-    if isinstance(value, Tensor):
-        return [value]
-    if depth > 5:
-        return []
-    if isinstance(value, Mapping):
-        items: Any = value.values()
-    elif isinstance(value, list | tuple | set):
-        items = value
-    else:
-        items = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
-    return [t for item in list(items) for t in tensors_inside(item, depth + 1)]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..edit import Place, built_from, history, number_at, numbers_of, with_numbers
+from ..edit import Place, built_from, eval_mode, history, number_at, numbers_of, with_numbers
 from ..surgery.verify import tensors_of
 
 Key = tuple[str, ...]
@@ -116,12 +116,10 @@ def _says_nothing(model: nn.Module, numbers: Mapping[Key, Any]) -> bool:
         return False
     modules = dict(model.named_modules())
     before = {key: vars(modules[key[1]])[key[2]] for key in numbers}
-    modes = {module: module.training for module in modules.values()}
     try:
         device = next(model.parameters()).device
         inputs: Any = {name: t.to(device) for name, t in model.dummy_inputs.items()}  # type: ignore[operator, union-attr]
-        model.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with eval_mode(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
             answer = tensors_of(model(**inputs))
             for key, value in numbers.items():
                 vars(modules[key[1]])[key[2]] = value
@@ -131,8 +129,6 @@ def _says_nothing(model: nn.Module, numbers: Mapping[Key, Any]) -> bool:
     finally:
         for key, value in before.items():
             vars(modules[key[1]])[key[2]] = value
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _moved(model: nn.Module, config: Any, place: Place, base: Profile, wrong: list[Key], target: Profile) -> dict[Key, Any]:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import copy
 import heapq
 import math
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..display import Progress
 from ..stats import split_batch
 
 STEP = 0.05
@@ -65,7 +64,7 @@ def allocate(
     blocks = blocks_of(model, sizes)
     for name in sizes:
         put(name, 0.0)
-    tell = _Teller()
+    tell = Progress("gates")
     for number, block in enumerate(blocks, 1):
         tell(f"measuring block {number} of {len(blocks)}")
         _walk(block, sizes, put, _Replay(model, block.module, batches), asked, step)
@@ -219,16 +218,3 @@ def _cheapest(block: Block, position: int, sizes: Mapping[str, int]) -> tuple[fl
         saved += (after - before) * sizes[name]
         best = min(best, (block.weight * (error - start) / saved, end))
     return best
-
-
-class _Teller:
-    """One plain line on stderr every few seconds, for work that takes that long."""
-
-    def __init__(self) -> None:
-        self.begin = self.last = time.monotonic()
-
-    def __call__(self, what: str) -> None:
-        now = time.monotonic()
-        if now - self.last > 5:
-            print(f"secateur: gates: {what} ({now - self.begin:.0f} s)", file=sys.stderr, flush=True)
-            self.last = now

@@ -114,8 +114,8 @@ def shrink(
         reestimate=reestimate,
         refit=refit,
     )
-    with preserve_rng():
-        small, plan, state = shrunk_in_depth(model, example_inputs, criterion, given)
+    with preserve_rng() as rng:
+        small, plan, state = shrunk_in_depth(model, example_inputs, criterion, given, rng)
     plan.cuts.recipe = plan.recipe
     remember_(small, (*history(model), plan.cuts))
     _carry_gradients(model, small, plan.cuts)
@@ -131,8 +131,8 @@ def shrink_(
 
     When anything fails, the model and the optimizer are exactly as they were.
     """
-    with preserve_rng():
-        small, plan, state = shrunk_in_depth(model, example_inputs, criterion, options)
+    with preserve_rng() as rng:
+        small, plan, state = shrunk_in_depth(model, example_inputs, criterion, options, rng)
     optimizer, gone = options.get("optimizer"), dropped(model, plan.cuts)
     with all_or_nothing(model):
         past, plan.cuts.recipe = history(model), plan.recipe

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from ..axes import Group
 from ..criteria import Criterion
-from ..edit import copied
+from ..edit import RngGuard, copied, split_inputs
 from ..trace import Trace, trace, undetermined
 from .budget import Choice, Knob, busy, choose, figure, keep_of, met, tells, within
 from .calibrate import Scores, UnitCriterion, unit_scores
 from .cut import Keep
 from .masked import Made, make, names_of, silence_
 from .optimizers import sliced_state
-from .request import Options, check, excluded, split_inputs, target_of
+from .request import Options, check, excluded, target_of
 from .result import Row, Shrunk
 from .sizes import SizeModel, Timing, outline, times
 from .verify import tied
@@ -36,9 +36,17 @@ class Done(NamedTuple):
 
 
 def shrunk(
-    model: nn.Module, example_inputs: Any, criterion: AnyCriterion, options: Options, whole: nn.Module | None = None
+    model: nn.Module,
+    example_inputs: Any,
+    criterion: AnyCriterion,
+    options: Options,
+    rng: RngGuard,
+    whole: nn.Module | None = None,
 ) -> Done:
-    """`whole`: the model before its blocks went, if some did: times are compared with its time."""
+    """`rng`: the guard around this call, which keeps the draws of a random criterion.
+
+    `whole`: the model before its blocks went, if some did: times are compared with its time.
+    """
     check(options)
     whole = model if whole is None else whole
     what, target = target_of(options)
@@ -51,6 +59,7 @@ def shrunk(
     groups = [g for g in traced.prunable if g not in left]
     repair = "refit" if options.get("refit") else "reestimate" if options.get("reestimate") else "none"
     scores, unscored = unit_scores(traced, groups, criterion, data, options.get("loss"), repair) if groups else ({}, {})
+    rng.keep_draws()  # a random criterion draws anew in the next cut
     left |= unscored
     sizes, seen = SizeModel(traced), []  # seen: the times of cuts that were not what was asked
     priced = isinstance(criterion, UnitCriterion) and criterion.priced

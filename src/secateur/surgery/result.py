@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..edit import Cuts
+from ..edit import Cuts, split_inputs
 from .verify import Verified, verify
 
 
@@ -52,8 +52,6 @@ class Shrunk:
 
         After `shrink_` the model before the cut is gone: pass a copy of it as `original`.
         """
-        from .request import split_inputs
-
         dense = original or self.original
         if dense is None:
             raise ValueError(

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..axes import Atom, Expr, new_size
-from ..edit import owned_tensors, plain_kernels, run
+from ..display import interleaved
+from ..edit import eval_mode, owned_tensors, plain_kernels, run
 from ..trace import Dim, Outlined, Ref, Trace, ValueRead, answers, signature
 
 Counts = Mapping[Atom, int]
@@ -196,48 +196,28 @@ def times(
 ) -> Timing:
     """How long each takes in eval mode without gradients; the modes are put back. `seconds`: at least, and at most, unless
     eight rounds take longer; in between, until it is `enough`."""
-    modes = {module: module.training for m in (model, small) for module in m.modules()}
-    try:
-        model.eval()
-        small.eval()
-        with torch.no_grad():
-            return _in_turn(lambda: model(*inputs[0], **inputs[1]), lambda: small(*inputs[0], **inputs[1]), enough, seconds)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with eval_mode(model, small), torch.no_grad():
+        return _in_turn(lambda: model(*inputs[0], **inputs[1]), lambda: small(*inputs[0], **inputs[1]), enough, seconds)
 
 
 def _in_turn(
     dense: Callable[[], Any], small: Callable[[], Any], enough: Callable[[Timing], bool], seconds: tuple[float, float]
 ) -> Timing:
-    """Warmed up, then run in turn, each as often first as second, so that both see the same machine."""
-    wait = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
+    """Time both in turn until it is `enough`, in an even number of rounds: each comes first as often as the other."""
+    due = seconds[0]
 
-    def once(call: Callable[[], Any]) -> float:
-        wait()
-        start = time.perf_counter()
-        call()
-        wait()
-        return time.perf_counter() - start
-
-    for call in (dense, small, dense, small):
-        call()
-    begin, due = time.perf_counter(), seconds[0]
-    pairs: list[tuple[float, float]] = []
-    while True:
-        pairs.append((once(dense), once(small)))
-        second, first = once(small), once(dense)
-        pairs.append((first, second))
-        spent = time.perf_counter() - begin
-        if spent < due or len(pairs) < _STRETCHES:
-            continue
-        found = _judged(pairs)
-        if spent >= seconds[1] or enough(found):
-            return found
+    def done(found: Sequence[Sequence[float]], spent: float) -> bool:
+        nonlocal due
+        if len(found[0]) % 2 or len(found[0]) < _STRETCHES or spent < due:
+            return False
         due = min(1.5 * spent, seconds[1])
+        return spent >= seconds[1] or enough(_judged(list(zip(*found))))
+
+    first, second = interleaved((dense, small), done)
+    return _judged(list(zip(first.seconds, second.seconds)))
 
 
-def _judged(pairs: list[tuple[float, float]]) -> Timing:
+def _judged(pairs: Sequence[tuple[float, ...]]) -> Timing:
     """Medians of the times and of their ratios. Noise comes in bursts: the spread is that between stretches of the rounds."""
     ratios, whole = [s / d for d, s in pairs], statistics.median(d for d, _ in pairs)
     ratio = statistics.median(ratios)

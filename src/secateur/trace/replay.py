@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from ..edit import StandIns, plain_kernels, preserve_rng
+from ..edit import StandIns, plain_kernels, preserve_rng, split_inputs
 from .run import Trace
 from .tracer import Ref, Step
 
@@ -47,8 +47,7 @@ class Replay:
 
     def __init__(self, model: nn.Module, trace: Trace, args: Any, kwargs: Mapping[str, Any] | None) -> None:
         self.model, self.trace = model, trace
-        self.args = () if isinstance(args, Mapping) else tuple(args) if isinstance(args, tuple | list) else (args,)
-        self.kwargs = {**(args if isinstance(args, Mapping) else {}), **(kwargs or {})}
+        self.args, self.kwargs = split_inputs(args, kwargs)
         self.origin = self._origins()
 
     def run(self, visit: Visit, change: Callable[[Tensor], Tensor] = torch.clone) -> Any:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from .. import _dist
 from ..axes import Atom, Expr, Group, atoms, build_groups, closed, freeze, skipped
-from ..edit import Slot, StandIns, owned_tensors, plain_kernels, preserve_rng, states, tensors_inside
+from ..edit import Slot, StandIns, owned_tensors, plain_kernels, preserve_rng, split_inputs, states, tensors_inside
 from ..ops import Axes
 from .constructor import Blueprint, blueprint, compared_only
 from .equations import Constraint, constraints, flag_sizes_in_formulas
@@ -100,7 +100,7 @@ def trace(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None = None, 
     records of other types than dict only the tensors they hold directly.
     """
     _refuse(model)
-    given, named = _arguments(args, kwargs)
+    given, named = split_inputs(args, kwargs)
     outputs = outputs or main_outputs
     tensors = [t for _, t in owned_tensors(model).values()]
     meta, large = any(t.is_meta for t in tensors), sum(t.numel() for t in tensors) > _LARGE
@@ -150,12 +150,6 @@ def _fields(result: Any) -> Mapping[Any, Any]:
 def answers(result: Any, outputs: Outputs = main_outputs) -> list[tuple[int, ...]]:
     """The shapes of what must keep its shape."""
     return [tuple(t.shape) for t in tensors_inside(outputs(result))]
-
-
-def _arguments(args: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(args, Mapping):
-        return (), {**args, **(kwargs or {})}
-    return tuple(args) if isinstance(args, tuple | list) else (args,), dict(kwargs or {})
 
 
 def _refuse(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from ..._layers import layout_of
 from ..._tree import slots
 from ...axes import Group, Member
 from ...criteria import Criterion, criterion
-from ...edit import keep_rng_state, preserve_rng
+from ...edit import preserve_rng
 from ...stats import Loss, TensorEvidence, collect
 from ...targeting import Target
 from ...trace import Trace
@@ -145,7 +145,6 @@ def unit_scores(
     for name, dims in wanted.items():
         evidence = TensorEvidence(targets[name], table[name])
         sums |= {(name, d): total for d, total in _sums(by, evidence, dims).items()}
-    keep_rng_state()
     scores: Scores = {}
     for group, members in speak.items():
         total = torch.zeros(group.size, dtype=torch.float64)
@@ -189,7 +188,6 @@ def _whole_units(
                     "one for each unit is expected"
                 )
             scores[group] = _ranked(group, answer.detach().double().cpu())
-    keep_rng_state()
     return scores, left
 
 

@@ -16,7 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ...edit import Cuts, check_fits, copied, is_cut, owned_tensors, plain_kernels, run, without, write_attribute
+from ...edit import (
+    Cuts,
+    RngGuard,
+    check_fits,
+    copied,
+    is_cut,
+    owned_tensors,
+    plain_kernels,
+    run,
+    split_inputs,
+    without,
+    write_attribute,
+)
 from ...stats import split_batch
 from ...trace import Trace, trace
 from ..budget import tells, tolerance
@@ -31,7 +43,6 @@ from ..request import (
     check_model,
     excluded,
     names_to_leave,
-    split_inputs,
     target_of,
     under,
 )
@@ -205,7 +216,7 @@ def _answer(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Any:
 # --- the way through ------------------------------------------------------------------------------------------------
 
 
-def shrunk_in_depth(model: nn.Module, example_inputs: Any, criterion: AnyCriterion, options: Options) -> Done:
+def shrunk_in_depth(model: nn.Module, example_inputs: Any, criterion: AnyCriterion, options: Options, rng: RngGuard) -> Done:
     """`shrunk`, with `depth=` before any other target; those count from the model as it was given."""
     check_model(model)
     check(options)
@@ -213,7 +224,7 @@ def shrunk_in_depth(model: nn.Module, example_inputs: Any, criterion: AnyCriteri
     rest: Options = {**options}
     rest.pop("depth", None)
     if depth is None or (depth == 1 and more):
-        return shrunk(model, example_inputs, criterion, rest)
+        return shrunk(model, example_inputs, criterion, rest, rng)
     what, target = target_of(options) if more else ("", 1.0)
     check_criterion(criterion)
     globs = rest["exclude"] = names_to_leave(options.get("exclude", ()))
@@ -229,7 +240,7 @@ def shrunk_in_depth(model: nn.Module, example_inputs: Any, criterion: AnyCriteri
         rest["exclude"] = _known(model, drop, globs)
         units = (_units(traced, globs), _units(trace(middle, *inputs), rest["exclude"])) if what == "channels" else (1, 1)
         rest.update({what: _from_the_whole(what, target, model, middle, inputs, flops, units)})  # type: ignore[typeddict-item]
-        small, plan, _ = shrunk(middle, example_inputs, criterion, rest, model)
+        small, plan, _ = shrunk(middle, example_inputs, criterion, rest, rng, model)
         plan.recipe = f"{said}, {what}={target:g} of the whole model; then {plan.recipe}"
         plan.cuts.attributes[:0] = cuts.attributes
         plan.cuts.drop, plan.cuts.lengths = cuts.drop, cuts.lengths
