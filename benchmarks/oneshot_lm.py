@@ -3,8 +3,9 @@
     python benchmarks/oneshot_lm.py --models DIR [--seed 0] [--calibration 128] [--evaluate 150]
 
 DIR holds `stories15m/` (config.json, model.safetensors: a Llama of 15 M parameters trained on TinyStories) and
-`text/tinystories_tokens.npz` (`ids`: all stories, one after the other, each with BOS first; `offsets`: where each begins, and the
-end). The last 150 stories are evaluated; the calibration stories are drawn from the others. Embedding and output stay dense.
+`text/tinystories_tokens.npz` (`ids`: all stories, one after the other, each with BOS first; `offsets`: where each begins, and
+the end). The last 150 stories are evaluated; the calibration stories are drawn from the others. Embedding and output stay
+dense.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import secateur as sc
 METHODS = {
     "magnitude": {"criterion": sc.magnitude, "scope": "tensor"},
     "Wanda": {"criterion": sc.wanda, "scope": "row"},
-    "SparseGPT": {"criterion": None, "scope": "tensor", "method": sc.methods.sparsegpt()},
+    "SparseGPT": {"scope": "tensor", "method": sc.methods.sparsegpt()},
 }
 BUDGETS = {"50 %": {"sparsity": 0.5}, "2:4": {"pattern": "2:4"}}
 

@@ -1,5 +1,5 @@
 """Secateur: pruning for PyTorch. Score elements, fold them into units, let units compete in pools, keep what the budget
-allows, and remember the result as masks outside the model."""
+allows, and store the result as masks outside the model."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -60,7 +60,6 @@ __all__ = [
     "gate_",
     "grad",
     "grad_square",
-    "input_first",
     "input_norm",
     "join",
     "lamp",
@@ -68,6 +67,7 @@ __all__ = [
     "linear_grad",
     "load",
     "magnitude",
+    "methods",
     "movement",
     "one_shot",
     "owl",
@@ -88,16 +88,22 @@ __all__ = [
     "weight",
 ]
 
-# The upper floors are loaded when they are first asked for: most who prune need none of them.
+# These are imported on first use, because most programs that prune need none of them.
 _LATER = {
     **dict.fromkeys(("shrink", "shrink_", "reconstruction"), "surgery"),
     **dict.fromkeys(("save", "load", "dense_state_dict"), "io"),
     **dict.fromkeys(("compress_", "decompress_", "bench"), "execute"),
 }
+_MOVED = {"input_first": "secateur.layers.input_first"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = getattr(import_module(f".{_LATER[name]}", __name__), name)
-    return globals()[name]
+    if name in _LATER:
+        globals()[name] = getattr(import_module(f".{_LATER[name]}", __name__), name)
+        return globals()[name]
+    hint = f"; it is now {_MOVED[name]}" if name in _MOVED else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,14 +15,16 @@ from ._dist import Comm, comm_of, like, local, reshard_, sharded
 from ._dist import count as count_true
 from ._tree import Prunable, as_module, check_unpacked, slots
 from .budgets import Spread
-from .criteria import Criterion
+from .criteria import Criterion, magnitude
+from .display import Table, notes_by_reason
 from .masks import Masks
 from .methods import LayerProblem, Method, Solution
 from .methods.walk import STREAMED, solve_all
 from .patterns import Pattern
 from .recipe import Recipe
 from .schedules import Number
-from .stats import Loss, Table, TensorEvidence, check_evidence, collect
+from .stats import Loss, TensorEvidence, check_evidence, collect
+from .stats import Table as EvidenceTable
 from .targeting import Globs, Target, targets
 
 
@@ -130,55 +130,33 @@ class Plan:
         """Everything but the tensors, as plain values that JSON can hold."""
         return {"recipe": self.recipe, **self.metrics(), "skipped": dict(self.skipped)}
 
-    def _rows(self) -> list[tuple[str, str, str, str, str]]:
-        rows = [
-            (
-                layer.name,
-                "x".join(map(str, layer.shape)),
-                f"{layer.kept:,}",
-                f"{layer.total:,}",
-                f"{layer.sparsity:.2%}",
-            )
-            for layer in self.layers
-        ]
+    def _table(self) -> Table:
+        def row(layer: Layer) -> tuple[str, ...]:
+            shape = "x".join(map(str, layer.shape))
+            return layer.name, shape, f"{layer.kept:,}", f"{layer.total:,}", f"{layer.sparsity:.2%}"
+
         whole = self.metrics()
-        return [*rows, ("in all", "", f"{whole['kept']:,}", f"{whole['total']:,}", f"{whole['sparsity']:.2%}")]
+        total = ("in all", "", f"{whole['kept']:,}", f"{whole['total']:,}", f"{whole['sparsity']:.2%}")
+        changed = [f"the weights that stay were changed too, in {len(self.weights)} tensors"] if self.weights else []
+        return Table(
+            ("tensor", "shape", "kept", "of", "sparsity"),
+            [row(layer) for layer in self.layers],
+            [total],
+            right=range(2, 5),
+            title=self.recipe,
+            notes=[*changed, *notes_by_reason("left alone", self.skipped)],
+        )
 
     def __str__(self) -> str:
-        lines = [self.recipe, *text_table(_HEADER, self._rows())]
-        for reason, number in Counter(self.skipped.values()).items():
-            names = [name for name, why in self.skipped.items() if why == reason]
-            lines.append(f"left alone, {number}: {reason} ({', '.join(names[:4])}{', ...' if number > 4 else ''})")
-        return "\n".join(lines)
+        return str(self._table())
 
     def _repr_html_(self) -> str:
-        def row(cells: Iterable[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-        body = "".join(row(cells, "td") for cells in self._rows())
-        left = "".join(f"<li><code>{html.escape(name)}</code>: {html.escape(why)}</li>" for name, why in self.skipped.items())
-        skipped = f"<details><summary>{len(self.skipped)} left alone</summary><ul>{left}</ul></details>" if left else ""
-        head = f"<caption>{html.escape(self.recipe)}</caption><thead>{row(_HEADER, 'th')}</thead>"
-        return f"<table>{head}<tbody>{body}</tbody></table>{skipped}"
-
-
-_HEADER = ("tensor", "shape", "kept", "of", "sparsity")
-
-
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Text lines, the first two columns to the left and the numbers to the right, the last row set apart."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-
-    def line(row: Sequence[str]) -> str:
-        return "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))).rstrip()
-
-    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-    return [line(header), rule, *(line(row) for row in rows[:-1]), rule, line(rows[-1])]
+        return self._table().html(f"{len(self.skipped)} left alone", self.skipped.items())
 
 
 def plan(
     model: Prunable,
-    criterion: Criterion | Callable[..., Tensor] | str | None = None,
+    criterion: Criterion | Callable[..., Tensor] | str = magnitude,
     *,
     sparsity: Number | None = None,
     count: int | None = None,
@@ -221,7 +199,7 @@ def make_plan(
     recipe: Recipe,
     found: Sequence[Target],
     skipped: dict[str, str],
-    table: Table,
+    table: EvidenceTable,
     *,
     data: Iterable[Any] | None = None,
     step: int = 0,

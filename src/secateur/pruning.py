@@ -15,7 +15,7 @@ from . import kernels
 from ._dist import like, local, reshard_, sharded
 from ._tree import Prunable, as_module
 from .budgets import Spread
-from .criteria import Criterion
+from .criteria import Criterion, magnitude
 from .masks import Masks
 from .methods import Method, drop_and_grow
 from .methods.straight_through import SoftMasks
@@ -30,7 +30,7 @@ from .targeting import Globs, targets
 
 def prune_(
     model: Prunable,
-    criterion: Criterion | Callable[..., Tensor] | str | None = None,
+    criterion: Criterion | Callable[..., Tensor] | str = magnitude,
     *,
     sparsity: float | None = None,
     count: int | None = None,
@@ -50,7 +50,7 @@ def prune_(
     Tensors that are in no module are pruned as a mapping: `prune_({"codebook": tensor}, sparsity=0.5)`.
 
     `criterion` scores every element, and the lowest scores are pruned: an expression (`sc.wanda`), its text ("wanda",
-    "abs(weight*grad)") or a function; by default `sc.magnitude`. `sparsity` is the fraction of the original weights to prune,
+    "abs(weight*grad)") or a function. `sparsity` is the fraction of the original weights to prune,
     `count` the number of units to prune in each pool. `pattern` says what is pruned together ("unstructured", "2:4", "16x1",
     "out", ...) and `scope` which units compete: those of a "tensor" (the default), of a "row", or of all tensors ("global").
     `include`, `exclude` and `types` choose tensors. `data` and `loss` feed criteria and methods that need inputs or gradients.
@@ -102,7 +102,7 @@ class Pruner:
     def __init__(
         self,
         model: Prunable,
-        criterion: Criterion | Callable[..., Tensor] | str | None = None,
+        criterion: Criterion | Callable[..., Tensor] | str = magnitude,
         *,
         sparsity: Number | None = None,
         count: int | None = None,

@@ -34,7 +34,7 @@ class Recipe:
 
     @staticmethod
     def of(
-        by: Criterion | Callable[..., Tensor] | str | None,
+        by: Criterion | Callable[..., Tensor] | str,
         pattern: str | Pattern,
         scope: str | None,
         sparsity: Number | None,
@@ -62,12 +62,13 @@ class Recipe:
                 'pattern "out" with scope="row": each row is one unit, with nothing to compete with; use scope="tensor"'
             )
         how = as_method(method)
-        if by is not None and not how.ranks and scope != "global" and not callable(spread):
+        by = criterion(by)
+        if by != magnitude and not how.ranks and scope != "global" and not callable(spread):
             raise ValueError(
-                f"{how} chooses weights by itself and would not use the criterion {criterion(by)}; drop one of them, or let "
+                f"{how} chooses weights by itself and would not use the criterion {by}; drop one of them, or let "
                 'the criterion spread the budget over layers with scope="global" or spread='
             )
-        made = Recipe(magnitude if by is None else criterion(by), shape, scope or "tensor", sparsity, count, spread, how)
+        made = Recipe(by, shape, scope or "tensor", sparsity, count, spread, how)
         how.check(made.pattern, made.scope, made.scheduled)
         return made
 

@@ -134,8 +134,8 @@ def _linked(model: nn.Module, modules: Sequence[nn.Module], batch: Any) -> list[
             in_order = False
             raise _Enough
         uses = [_Use(i, *returned[id(t)]) for i, t in enumerate(_tensors((args, kwargs))) if id(t) in returned]
-        if calls and not any(use.producer == len(calls) - 1 for use in uses):
-            in_order = False  # what the block before returned arrives here changed, or not at all
+        if calls and not any(use.producer == len(calls) - 1 and use.number == 0 for use in uses):
+            in_order = False  # the output of the block before arrives here changed, or not at all
             raise _Enough
         held = _replaced((args, kwargs), {use.place: _LATER for use in uses}, [0])
         alive.append((args, kwargs))
