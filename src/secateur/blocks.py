@@ -1,6 +1,6 @@
 """Finds the repeated blocks of a model: the entries of a ModuleList or Sequential, or several attributes of one type.
 
-`repeated_blocks` reads the modules alone. `removable_blocks` runs the model once and keeps the blocks that could be left out:
+`repeated_blocks` reads the modules alone. `find_blocks` runs the model once and keeps the blocks that could be left out:
 they run once, between their neighbours, and return a tensor of the shape they receive. Nothing is known by name.
 """
 
@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .edit import run
+from .edit import Inputs, run
 
 Drop = dict[str, list[int]]
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 _LISTS = (nn.ModuleList, nn.Sequential)
 
 
@@ -70,7 +69,7 @@ class Call(NamedTuple):
     bare: bool
 
 
-def removable_blocks(model: nn.Module, inputs: Inputs) -> tuple[Drop, dict[str, str]]:
+def find_blocks(model: nn.Module, inputs: Inputs) -> tuple[Drop, dict[str, str]]:
     """List -> places of the blocks that may be left out, and the entries beside them that may not, with the reason."""
     holders = {path: places for path, m in model.named_modules() if (places := _families(m))}
     calls = _watched(model, holders, inputs)
@@ -115,11 +114,11 @@ def _not_a_block(holder: nn.Module, place: int, family: Sequence[int], calls: Se
         return "the modules of its list do not run one after the other"
     (_, taken, given, bare), at = calls[own[0]], own[0]
     if taken is None or given is None or taken.shape != given.shape or taken.dtype != given.dtype:
-        return "what it gives does not have the shape of what it gets"
+        return "its output does not have the shape of its input"
     if not listed and not bare:
-        return "it gives more than one tensor"
+        return "it returns more than one tensor"
     links = [a.given is b.taken for a, b in zip(calls[max(at - 1, 0) : at + 1], calls[max(at, 1) : at + 2])]
-    return "its neighbours do not read what it gives" if (links or not listed) and not any(links) else None
+    return "its neighbours do not read its output" if (links or not listed) and not any(links) else None
 
 
 def _watched(model: nn.Module, holders: Mapping[str, list[list[int]]], inputs: Inputs) -> dict[str, list[Call]]:

@@ -226,7 +226,7 @@ def make_plan(
                 evidence=evidence[name],
                 step=step,
             )
-            return recipe.method.solve(problem, recipe.pattern, amounts.pop(name), held and held[name])
+            return recipe.method.solve(problem, recipe.pattern, amounts.pop(name), held[name] if held else None)
 
         solutions = solve_all(model, found, recipe.method.needs, data, solve)
     masks = Masks({t.name: like(solutions[t.name].mask, t.tensor) for t in found})

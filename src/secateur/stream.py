@@ -139,7 +139,8 @@ def _linked(model: nn.Module, modules: Sequence[nn.Module], batch: Any) -> list[
             raise _Enough
         held = _replaced((args, kwargs), {use.place: _LATER for use in uses}, [0])
         alive.append((args, kwargs))
-        calls.append(_Call(*copied(held, memo), uses))
+        own_args, own_kwargs = copied(held, memo)
+        calls.append(_Call(own_args, own_kwargs, uses))
         if len(calls) == len(modules):
             raise _Enough
 

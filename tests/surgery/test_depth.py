@@ -202,8 +202,8 @@ def test_parallel_and_repeated_modules_are_no_blocks():
     apart = chain()
     apart.between = 1.0
     for model, why in (
-        (Experts(), "do not read what it gives"),
-        (apart, "do not read what it gives"),
+        (Experts(), "do not read its output"),
+        (apart, "do not read its output"),
         (Twice(), "runs 2 times"),
         (nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)), ""),
     ):
@@ -333,7 +333,7 @@ def test_blocks_of_a_model_that_is_no_number_in_float64_are_verified_in_its_own_
         ({"exclude": None}, TypeError, "exclude=None must be a name or glob such as"),
         ({"exclude": 5}, TypeError, "exclude=5 must be a name or glob such as"),
         ({"exclude": [5]}, TypeError, "exclude=.5. must be a name or glob such as"),
-        ({"criterion": "foo"}, TypeError, "a criterion is an expression such as sc.magnitude, or a function; not str"),
+        ({"criterion": "foo"}, ValueError, "cannot read the criterion 'foo'"),
         ({"data": 5}, TypeError, "data= is an iterable of batches, not int"),
         ({"data": X}, TypeError, "data= is an iterable of batches, not one Tensor; pass .batch."),
         ({"data": [], "reestimate": True, "norm": True}, ValueError, "data= gave no batch"),
@@ -488,7 +488,7 @@ def test_attributes_that_are_no_row_of_blocks_stay():
             x = self.first(x)
             return self.last(self.one(x) + self.two(x) + self.three(x) + self.four(x))
 
-    with pytest.raises(ValueError, match=r"removes none of the 0 blocks.*its neighbours do not read what it gives"):
+    with pytest.raises(ValueError, match=r"removes none of the 0 blocks.*its neighbours do not read its output"):
         shrink(Branches(), X, depth=0.5)
 
 

@@ -44,15 +44,12 @@ class SparseGPT(Method):
         start = plain if problem.B is None else _ideal(problem, lower, ridge).to(plain.dtype)
         cost = torch.where(diagonal > 0, upper.diagonal(dim1=-2, dim2=-1).reciprocal(), 0)  # an unused input costs nothing
         walk = _Walk(problem.name, start.view(H.shape[0], -1, H.shape[-1]).clone(), upper, cost, pattern, amount, previous)
-        mask = walk.run(self._step(pattern))
+        m = pattern.keep[1] if pattern.keep else 1
+        mask = walk.run(max(self.width // m, 1) * m)
         found, masked = walk.W.view_as(plain) * mask, plain * mask
         # Corrections can make a row worse, because its later columns are pruned too: such a row keeps its own weights.
         better = problem.objective(found) < problem.objective(masked)
         return Solution(mask, torch.where(better[:, None], found, masked))
-
-    def _step(self, pattern: Pattern) -> int:
-        m = pattern.keep[1] if pattern.keep else 1
-        return max(self.width // m, 1) * m
 
     def __str__(self) -> str:
         return f"sparsegpt(damp={self.damp:g}, width={self.width})"
@@ -101,8 +98,7 @@ class _Walk:
         """Corrects W and returns the mask."""
         groups, rows, columns = self.W.shape
         mask = torch.ones(groups * rows, columns, dtype=torch.bool, device=self.W.device)
-        fixed = not self.pattern.elementwise
-        counts = None
+        fixed, counts = not self.pattern.elementwise, None
         if fixed:
             mask = self.amount.keep(self.name, Scores.of(self._scores(0, columns)), self.pattern, self.previous)
         elif not self.pattern.keep:
@@ -138,8 +134,7 @@ class _Walk:
         sizes = torch.tensor([part.shape[1] for part in alive.split(step, 1)]).expand_as(runs)
         if self.amount.scope != "row":
             runs, sizes = runs.sum(0, keepdim=True), sizes.sum(0, keepdim=True)
-        gone = sizes - runs
-        left = runs.sum(1, keepdim=True)
+        gone, left = sizes - runs, runs.sum(1, keepdim=True)
         extra = (self.amount.elements((groups * rows, columns)) - gone.sum(1, keepdim=True)).clamp(min=0)
         share = (extra * runs.cumsum(1) / left.clamp(min=1) + 0.5).floor().long()
         return gone + share.diff(dim=1, prepend=torch.zeros_like(share[:, :1]))

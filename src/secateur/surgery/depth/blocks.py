@@ -1,143 +1,18 @@
-"""Blocks: which entries of lists of modules may go whole, and the numbers that go with them.
-
-A block is an entry of a ModuleList or Sequential, or one of several attributes of one type, that runs once, between its
-neighbours, and answers in the shape of what it gets: without it, the next one reads what it read. Its place in the model is all
-that is asked; nothing is known by name.
-"""
+"""The numbers of a model that depend on how many blocks it has, and where they are."""
 
 from __future__ import annotations
 
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from ...edit import Attribute, built_from, held_objects, number_at, numbers_of, run, with_numbers
-
-Drop = dict[str, list[int]]
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class Call(NamedTuple):
-    """A run of an entry of a list: what it got and gave, first of all; `bare`: it gave nothing else."""
-
-    place: int
-    taken: Tensor | None
-    given: Tensor | None
-    bare: bool
-
-
-# --- which blocks there are -----------------------------------------------------------------------------------------
-
-
-def find_blocks(model: nn.Module, inputs: Inputs) -> tuple[Drop, dict[str, str]]:
-    """List -> places of the blocks that may go, and the entries beside them that may not, with the reason."""
-    holders = {path: places for path, m in model.named_modules() if (places := _families(m))}
-    calls = _watched(model, holders, inputs)
-    found: dict[str, Drop] = {}
-    refused: dict[str, str] = {}
-    for path, families in holders.items():
-        holder = model.get_submodule(path)
-        reasons = {place: _not_a_block(holder, place, family, calls[path]) for family in families for place in family}
-        if blocks := [place for place, why in reasons.items() if why is None]:
-            found.setdefault(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path), {})[path] = blocks
-        refused |= {block_name(path, holder, place): why for place, why in reasons.items() if why and why != _NO_LAYERS}
-    chosen = _disjoint(model, found)
-    return chosen, {name: why for name, why in refused.items() if not chosen or name.rpartition(".")[0] in chosen}
-
+from ...blocks import Drop
+from ...edit import Attribute, built_from, held_objects, number_at, numbers_of, with_numbers
 
 _SAYS_SO = re.compile("layer|depth|block")
-_NO_LAYERS = "it holds no layers"
-
-
-def _families(holder: nn.Module) -> list[list[int]]:
-    """The places in a module of what may be a row of blocks: all entries of a list; attributes of one type."""
-    if isinstance(holder, nn.ModuleList | nn.Sequential):
-        return [list(range(len(holder._modules)))]
-    kinds: dict[type[nn.Module], list[int]] = {}
-    for place, module in enumerate(holder._modules.values()):
-        if module is None or isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
-        if any(True for _ in module.children()):  # a layer by itself is no block
-            kinds.setdefault(type(module), []).append(place)
-    return [places for places in kinds.values() if len(places) > 1]
-
-
-def _not_a_block(holder: nn.Module, place: int, family: Sequence[int], calls: Sequence[Call]) -> str | None:
-    block, listed = list(holder._modules.values())[place], isinstance(holder, nn.ModuleList | nn.Sequential)
-    calls = [call for call in calls if call.place in set(family)]
-    own = [i for i, call in enumerate(calls) if call.place == place]
-    if block is None or not any(True for _ in block.children()) or all(p.dim() < 2 for p in block.parameters()):
-        return _NO_LAYERS
-    if len(own) != 1:
-        return f"it runs {len(own)} times"
-    if listed and [call.place for call in calls] != sorted(call.place for call in calls):
-        return "the modules of its list do not run one after the other"
-    (_, taken, given, bare), at = calls[own[0]], own[0]
-    if taken is None or given is None or taken.shape != given.shape or taken.dtype != given.dtype:
-        return "what it gives does not have the shape of what it gets"
-    if not listed and not bare:
-        return "it gives more than one tensor"
-    links = [a.given is b.taken for a, b in zip(calls[max(at - 1, 0) : at + 1], calls[max(at, 1) : at + 2])]
-    return "its neighbours do not read what it gives" if (links or not listed) and not any(links) else None
-
-
-def _watched(model: nn.Module, holders: Mapping[str, list[list[int]]], inputs: Inputs) -> dict[str, list[Call]]:
-    calls: dict[str, list[Call]] = {path: [] for path in holders}
-    with ExitStack() as stack:
-        for path, families in holders.items():
-            places = {place for family in families for place in family}
-            for place, module in enumerate(model.get_submodule(path)._modules.values()):
-                if module is None or place not in places:
-                    continue
-
-                def see(_: Any, args: Any, kwargs: Any, out: Any, path: str = path, place: int = place) -> None:
-                    taken = main_tensor((*args, *kwargs.values()))
-                    calls[path].append(Call(place, taken, main_tensor(out), isinstance(out, Tensor)))
-
-                stack.callback(module.register_forward_hook(see, with_kwargs=True).remove)
-        run(model, *inputs)
-    return calls
-
-
-def main_tensor(value: Any) -> Tensor | None:
-    """The first tensor in what a module gets or gives."""
-    if isinstance(value, Tensor):
-        return value
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
-    return next((t for item in items if (t := main_tensor(item)) is not None), None)
-
-
-def _disjoint(model: nn.Module, families: Mapping[str, Drop]) -> Drop:
-    """Lists of which none is inside a block of another: outer ones first, if they are mostly blocks; then the largest."""
-
-    def order(item: tuple[str, Drop]) -> tuple[bool, int, int]:
-        drop = item[1]
-        entries = sum(any(True for _ in m.parameters()) for path in drop for m in model.get_submodule(path).children())
-        count = sum(map(len, drop.values()))
-        stack = count >= 2 and 2 * count >= entries
-        return (not stack, item[0].count(".") if stack else 0, -count)
-
-    chosen: Drop = {}
-    for _, drop in sorted(families.items(), key=order):
-        names = {block_name(path, model.get_submodule(path), place) for path, places in drop.items() for place in places}
-        taken = {block_name(path, model.get_submodule(path), place) for path, places in chosen.items() for place in places}
-        if not any(f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.") for a in names for b in taken):
-            chosen |= drop
-    return chosen
-
-
-def block_name(path: str, holder: nn.Module, place: int) -> str:
-    name = list(holder._modules)[place]
-    return f"{path}.{name}" if path else name
-
-
-# --- numbers that go with them --------------------------------------------------------------------------------------
-
-
 Link = tuple[str, str, Any, bool]  # a number: owner, attribute, index; and whether it is a list with an entry for each block
 
 

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ...blocks import Drop, block_name, find_blocks, main_tensor
 from ...edit import (
     Cuts,
+    Inputs,
     RngGuard,
     check_fits,
     copied,
@@ -49,7 +51,7 @@ from ..request import (
 from ..result import Row, Shrunk
 from ..sizes import Counting, times
 from ..verify import Verified, as_dtype, difference, tensors_of, verify, widened
-from .blocks import Drop, Inputs, Link, block_name, find_blocks, links_of, main_tensor, mended
+from .blocks import Link, links_of, mended
 
 # --- which of them go -----------------------------------------------------------------------------------------------
 
