@@ -1,4 +1,4 @@
-"""Pruning in place: `prune_` once, `Pruner` through training. Zeros live in the weights, masks live here."""
+"""Pruning in place: `prune_` prunes once, `Pruner` while a model trains. The weights hold zeros, the pruner holds the masks."""
 
 from __future__ import annotations
 
@@ -150,9 +150,9 @@ class Pruner:
 
     # --- training ----------------------------------------------------------------------------------------------------
     def attach(self, *optimizers: Optimizer) -> Pruner:
-        """Follows these optimizers: zeros are put back after a step of any, and the schedule advances with the first.
+        """Follows these optimizers: puts zeros back after a step of any, and advances the schedule with the first.
 
-        Masks that are due from the start are made now, so that training begins with them.
+        Masks that are due at the start are made now, so that training begins with them.
         """
         optimizers = tuple(_innermost(optimizer) for optimizer in optimizers)
         for optimizer in optimizers:
@@ -179,7 +179,7 @@ class Pruner:
         return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        overflow = getattr(optimizer, "found_inf", None)  # a fused optimizer is called, but changes nothing, on overflow
+        overflow = getattr(optimizer, "found_inf", None)  # on overflow a fused optimizer changes nothing
         if overflow is not None and bool(overflow):
             return
         if optimizer is self._leader:
@@ -188,7 +188,7 @@ class Pruner:
             self.apply_()
 
     def step(self) -> None:
-        """One training step is done: gathers gradients, puts the zeros back, and makes new masks when they are due."""
+        """Records that a training step is done: gathers gradients, puts the zeros back, and makes masks that are due."""
         self._step += 1
         self._pruned_by_attach = False
         if self._gathers:
@@ -210,19 +210,19 @@ class Pruner:
     @torch.no_grad()
     def _gather(self) -> None:
         for target in self._targets:
-            if target.tensor.grad is not None:  # a layer that took no part in this step adds nothing
+            if target.tensor.grad is not None:  # layers that did not run in this step have none
                 add_gradient(target, target.tensor.grad, self._needs, self._gathered[target.name])
         self._batches += 1
 
     def _evidence(self) -> Table:
         if not self._gathers:
             return collect(self.model, self._targets, self._needs, self._data, self._loss)
-        if self._batches == 0:  # the first masks, by a criterion that needs no gradients
+        if self._batches == 0:  # the first masks are made without gradients
             return self._gathered
         if frozen := [t.name for t in self._targets if not self._gathered[t.name] and not t.tensor.requires_grad]:
             raise RuntimeError(f"{frozen} had no gradient, being frozen, and the criterion needs it; exclude them")
         for target in self._targets:
-            if not self._gathered[target.name]:  # took no part since the last masks
+            if not self._gathered[target.name]:  # has not run since the last masks
                 add_gradient(target, torch.zeros_like(target.tensor), self._needs, self._gathered[target.name])
         return {name: {kind: value / self._batches for kind, value in entry.items()} for name, entry in self._gathered.items()}
 
@@ -248,12 +248,12 @@ class Pruner:
     # --- looking, saving, ending -------------------------------------------------------------------------------------
     @property
     def masks(self) -> Masks:
-        """The masks as they are now (True = kept)."""
+        """The current masks (True = kept)."""
         return self._masks
 
     @property
     def sparsity(self) -> float:
-        """The pruned fraction of the targets, now."""
+        """The fraction of the targets that is pruned now."""
         return self._masks.sparsity
 
     def plan(self) -> Plan:
@@ -263,7 +263,7 @@ class Pruner:
 
     @torch.no_grad()
     def verify(self) -> None:
-        """Raises unless every pruned weight is zero. It is not after a step that no hook saw."""
+        """Raises unless every pruned weight is zero. A step of an optimizer that is not attached can change that."""
         if self._soft is not None:
             return
         if self._sharded:
@@ -277,9 +277,9 @@ class Pruner:
             )
 
     def finish(self) -> Plan:
-        """Stops following the optimizers, leaves plain weights with exact zeros in the model, and gives the plan.
+        """Stops following the optimizers, leaves plain weights with exact zeros in the model, and returns the plan.
 
-        Warns when the schedule has not come to its end.
+        Warns if the schedule has not reached its end.
         """
         end = max((schedule.end for schedule in self.recipe.scheduled), default=0)
         if self._due or self._step < end:
@@ -294,7 +294,7 @@ class Pruner:
         """Stops following the optimizers and puts back what the zeros replaced. Needs `keep_dense=True`."""
         if not self._keep_dense:
             raise ValueError("this pruner kept no dense values; make it with keep_dense=True to be able to undo it")
-        soft = self._soft is not None  # soft masks replaced nothing
+        soft = self._soft is not None  # soft masks replace nothing
         self._release()
         if not soft:
             self.plan().undo_(self.model)
@@ -309,7 +309,7 @@ class Pruner:
             self._soft = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on exactly here: plain tensors and numbers, one bit per mask element."""
+        """The state that is needed to resume: plain tensors and numbers, with one bit per mask element."""
         return {
             "version": 1,
             "step": self._step,
@@ -322,7 +322,7 @@ class Pruner:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, on a model with the same tensors. Load first, then attach."""
+        """Resumes from a state, on a model with the same tensors. Load first, then attach."""
         masks = self._check_state(state)
         if self._pruned_by_attach:
             raise RuntimeError(
@@ -340,14 +340,14 @@ class Pruner:
         self.apply_()
 
     def _check_state(self, state: Mapping[str, Any]) -> Masks:
-        """The masks of a state that fits this pruner; raises before anything changes where it does not."""
+        """Returns the masks of a state. Raises, before anything changes, if the state does not fit this pruner."""
         if state.get("version") != 1:
             raise ValueError(f"this is version {state.get('version')!r} of a pruner's state; this package reads version 1")
         if missing := {"step", "due", "masks", "gathered", "batches", "dense"} - state.keys():
             raise ValueError(f"this is no whole state of a pruner: {sorted(missing)} missing")
         masks = Masks.unpack(state["masks"])
         if odd := (masks.keys() ^ self._masks.keys()) | (state["gathered"].keys() ^ self._masks.keys()):
-            raise ValueError(f"the state and this pruner speak of different tensors: {sorted(odd)}")
+            raise ValueError(f"the state and this pruner have different tensors: {sorted(odd)}")
         if absent := self._dense.keys() - state["dense"].keys():
             raise ValueError(f"the state holds no dense values of {sorted(absent)}; it is of a pruner without keep_dense=True")
         for name, mask in masks.items():
@@ -358,11 +358,11 @@ class Pruner:
         return masks
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy follows no optimizer until it is attached: copies of optimizers lose their hooks."""
+        """A copy follows no optimizer until it is attached, because copies of optimizers have no hooks."""
         return {**self.__dict__, "_followed": {}, "_leader": None}
 
     def __repr__(self) -> str:
-        share = "sharded" if self._sharded else f"{self.sparsity:.2%} sparse"  # counting shards takes every process
+        share = "sharded" if self._sharded else f"{self.sparsity:.2%} sparse"  # every process would have to count
         now = f"step {self._step}, {len(self._targets)} tensors, {share}"
         return f"Pruner({self.recipe.describe(self._step)}; {now})"
 
@@ -395,7 +395,7 @@ def _check_ste(recipe: Recipe, ste: bool, every: int) -> None:
 
 
 def _innermost(optimizer: Any) -> Any:
-    """The torch optimizer inside a wrapper that is not a whole optimizer itself (as Accelerate's is not)."""
+    """The torch optimizer inside a wrapper that is not an optimizer itself, such as Accelerate's."""
     while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
