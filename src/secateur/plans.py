@@ -19,7 +19,7 @@ from .criteria import Criterion, magnitude
 from .display import Table, notes_by_reason
 from .masks import Masks
 from .methods import LayerProblem, Method, Solution
-from .methods.walk import STREAMED, solve_all
+from .methods.walk import STREAMED, solve_all, write_
 from .patterns import Pattern
 from .recipe import Recipe
 from .schedules import Number
@@ -63,7 +63,7 @@ class Plan:
             self.dense = {name: self._replaced(name, tensor).clone() for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             if name in new:
-                tensor.copy_(new[name])
+                write_(tensor, new[name])
             kernels.zero_(tensor, local(self.masks[name]))
         return self
 
@@ -73,7 +73,7 @@ class Plan:
             raise ValueError("this plan kept no dense values; apply it with keep_dense=True to be able to undo it")
         for name, tensor in self._tensors(model).items():
             if name in self.weights:
-                tensor.copy_(self.dense[name])
+                write_(tensor, self.dense[name])
             else:
                 tensor[~local(self.masks[name])] = self.dense[name].to(tensor)
         self.dense = {}
@@ -98,8 +98,6 @@ class Plan:
         for name, mask in self.masks.items():
             if found[name].shape != mask.shape:
                 raise ValueError(f"{name!r} is {tuple(found[name].shape)} in the model and {tuple(mask.shape)} in the plan")
-            if found[name].is_inference() and not torch.is_inference_mode_enabled():
-                raise ValueError(f"{name!r} was made in inference mode and can be changed only there; clone the model first")
         return {name: local(found[name].detach()) for name in self.masks}
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from .criteria import Criterion, magnitude
 from .masks import Masks
 from .methods import Method, drop_and_grow
 from .methods.straight_through import SoftMasks
-from .methods.walk import STREAMED
+from .methods.walk import STREAMED, write_
 from .patterns import Pattern
 from .plans import Plan, check_streamed, make_plan, plan
 from .recipe import Recipe
@@ -237,7 +237,7 @@ class Pruner:
                 kept = local(self._masks[target.name])
                 self._dense[target.name] = torch.where(kept, target.weight, self._dense[target.name])
             if target.name in made.weights:
-                target.weight.copy_(made.weights[target.name])
+                write_(target.weight, made.weights[target.name])
         self._masks = made.masks
         if self._soft is not None:
             self._soft.set(made.masks)

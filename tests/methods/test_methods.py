@@ -156,6 +156,24 @@ def test_a_failure_on_the_way_leaves_the_model_as_it_was():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_planning_does_not_break_a_graph_that_is_waiting_for_its_backward_pass():
+    model = Stack()
+    loss = model(DATA[0]).square().mean()
+    sc.plan(model, sparsity=0.5, data=DATA, method="sparsegpt")
+    loss.backward()
+    assert model.head.weight.grad is not None
+
+
+def test_weights_made_in_inference_mode_are_rewritten_and_restored():
+    with torch.inference_mode():
+        model = Stack()
+    before = bits(model)
+    plan = sc.prune_(model, pattern="2:4", data=DATA, method="sparsegpt", keep_dense=True)
+    assert not same(bits(model), before)
+    plan.undo_(model)
+    assert same(bits(model), before)
+
+
 def test_a_pruner_goes_through_the_same_door():
     model = Stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

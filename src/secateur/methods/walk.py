@@ -5,12 +5,14 @@ The model is changed on the way and comes out as it was.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._dist import local
 from .._tree import Loose
 from ..blocks import repeated_blocks
 from ..moments import Moments
@@ -87,7 +89,7 @@ class _Changes:
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
     def write(self, target: Target, solution: Solution) -> None:
-        weight = target.weight
+        weight = local(target.tensor.data)  # its version does not count, so a graph that saved the weight stays valid
         new = solution.weight if solution.weight is not None else weight.masked_fill(~solution.mask, 0)
         self._pairs.append((weight, new))
         self._exchange(weight, new)
@@ -95,7 +97,7 @@ class _Changes:
     @staticmethod
     def _exchange(one: Tensor, other: Tensor) -> None:
         before = one.clone()
-        one.copy_(other)
+        write_(one, other)
         other.copy_(before)
 
     def _exchange_all(self) -> None:
@@ -119,6 +121,12 @@ class _Changes:
     def __exit__(self, *_: object) -> None:
         self._exchange_all()
         self._pairs = []
+
+
+def write_(tensor: Tensor, values: Tensor) -> None:
+    """Writes values into a tensor, also into one that was made in inference mode."""
+    with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
+        tensor.copy_(values)
 
 
 def checked(target: Target, solution: Solution) -> Solution:
