@@ -134,8 +134,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _criterion(given: Any) -> Criterion | UnitCriterion:
-    if isinstance(given, str):
-        return UNIT_CRITERIA[given] if given in UNIT_CRITERIA else Criterion.parse(given)
+    if isinstance(given, str) and given in UNIT_CRITERIA:
+        return UNIT_CRITERIA[given]
     return given if isinstance(given, UnitCriterion) else as_criterion(given)
 
 

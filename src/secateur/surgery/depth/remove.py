@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ...blocks import Drop, block_name, find_blocks, main_tensor
 from ...edit import Cuts, Inputs, copied, run, without, write_attribute
 from ..compare import difference, lost_finite, tensors_of
 from ..names import matches
-from .blocks import Drop, Link, block_name, find_blocks, links_of, main_tensor, mended
+from .lengths import Link, links_of, mended
 
 _INEXACT = "a removed block also returned other tensors, which the model uses"
 
