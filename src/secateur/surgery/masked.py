@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..axes import Group, keep_mask
 from ..edit import Attribute, Cuts, apply_cuts_, copied, owned_tensors
@@ -41,10 +42,11 @@ def make(model: nn.Module, trace: Trace, keep: Keep, *, bias: bool = True) -> Cu
     Without `bias`, layers that have no bias get none, and the groups whose constants would need one are not exact.
     """
     cuts = cuts_of(trace, keep)
-    folds = _folds(model, trace, keep)
+    tensors = dict(owned_tensors(model).values())
+    folds = _folds(tensors, trace, keep)
     if not bias:
         _drop_new_biases(folds, trace, keep)
-    small = _sliced_copy(model, trace, keep, cuts)
+    small = _sliced_copy(model, tensors, trace, keep, cuts)
     numbers, parameters = _numbers(small), {name for name, _ in small.named_parameters()}
     folds.apply_(small, trace, keep)
     cuts.attributes += [
@@ -56,9 +58,9 @@ def make(model: nn.Module, trace: Trace, keep: Keep, *, bias: bool = True) -> Cu
     return CutModel(small, cuts, folds.reasons)
 
 
-def _sliced_copy(model: nn.Module, trace: Trace, keep: Keep, cuts: Cuts) -> nn.Module:
+def _sliced_copy(model: nn.Module, tensors: Mapping[str, Tensor], trace: Trace, keep: Keep, cuts: Cuts) -> nn.Module:
     memo: dict[int, Any] = {}
-    for name, tensor in owned_tensors(model).values():  # cut tensors share the model's memory until they are sliced
+    for name, tensor in tensors.items():  # cut tensors share the model's memory until they are sliced
         if name in cuts.tensors and tensor.is_leaf:
             kept = tensor.detach()
             memo[id(tensor)] = type(tensor)(kept, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else kept
@@ -68,8 +70,7 @@ def _sliced_copy(model: nn.Module, trace: Trace, keep: Keep, cuts: Cuts) -> nn.M
     return small
 
 
-def _folds(model: nn.Module, trace: Trace, keep: Keep) -> Folds:
-    tensors = dict(owned_tensors(model).values())
+def _folds(tensors: Mapping[str, Tensor], trace: Trace, keep: Keep) -> Folds:
     try:
         return find(trace, keep, Silence(trace, keep, tensors, silenced(trace, keep)))
     except Exception as error:  # the model can be cut all the same; the plan says that the cut may not be exact

@@ -30,11 +30,18 @@ def check_runs(traced: Trace, small: nn.Module, inputs: Inputs, flops: int, keep
         counted = _check_once(traced, small, inputs, keep)
     if isinstance(twice, Exception) and not isinstance(_try(traced.model, doubled), Exception):
         raise _failure("on twice the batch", twice)
-    given = inputs if doubled is None else doubled
-    trained = _try(small, given, training=True)
-    if isinstance(trained, Exception) and not isinstance(_try(traced.model, given, training=True), Exception):
-        raise _failure("in training mode", trained)
+    _check_training(traced.model, small, [inputs] if doubled is None else [inputs, doubled])
     return counted
+
+
+def _check_training(model: nn.Module, small: nn.Module, batches: list[Inputs]) -> None:
+    """Raises where the small model does not run in training mode, on the first batch on which the original does."""
+    for inputs in batches:
+        result = _try(small, inputs, training=True)
+        if not isinstance(result, Exception):
+            return
+        if not isinstance(_try(model, inputs, training=True), Exception):
+            raise _failure("in training mode", result)
 
 
 def _check_once(traced: Trace, small: nn.Module, inputs: Inputs, keep: Keep) -> int:
