@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from secateur.surgery import shrink
-from secateur.surgery.budget import met
+from secateur.surgery.search import met
 from secateur.surgery.sizes import SizeModel, measure_latency
 from secateur.trace.run import trace
 

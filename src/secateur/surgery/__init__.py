@@ -1,9 +1,9 @@
 """Structured pruning: removes whole units from every tensor that carries them, so that the model gets smaller.
 
 `shrink` makes a small copy, `shrink_` cuts in place; both are in `pipeline`, which reads from top to bottom. The other
-modules: `request` (the keywords, checked), `names` (groups by name), `budget` and `sizes` (how many units stay), `cut`,
-`masked` and `leftovers` (the small model), `runs`, `compare` and `verify` (checks), `caches`, `optimizers`, `result` (the
-plan). The rooms, which are imported through their fronts only: `exact` (which cuts are exact), `depth` (whole blocks),
+modules: `request` (the keywords, checked), `names` (groups by name), `budget`, `search` and `sizes` (how many units stay),
+`cut`, `masked` and `leftovers` (the small model), `runs`, `compare` and `verify` (checks), `caches`, `optimizers`, `result`
+(the plan). The rooms, which are imported through their fronts only: `exact` (which cuts are exact), `depth` (whole blocks),
 `calibrate` (scores of units and repairs from data).
 """
 

@@ -33,7 +33,7 @@ from ..edit import (
 )
 from ..stats import Loss, split_batch
 from ..trace import Trace, trace, undetermined
-from .budget import Baseline, Budget, ChosenCounts, Reached, keep_of
+from .budget import Baseline, Budget, Reached
 from .caches import CacheSlot, empty_caches_, without_caches
 from .calibrate import UnitCriterion, reestimate_, refit_, unit_scores
 from .depth import RemovedBlocks, remove_blocks
@@ -44,6 +44,7 @@ from .optimizers import dropped, follow_, sliced_state
 from .request import AnyCriterion, ShrinkOptions, ShrinkRequest, check_model, check_request
 from .result import GroupCut, Shrunk
 from .runs import check_runs
+from .search import ChosenCounts, keep_of
 from .sizes import SizeModel, flops_of, params_of
 from .verify import tied
 

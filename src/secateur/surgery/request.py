@@ -14,8 +14,8 @@ from ..criteria import Criterion
 from ..criteria import criterion as as_criterion
 from ..stats import Loss, check_evidence
 from ..targeting import globs_of
-from .budget import SCOPES
 from .calibrate import UNIT_CRITERIA, Repair, UnitCriterion, list_batches
+from .search import SCOPES
 
 TARGETS = ("channels", "params", "flops", "latency")
 AnyCriterion = Criterion | UnitCriterion | Callable[..., Tensor] | str

@@ -28,8 +28,8 @@ from ..exact import units_along
 from ..masked import mask_
 from .elimination import RIDGE, Normed, Order, Plain, State, Surgeon, eliminate
 from .importance import Repair, UnitCriterion, Units
+from .moments import CONVS, Moments, rows_for, samples
 from .norms import list_batches
-from .refit import CONVS, Moments, rows_for, samples
 
 _WIDE = 4096  # columns of a weight; for more, the elimination would take hours
 _GONE = (0.25, 0.5, 0.75)  # removed parts of a group for which the error is measured at the output

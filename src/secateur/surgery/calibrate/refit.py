@@ -9,26 +9,20 @@ live activations of all batches.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...display import Progress
 from ...edit import Cuts, eval_mode
 from ...stats import on_batch, split_batch
+from .moments import CONVS, Moments, rows_for, samples
 from .norms import list_batches
-
-_ROWS = 1 << 22  # elements in one block of input patches
-_EACH, _LEAST = 128, 64  # rows that a fit uses: for each column of a weight, and at least in each batch
-CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
 
 # ---------------------------------------------------------------- paused runs
 
@@ -156,7 +150,11 @@ def refit_(
                     moments, most = Moments(), rows_for(layer.small, len(pairs))
                     for run, reference in pairs:
                         _add(moments, layer, run.resume(), reference.resume(), most, draw)
-                    _write(layer, *moments.solve(layer, ridge, bias or layer.small.bias is not None))
+                    if not moments.finite:
+                        raise ValueError(
+                            f"{layer.name}: its inputs or the dense layer's outputs are not finite on data=; check both models"
+                        )
+                    _write(layer, *moments.solve(layer.matrix().double(), ridge, bias or layer.small.bias is not None))
     except BaseException:
         for module, weight, own, value in before:
             module.weight.data, module.bias = weight, own
@@ -291,65 +289,6 @@ def _waiting(
             hook.remove()
 
 
-class Moments:
-    """Means and covariances of inputs x and targets y over rows, in float64.
-
-    Each block of rows is centred on its own mean before it is multiplied, and blocks are merged without loss (Chan et al.,
-    1979). Products of values that are not centred would lose the variance of inputs with a large mean, such as images from 0
-    to 255.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.means: list[Tensor] = []  # of x and, where there are targets, of y
-        self.products: list[Tensor] = []  # sums of x x' and x y', of deviations from the means
-
-    def add(self, x: Tensor, y: Tensor | None = None) -> None:
-        number, parts = len(x), [x] if y is None else [x, y]
-        if not number:
-            return
-        rough = [part.mean(0) for part in parts]
-        parts = [part - mean for part, mean in zip(parts, rough)]
-        rest = [part.sum(0, dtype=torch.float64) / number for part in parts]  # what rounding left of the means
-        with torch.autocast(x.device.type, enabled=False):
-            products = [(parts[0].T @ part).double() - number * torch.outer(rest[0], r) for part, r in zip(parts, rest)]
-        means = [mean.double() + r for mean, r in zip(rough, rest)]
-        if self.count:
-            total = self.count + number
-            shifts = [new - old for new, old in zip(means, self.means)]
-            share = self.count * number / total
-            products = [p + q + share * torch.outer(shifts[0], s) for p, q, s in zip(products, self.products, shifts)]
-            means = [old + shift * (number / total) for old, shift in zip(self.means, shifts)]
-        self.count, self.means, self.products = self.count + number, means, products
-
-    def moments(self) -> tuple[Tensor, Tensor]:
-        """The mean and the covariance of the inputs."""
-        return self.means[0], self.products[0] / self.count
-
-    def solve(self, layer: FitLayer, ridge: float, bias: bool) -> tuple[Tensor, Tensor | None]:
-        """The weight and the bias with the least squared error. Without `bias`, the weight alone."""
-        if not all(bool(part.isfinite().all()) for part in (*self.means, *self.products)):
-            raise ValueError(
-                f"{layer.name}: its inputs or the dense layer's outputs are not finite on data=; check both models"
-            )
-        (x, y), (gram, cross) = self.means, (part / self.count for part in self.products)
-        if not bias:
-            gram, cross = gram + torch.outer(x, x), cross + torch.outer(x, y)
-        now = layer.matrix().double()
-        lift = ridge * float(gram.diagonal().mean()) or 1.0  # constant inputs: any positive number keeps the weights
-        new = now + _solved(gram, cross - gram @ now.T, lift).T
-        return new, y - new @ x if bias else None
-
-
-def _solved(gram: Tensor, right: Tensor, lift: float) -> Tensor:
-    """Solves (gram + lift) z = right. A gram matrix that rounding made indefinite gets a larger lift."""
-    for factor in (1.0, 1e1, 1e2, 1e3, 1e4):
-        lower, failed = torch.linalg.cholesky_ex(gram + factor * lift * torch.eye(len(gram)).to(gram))
-        if not bool(failed):
-            return torch.cholesky_solve(right, lower)
-    return torch.linalg.lstsq(gram.cpu(), right.cpu(), driver="gelsd").solution.to(gram)
-
-
 def _add(moments: Moments, layer: FitLayer, mine: Any, theirs: Any, most: int, draw: torch.Generator) -> None:
     if mine is None or theirs is None or not mine[0] == theirs[0] == layer.name:
         raise RuntimeError(f"the small and the dense model do not run {layer.name} in the same order")
@@ -362,42 +301,6 @@ def _add(moments: Moments, layer: FitLayer, mine: Any, theirs: Any, most: int, d
         y = y - mine[2]
     for rows, goal in samples(layer.small, x, y, most, draw):
         moments.add(rows, goal)
-
-
-def rows_for(module: Any, batches: int) -> int:
-    """The number of rows of each batch that a fit of this layer uses: neighbouring positions of an image are much alike."""
-    columns = module.weight[0].numel() if isinstance(module, CONVS) else max(module.weight.shape)
-    return max(_LEAST, _EACH * columns // batches + 1)
-
-
-def samples(
-    module: Any, x: Tensor, y: Tensor | None, most: int, draw: torch.Generator
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Blocks of rows that the layer multiplies with its weight, with the outputs `y` there; at most `most`, drawn at random."""
-    if isinstance(module, CONVS):
-        rank = module.weight.dim() - 2
-        single = x.dim() == rank + 1
-        places = patches(module, x[None] if single else x)
-        y = None if y is None else (y[None] if single else y).movedim(1, -1)
-    else:
-        places, y, rank = x.reshape(-1, x.shape[-1]), None if y is None else y.reshape(-1, y.shape[-1]), 0
-    shape = places.shape[: 1 + rank]
-    total = math.prod(shape)
-    picked = torch.arange(total) if total <= most else torch.randint(total, (most,), generator=draw)
-    wide = math.prod(places.shape[1 + rank :])
-    for part in picked.split(max(1, _ROWS // max(1, wide))) if total else ():
-        at = torch.unravel_index(part.to(x.device), shape)
-        rows, goal = places[at].flatten(1), None if y is None else y[at]
-        yield tuple(t if t is None or t.dtype in (torch.float32, torch.float64) else t.float() for t in (rows, goal))  # type: ignore[misc]
-
-
-def patches(conv: Any, x: Tensor) -> Tensor:
-    """The patches that a convolution multiplies with its weight, as a view: (n, output positions, channel, kernel)."""
-    rank = x.dim() - 2
-    x = F.pad(x, conv._reversed_padding_repeated_twice, mode="constant" if conv.padding_mode == "zeros" else conv.padding_mode)
-    for i in range(rank):
-        x = x.unfold(2 + i, conv.dilation[i] * (conv.kernel_size[i] - 1) + 1, conv.stride[i])[..., :: conv.dilation[i]]
-    return x.movedim(1, 1 + rank)
 
 
 def _write(layer: FitLayer, weight: Tensor, bias: Tensor | None) -> None:
