@@ -89,6 +89,28 @@ def test_a_cache_of_an_earlier_run_does_not_stay_in_the_small_model(kind, in_pla
         assert plan.verify().max_error < 1e-12  # the original holds its cache again
 
 
+@pytest.mark.parametrize("in_place", [False, True], ids=["copy", "in place"])
+def test_caches_and_removed_blocks_go_together(in_place):
+    class Residual(Attention):
+        def forward(self, x):
+            return x + super().forward(x)
+
+    class Chain(Net):
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.last(x)
+
+    torch.manual_seed(0)
+    model, x = Chain(Residual).eval(), torch.randn(2, 5, 6)
+    with torch.no_grad():
+        model(x)
+    small, _ = (sc.shrink_ if in_place else sc.shrink)(model, x, depth=0.5, channels=0.4)
+    assert len(small.blocks) == 1
+    assert small(x).shape == small.train()(x).shape == (2, 5, 3)
+
+
 def test_a_dict_that_no_run_fills_again_is_cut_with_the_model():
     class Constants(nn.Module):
         def __init__(self):

@@ -112,6 +112,12 @@ def test_depth_comes_before_a_target_that_counts_from_the_whole_model():
         shrink(model, X, depth=0.2, params=0.9)
 
 
+def test_ratios_by_name_mean_the_layers_of_the_whole_model():
+    small, plan = shrink(chain(), X, depth=0.6, channels={"layers.4.up": 0.5, "layers.2.up.weight[0]": 0.25})
+    assert plan.cuts.drop == {"layers": [1, 3]}
+    assert [layer.up.out_features for layer in small.layers] == [16, 4, 8]
+
+
 def test_a_fresh_model_is_cut_the_same_way(tmp_path):
     for asked in ({"depth": 0.6}, {"depth": 0.8, "params": 0.5}):
         small, plan = shrink(chain(), X, **asked)

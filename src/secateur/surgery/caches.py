@@ -34,10 +34,12 @@ def without_caches(model: nn.Module, inputs: Inputs) -> Iterator[list[CacheSlot]
 
 
 def empty_caches_(model: nn.Module, caches: Sequence[CacheSlot]) -> None:
-    """Empty these caches for good; the next run fills them."""
+    """Empty these caches for good; the next run fills them. Paths that removed blocks leave without a module are skipped."""
+    modules = dict(model.named_modules())
     for path, name in caches:
-        space = vars(model.get_submodule(path))
-        space[name] = _empty(space[name])
+        space = vars(modules[path]) if path in modules else {}
+        if name in space:
+            space[name] = _empty(space[name])
 
 
 def find_caches(model: nn.Module, inputs: Inputs) -> list[CacheSlot]:

@@ -191,7 +191,7 @@ def _shrunk(model: nn.Module, example_inputs: Any, request: ShrinkRequest, rng: 
             small, plan = _cut_units(model, traced, inputs, blocks, request, rng)
         else:
             small, plan = _only_blocks(model, inputs, blocks, request)
-        empty_caches_(small, [slot for slot in caches if _exists(small, slot)])
+        empty_caches_(small, caches)
     plan.cuts.recipe = plan.recipe
     state = {} if request.optimizer is None else sliced_state(request.optimizer, model, plan.cuts)
     return _Done(small, plan, state, caches)
@@ -334,7 +334,7 @@ def _plan(
 
 def _add_blocks(plan: Shrunk, blocks: RemovedBlocks, request: ShrinkRequest) -> None:
     """Put the removed blocks before the cut units."""
-    plan.recipe = f"{_depth_recipe(blocks, request)}; then {plan.recipe} of the whole model"
+    plan.recipe = f"{_depth_recipe(blocks, request)}, then {plan.recipe} (fractions of the whole model)"
     plan.cuts.attributes[:0] = blocks.cuts.attributes
     plan.cuts.drop, plan.cuts.lengths = blocks.cuts.drop, blocks.cuts.lengths
     plan.groups[:0] = _block_rows(blocks)
@@ -353,14 +353,6 @@ def _nothing_left(traced: Trace, left: Mapping[Group, str]) -> str:
     reasons = list(dict.fromkeys((*left.values(), *traced.skipped.values())))
     shown = "; ".join(reasons[:6]) or "no tensor has units"
     return f"no group of {type(traced.model).__name__} is left to cut ({shown}). The model is unchanged."
-
-
-# --- what moves to the small model ----------------------------------------------------------------------------------
-
-
-def _exists(model: nn.Module, slot: CacheSlot) -> bool:
-    module = dict(model.named_modules()).get(slot[0])
-    return module is not None and slot[1] in vars(module)
 
 
 def _carry_gradients(model: nn.Module, small: nn.Module, cuts: Cuts) -> None:
