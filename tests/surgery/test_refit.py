@@ -414,3 +414,24 @@ def test_without_bias_a_layer_gets_none_and_is_fitted_through_zero():
     h = made.small[:2](x).detach()
     best = torch.linalg.lstsq(h, m(x).detach()).solution
     assert torch.allclose(made.small[2].weight, best.T, atol=1e-6)
+
+
+class Routed(nn.Module):
+    """Rows above zero go to one expert, all others to the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.one, self.two = nn.Linear(12, 16), nn.Linear(16, 5), nn.Linear(16, 5)
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        return torch.cat([self.one(h[x[:, 0] > 0]), self.two(h[x[:, 0] <= 0])])
+
+
+def test_a_layer_that_no_row_reaches_is_left_and_named():
+    m = Routed().double().eval()
+    x = draw(40, 12).abs()
+    made = halved(m, x, 16)
+    before = made.small.two.weight.detach().clone()
+    assert refit_(made.small, m, made.cuts, [x]) == {"two": "no row of data= reached it"}
+    assert torch.equal(made.small.two.weight, before)

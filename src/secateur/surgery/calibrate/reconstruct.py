@@ -146,8 +146,12 @@ def _inputs(
             args, kwargs, _ = split_batch(batch)
             with on_batch(trace.model, args, kwargs):
                 trace.model(*args, **kwargs)
-    found = {m: s.moments() for m, s in sums.items()}
     names = {module: name for name, module in trace.model.named_modules()}
+    if unseen := next((m for m, s in sums.items() if not s.count), None):
+        raise ValueError(
+            f"{names[unseen]}: no row of data= reached it, so its inputs cannot be scored; pass more data or exclude it"
+        )
+    found = {m: s.moments() for m, s in sums.items()}
     for module in (m for m, moments in found.items() if not bool(moments[1].isfinite().all())):
         raise ValueError(f"{names[module]}: its inputs are not finite on data=; check the data and the model")
     masked = _masked_inputs(trace, readers, batches[0]) if repair != "refit" else {}

@@ -150,6 +150,9 @@ def refit_(
                     moments, most = Moments(), rows_for(layer.small, len(pairs))
                     for run, reference in pairs:
                         _add(moments, layer, run.resume(), reference.resume(), most, draw)
+                    if not moments.count:
+                        skipped[layer.name] = "no row of data= reached it"
+                        continue
                     if not moments.finite:
                         raise ValueError(
                             f"{layer.name}: its inputs or the dense layer's outputs are not finite on data=; check both models"
