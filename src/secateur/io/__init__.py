@@ -21,9 +21,9 @@ from .._dist import sharded
 from .._layers import layout_of
 from .._tree import nearest
 from ..edit import Cuts, Passing, all_or_nothing, apply_cuts_, history, is_cut, owned_tensors, remember_
-from ..execute.choose import decompress_
 from ..execute.find import zeros_of
 from ..execute.layers import Compressed
+from ..execute.restore import decompress_
 from ..plans import Plan
 from ..surgery import Shrunk
 from . import compressed, hf, packed

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 
 from .._tree import nearest
-from ..execute.choose import places, same_bits, ties
-from ..execute.formats import FORMATS
+from ..execute.formats import FORMATS, find_format
 from ..execute.layers import Compressed, why_not
+from ..execute.restore import places, same_bits, ties
 from .files import CODES, BadFile
 from .manifest import Layer
 
@@ -78,7 +78,7 @@ def made_again(model: nn.Module, layers: Mapping[str, Layer], weight: Callable[[
         layer = model.get_submodule(path)
         if reason := why_not(layer):
             raise BadFile(f"{path!r} is compressed in the file and cannot be here: {reason}")
-        form = FORMATS.get(said.format)
+        form = find_format(said.format)
         if form is None or said.options not in form.allowed:
             raise BadFile(
                 f"{path!r} is in the format {said.format[:40]!r} with options {list(said.options)}, which is not known here; "
