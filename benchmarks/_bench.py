@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine in words, a clock, the bandwidth floor, a table."""
+"""Helpers shared by the benchmarks: a description of the machine, a clock, the bandwidth floor, a table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 
 
 def machine() -> str:
-    """Processor, cores, threads, versions, and how busy the machine was when asked."""
+    """Returns processor, cores, threads, versions, and the current load of the machine."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
@@ -36,7 +36,7 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def interleaved(*runs: Callable[[], Any], rounds: int, before: Callable[[], Any] = lambda: None) -> list[list[float]]:
-    """Seconds of each run in each round. Rounds take turns in who goes first; `before` runs untimed before each."""
+    """Returns the seconds of each run in each round, in an order that rotates. `before` runs untimed before each."""
     times: list[list[float]] = [[] for _ in runs]
     for turn in range(rounds):
         for i in range(len(runs)):
@@ -51,7 +51,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def copy_bandwidth(megabytes: int = 256, rounds: int = 7) -> float:
-    """Bytes per second, read and written bytes added up, of torch copying a block that fits no cache. The best of a few."""
+    """Returns the bytes per second, read plus written, of a torch copy that is larger than the cache; the best of a few."""
     source = torch.ones(megabytes << 18)
     target = torch.empty_like(source)
     target.copy_(source)

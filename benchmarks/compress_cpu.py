@@ -1,10 +1,10 @@
-"""Compressed layers against torch's dense ones on a CPU: the same row-major tensors in and out, packing of inputs included.
+"""Compressed layers against torch's dense layers on a CPU, with row-major inputs and outputs, repacking included.
 
-Each case runs the dense call and the format that `compress_` would take in turns, nothing else in between (what runs in
-between decides what is in the caches), then the dense call and torch's own sparse layouts; the best round of each counts, in
-processor time. One thread, except for the encoder at the end. "of floor": for one row, over the time to read what
-is stored; for many, over the time of the products that are left at the dense call's rate. `--only WORD` runs the cases whose
-name has the word.
+Each case alternates between the dense call and the format that `compress_` would choose, with nothing else in between, because
+other calls would change what is in the caches. Then it alternates between the dense call and torch's sparse layouts. The best
+round of each counts, in processor time, with one thread except for the encoder at the end. "of floor": for one row, relative to
+the time to read what is stored; for many rows, relative to the time of the remaining products at the rate of the dense call.
+`--only WORD` runs the cases whose name contains the word.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Case:
     x: Tensor
     cold: bool = False
     store: torch.dtype | None = None
-    block: int = 0  # of the BSR peer, which takes square ones
+    block: int = 0  # block size of the BSR peer, which needs square blocks
 
     @property
     def linear(self) -> bool:
@@ -102,7 +102,7 @@ def cases() -> Iterator[Case]:
 
 
 def contenders(case: Case) -> dict[str, Callable[[], Any]]:
-    """Every format that fits, as the layer that would stand in the model."""
+    """Returns the layer in every format that fits."""
     layer: Any = case.layer
     weight = layer.weight.detach()
     rows = len(case.x) if case.linear else case.x.shape[2] * case.x.shape[3]
@@ -113,13 +113,13 @@ def contenders(case: Case) -> dict[str, Callable[[], Any]]:
             for store in {None, case.store}:
                 packed = Compressed(layer, form, options, store=store).eval()
                 label = " ".join([form.name, *map(str, options), *(["bf16"] if store else [])])
-                if form.name != "csr":  # torch's, and shown with the peers
+                if form.name != "csr":  # computed by torch, and listed with the peers
                     found[label] = lambda packed=packed: packed(case.x)
     return found
 
 
 def peers(case: Case) -> dict[str, Callable[[], Any]]:
-    """torch's sparse layouts, and ONNX Runtime where it is installed; those that do not run here are left out."""
+    """Returns torch's sparse layouts and, if installed, ONNX Runtime, without those that do not run here."""
     if not case.linear:
         return {}
     weight, x = case.layer.weight.detach(), case.x  # type: ignore[union-attr]
@@ -133,7 +133,7 @@ def peers(case: Case) -> dict[str, Callable[[], Any]]:
         return lambda: (packed @ x.t()).t().contiguous()
 
     if weight.dtype == torch.float32 and not bool((weight != 0).all()):
-        if weight.numel() < 1 << 22 or len(x) == 1:  # with more it takes seconds, and the other one is faster
+        if weight.numel() < 1 << 22 or len(x) == 1:  # larger ones take seconds, and `CSR left` is faster
             tried["CSR"] = lambda: right(weight.to_sparse_csr)
         tried["CSR left"] = lambda: left(weight.to_sparse_csr())
     if case.block:
@@ -141,7 +141,7 @@ def peers(case: Case) -> dict[str, Callable[[], Any]]:
         tried["BSR in fp32"] = lambda: right(lambda: weight.float().to_sparse_bsr((case.block, case.block)), x.float())
     if zeros_of(weight).pattern == "2:4":
         tried["2:4"] = lambda: right(lambda: torch.sparse.to_sparse_semi_structured(weight))
-    if weight.dtype != torch.float32:  # which many CPUs multiply faster
+    if weight.dtype != torch.float32:  # many CPUs multiply float32 faster
         tried["fp32 dense"] = lambda: right(weight.float, x.float())
     if importlib.util.find_spec("onnxruntime") and weight.dtype == torch.float32:
         tried["ORT dense"] = lambda: onnx_session(case)
@@ -195,11 +195,13 @@ def measure(case: Case, seconds: float, bandwidth: float, flush: Tensor) -> list
         weight: Tensor = case.layer.weight  # type: ignore[assignment]
         kept = float((weight != 0).float().mean()) * float((case.x != 0).float().mean())
         size = 2 if best.endswith("bf16") else 4
-        bits = weight.numel() / 8 if kept < 0.99 and best != "columns" else 0  # the least that says where the weights are
-        fastest = max(bandwidth, weight.nbytes / dense)  # the dense product may read faster than a sum does
+        bits = (
+            weight.numel() / 8 if kept < 0.99 and best != "columns" else 0
+        )  # one bit per weight is the least that encodes where they are
+        fastest = max(bandwidth, weight.nbytes / dense)  # the dense product may read memory faster than a sum
         least = (weight.numel() * kept * size + bits) / fastest
         floor = f"{mine / least:.1f}x {duration(least)}"
-    elif best.startswith("tiled"):  # the products that are left, at the rate at which the dense call does its own
+    elif best.startswith("tiled"):  # the remaining products at the rate of the dense call
         least = dense * float((case.layer.weight != 0).float().mean())  # type: ignore[union-attr,arg-type]
         floor = f"{mine / least:.1f}x {duration(least)}"
     shown = ", ".join(f"{name} {theirs['dense'] / theirs[name]:.2f}x" for name in others)
@@ -241,7 +243,7 @@ def encoder(layers: int) -> None:
     result = compress_(model, x, threads=2)
     print(f"\n{str(result).splitlines()[-1]} (compress_ took {time.perf_counter() - begin:.1f} s)")
     rows = []
-    for threads in (1, 2):  # one by processor time, which other programs disturb less; two by the clock on the wall
+    for threads in (1, 2):  # one thread by processor time, which other programs disturb less; two by wall-clock time
         timed = bench({"dense": dense, "compressed": model}, x, threads=threads, seconds=5)
         ratio = timed.ratio("dense", "compressed")
         name = f"encoder of {layers} layers, 8 x 128 tokens, 90%, {threads} thread{'s'[: threads - 1]}"
@@ -251,7 +253,7 @@ def encoder(layers: int) -> None:
 
 
 def second_process() -> None:
-    """What building costs the first process, and loading the next one (with the import of what that needs), in its own time."""
+    """Processor time to compile kernels in a first process and to load them in the next one, imports included."""
     code = (
         "import time, torch\nbegin = time.process_time()\n"
         "from secateur.execute.native import build\n"

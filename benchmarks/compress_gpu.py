@@ -1,7 +1,7 @@
 """Pruned layers on a GPU against torch's dense product, in bfloat16, in CUDA graphs; then a decoder from end to end.
 
-Weights come from memory, as in a large model: several copies take turns until the packed ones fill the cache several times.
-`floor` is what the bytes allow (one to sixteen tokens), or the multiplications (many tokens).
+Weights are read from memory, as in a large model: the calls alternate between several copies, which are together several times
+larger than the cache. `floor` is the ratio that the bytes (up to sixteen tokens) or the multiplications (many tokens) allow.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def two_of_four(rows: int, columns: int) -> Tensor:
 
 
 def per_row(rows: int, columns: int, sparsity: float) -> Tensor:
-    """The same number in every row, anywhere."""
+    """Prunes to the same number of nonzeros in every row, at random places."""
     keep = torch.rand(rows, columns, device="cuda").argsort(1) < round(columns * (1 - sparsity))
     return normal(rows, columns).masked_fill_(~keep, 0)
 
 
 def blocks(rows: int, columns: int, size: int, sparsity: float) -> Tensor:
-    """So many blocks of the whole matrix, wherever they are: rows of blocks differ in length."""
+    """Prunes random blocks of the whole matrix, so that rows of blocks differ in length."""
     score = torch.rand(rows // size, columns // size, device="cuda")
     gone = score <= score.flatten().kthvalue(round(sparsity * score.numel())).values
     return normal(rows, columns).masked_fill_(gone.repeat_interleave(size, 0).repeat_interleave(size, 1), 0)
@@ -69,12 +69,12 @@ def cases() -> Iterator[Case]:
     for o, i in large:
         for tokens in (1, 4, 8, 16):
             weight, x = lambda o=o, i=i: two_of_four(o, i), lambda t=tokens, i=i: normal(t, i)
-            yield Case(f"2:4, {tokens} tokens, {o}x{i}", 1.3, 16 / 9, "bricks", (), weight, x)
+            yield Case(f"2:4, {tokens} tokens, {o}x{i}", 1.3, 16 / 9, "sparse24_mma", (), weight, x)
     for o, i in ((4096, 4096), *large):
         for sparsity, goal in ((0.8, 2.0), (0.9, 3.2)):
             weight, x = lambda o=o, i=i, s=sparsity: per_row(o, i, s), lambda i=i: normal(1, i)
             yield Case(
-                f"same count per row {sparsity:.0%}, 1 token, {o}x{i}", goal, 0.5 / (1 - sparsity), "lists", (), weight, x
+                f"same count per row {sparsity:.0%}, 1 token, {o}x{i}", goal, 0.5 / (1 - sparsity), "padded_rows", (), weight, x
             )
     for o, i in ((4096, 4096), *large):
         for tokens in (1024, 2048, 4096, 8192):
@@ -87,14 +87,14 @@ def cases() -> Iterator[Case]:
             for sparsity, goal in ((0.8, 2.5), (0.9, 4.0)):
                 weight, x = lambda o=o, i=i, n=size, s=sparsity: blocks(o, i, n, s), lambda i=i: normal(8192, i)
                 name = f"{size}x{size} blocks {sparsity:.0%}, 8192 tokens, {o}x{i}"
-                yield Case(name, goal, 1 / (1 - sparsity), "squares", (size,), weight, x)
+                yield Case(name, goal, 1 / (1 - sparsity), "dense_blocks", (size,), weight, x)
     for o, i in ((4096, 14336), (14336, 4096), (8192, 28672)):
         weight, x = lambda o=o, i=i: normal(o, i), lambda i=i: normal(1, i) * (torch.rand(1, i, device="cuda") < 0.5)
-        yield Case(f"half of the inputs gated, 1 token, {o}x{i}", 1.5, 2.0, "skips", (), weight, x)
+        yield Case(f"half of the inputs gated, 1 token, {o}x{i}", 1.5, 2.0, "input_sparse", (), weight, x)
 
 
 def recorded(runs: Sequence[Run]) -> Callable[[], None]:
-    """One graph that makes all these calls, one after the other."""
+    """Captures all these calls, one after the other, in one CUDA graph."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -109,7 +109,7 @@ def recorded(runs: Sequence[Run]) -> Callable[[], None]:
 
 
 def in_turns(contenders: dict[str, Run], calls: int, rounds: int = 15) -> dict[str, float]:
-    """Median seconds of one call, by the GPU's clock; the contenders take turns."""
+    """Returns the median seconds of one call by CUDA events, with the contenders in alternation."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for turn in range(rounds + 2):
@@ -145,13 +145,13 @@ def dense_calls(weight: Tensor, x: Tensor) -> dict[str, Run]:
 
 def peer(case: Case, weight: Tensor, x: Tensor) -> tuple[str, Run] | None:
     """torch's own sparse layout for this pattern."""
-    if case.form in ("bricks", "cusparselt"):
+    if case.form in ("sparse24_mma", "cusparselt"):
         packed = torch.sparse.to_sparse_semi_structured(weight)
         return "semi-structured", lambda: F.linear(x, packed)
-    if case.form == "squares":
+    if case.form == "dense_blocks":
         bsr = weight.to_sparse_bsr((case.options[0], case.options[0]))
         return "BSR", lambda: F.linear(x, bsr)
-    if case.form == "lists":
+    if case.form == "padded_rows":
         csr = weight.to_sparse_csr()
         return "CSR", lambda: csr @ x[0]
     return None
@@ -169,7 +169,7 @@ def measure(case: Case) -> list[str]:
     torch.manual_seed(0)
     first, x = case.weight(), case.x()
     packed_bytes = sum(each.nbytes for each in FORMATS[case.form].pack(first, case.options)) / (
-        2 if case.form == "skips" else 1
+        2 if case.form == "input_sparse" else 1
     )
     copies = 1 if case.eager else max(1, math.ceil(2e8 / packed_bytes))
     weights = [first, *(case.weight() for _ in range(copies - 1))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 
 import pytest
 import torch
@@ -902,3 +903,17 @@ def test_gates_whose_numbers_do_not_fit_are_not_loaded(broken):
     with pytest.raises(ValueError, match="'0'"):
         sc.Gates.load(model, {"0": state["0"] | broken})
     assert not model[0]._forward_pre_hooks
+
+
+def test_gates_have_metrics_a_dict_and_html():
+    model = nn.ModuleDict({"<b>": nn.Linear(32, 8), "rest": nn.Linear(32, 8)})
+    gates = gate_(model, sparsity=0.5, at="*", data=None, method="topk")
+    found = gates.metrics()
+    assert (found["gates"], found["weights"], found["sparsity"], found["skipped"]) == (2, 512, 0.5, 0)
+    assert found["calibrated"] is None
+    made = json.loads(json.dumps(gates.to_dict()))
+    assert made["layers"]["rest"]["method"] == "topk"
+    assert made["sparsity"] == 0.5
+    page = gates._repr_html_()
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page

@@ -63,9 +63,9 @@ def test_combining_leaves_the_operands_alone():
 def test_packed_masks_of_the_wrong_size_are_refused():
     packed = A.pack()
     bits, shape = packed["a"]
-    with pytest.raises(ValueError, match="'a' should hold 1 bytes"):
+    with pytest.raises(ValueError, match=r"'a' must have 1 elements of torch\.uint8"):
         Masks.unpack({"a": (torch.cat([bits, bits]), shape)})
-    with pytest.raises(ValueError, match="'a' should hold"):
+    with pytest.raises(ValueError, match="'a' must have 1 elements"):
         Masks.unpack({"a": (bits.to(torch.int32), shape)})
 
 

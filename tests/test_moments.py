@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import secateur as sc
+import secateur.layers
 from secateur.moments import Moments, Products, layer_inputs
 from secateur.targeting import targets
 
@@ -51,6 +52,26 @@ def test_a_convolution_is_its_weight_matrix_times_the_patches(layer):
     gram = moments(layer, [x, x[:1]])["weight"]["gram"]
     both = torch.cat([patches, layer_inputs(layer, "weight", target.layout, (x[:1],), {})], 1).double()
     torch.testing.assert_close(gram.view(both.shape[0], *gram.shape[-2:]), both.mT @ both, rtol=1e-5, atol=1e-3)
+
+
+def test_a_layer_type_of_the_users_own_that_stores_inputs_first(monkeypatch):
+    class InOut(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias, self.wide = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(3)), 3
+
+        def forward(self, x):
+            return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], self.wide)
+
+    monkeypatch.setattr("secateur._layers._INPUT_FIRST", set())
+    sc.layers.input_first(InOut)
+    x = torch.randn(4, 6, 5)
+    found, _ = targets(InOut(), types=[InOut])
+    collector = Moments(found, frozenset({"gram"}))
+    with collector.listen():
+        found[0].slot.module(x)
+    rows = x.view(-1, 5).double()
+    torch.testing.assert_close(collector.table()["weight"]["gram"], rows.T @ rows, rtol=1e-5, atol=1e-5)
 
 
 def test_unfolded_patches_are_those_of_torch():

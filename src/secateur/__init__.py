@@ -30,7 +30,7 @@ from .masks import Masks
 from .patterns import Pattern
 from .plans import Plan, plan
 from .pruning import Pruner, prune_
-from .schedules import cosine, cubic, exponential, join, linear, one_shot
+from .schedules import Schedule, cosine, cubic, exponential, join, linear, one_shot
 from .targeting import targets
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ __all__ = [
     "Pattern",
     "Plan",
     "Pruner",
+    "Schedule",
     "activation_variance",
     "bench",
     "bn_scale",

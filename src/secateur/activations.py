@@ -7,7 +7,6 @@ A gate is a forward pre-hook. Parameters, buffers and the model's `state_dict` s
 from __future__ import annotations
 
 import copy
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,8 @@ from ._tree import nearest
 from .blocks import repeated_blocks
 from .display import Table
 from .methods.allocate import allocate, squares
-from .methods.gates import METHODS, Gate, Seen, first_input
+from .methods.gates import METHODS, Gate, Seen
+from .methods.measure import Measured, Probe, mean, ratio
 from .stats import as_it_was, check_evidence, split_batch
 from .targeting import Globs, globs_of
 
@@ -141,7 +141,7 @@ class Gates:
                 away, size = away + found[0], size + found[1]
         if not count:
             raise ValueError("no batch was given to measure on")
-        return Measured([probe.reached() for probe in probes.values()], _ratio(away, size))
+        return Measured([probe.reached() for probe in probes.values()], ratio(away, size))
 
     def _attach(self) -> Gates:
         for name, gate in self.gates.items():
@@ -155,8 +155,8 @@ class Gates:
         return {
             "gates": len(gates),
             "weights": sum(gate.weights for gate in gates),
-            "sparsity": _mean((gate.sparsity, gate.weights) for gate in gates),
-            "calibrated": _mean((gate.calibrated or 0.0, gate.weights) for gate in gates) if known else None,
+            "sparsity": mean((gate.sparsity, gate.weights) for gate in gates),
+            "calibrated": mean((gate.calibrated or 0.0, gate.weights) for gate in gates) if known else None,
             "skipped": len(self.skipped),
             "layers": {gate.name: {"sparsity": gate.sparsity, "calibrated": gate.calibrated} for gate in gates},
         }
@@ -195,78 +195,6 @@ class Gates:
 
     def _repr_html_(self) -> str:
         return self._table().html("notes")
-
-
-@dataclass(frozen=True)
-class Reached:
-    """One gated layer on measured data: the share of its input that is zero before and after the gate, and its error.
-
-    `error` is that of the layer alone: its output with the gate compared with its output without, on the same inputs.
-    """
-
-    name: str
-    weights: int
-    before: float
-    sparsity: float
-    error: float
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What gates reached on data: `sparsity` over all layers, by weights, and the relative `error` of the model's output."""
-
-    layers: list[Reached]
-    error: float
-
-    @property
-    def sparsity(self) -> float:
-        return _mean((layer.sparsity, layer.weights) for layer in self.layers)
-
-    def __str__(self) -> str:
-        rows = [(one.name, "", f"{one.before:.2%}", f"{one.sparsity:.2%}", f"{one.error:.4f}") for one in self.layers]
-        before = _mean((layer.before, layer.weights) for layer in self.layers)
-        total = ("in all, by weights", "", f"{before:.2%}", f"{self.sparsity:.2%}", f"{self.error:.4f}")
-        return str(Table(("layer", "", "zero before", "zero", "error"), rows, [total], right=range(2, 5)))
-
-
-@dataclass
-class Probe:
-    """Replaces a gate while it is measured: gates the input, counts zeros, and runs the layer with and without the gate."""
-
-    gate: Gate
-    elements: int = 0
-    before: int = 0
-    zeros: int = 0
-    away: float = 0.0
-    size: float = 0.0
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        inputs = self.gate(module, args, kwargs)
-        gated, named = (inputs, {}) if kwargs is None else inputs
-        kwargs = kwargs or {}
-        x, y = first_input(self.gate.name, args, kwargs), first_input(self.gate.name, gated, named)
-        self.elements += x.numel()
-        self.before += x.numel() - int(x.count_nonzero())
-        self.zeros += y.numel() - int(y.count_nonzero())
-        away, size = squares(module.forward(*gated, **named), module.forward(*args, **kwargs))
-        self.away, self.size = self.away + away, self.size + size
-        return inputs
-
-    def reached(self) -> Reached:
-        share = math.nan if not self.elements else 1 / self.elements
-        error = _ratio(self.away, self.size)
-        return Reached(self.gate.name, self.gate.weights, self.before * share, self.zeros * share, error)
-
-
-def _ratio(away: float, size: float) -> float:
-    return math.sqrt(away / size) if size else 0.0 if away == 0 else math.inf
-
-
-def _mean(pairs: Iterable[tuple[float, int]]) -> float:
-    """The weighted mean of (value, weight). NaN, for layers that saw no input, does not count."""
-    seen = [(value, weight) for value, weight in pairs if not math.isnan(value)]
-    total = sum(weight for _, weight in seen)
-    return sum(value * weight for value, weight in seen) / total if total else math.nan
 
 
 # --- finding layers, checking arguments -----------------------------------------------------------------------------

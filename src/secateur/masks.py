@@ -1,4 +1,4 @@
-"""Masks: which elements of which tensors are kept. They live here, outside the model."""
+"""`Masks`: which elements of which tensors are kept, stored outside the model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ._tree import nearest
 class Masks(Mapping[str, Tensor]):
     """A mapping from tensor name to a bool tensor of that tensor's shape, True where an element is kept.
 
-    Masks of the same tensors combine element by element: `a & b` keeps what both keep, `a | b` what either keeps,
-    `~a` what `a` prunes, `a - b` what `a` keeps and `b` does not.
+    Masks of the same tensors combine elementwise: `a & b` keeps what both keep, `a | b` what either keeps, `~a` what `a`
+    prunes, `a - b` what `a` keeps and `b` does not.
     """
 
     def __init__(self, masks: Mapping[str, Tensor]):
@@ -45,10 +45,12 @@ class Masks(Mapping[str, Tensor]):
         if not isinstance(other, Masks):
             return NotImplemented
         if odd := self.keys() ^ other.keys():
-            raise ValueError(f"masks combine only over the same tensors; only one side has {sorted(odd)}")
+            raise ValueError(f"both masks must have the same tensors, but only one of them has {sorted(odd)}")
         for name in self:
             if self[name].shape != other[name].shape:
-                raise ValueError(f"the masks of {name!r} differ: {tuple(self[name].shape)}, {tuple(other[name].shape)}")
+                raise ValueError(
+                    f"the masks of {name!r} differ in shape: {tuple(self[name].shape)} and {tuple(other[name].shape)}"
+                )
         return Masks({name: combine(self[name], other[name]) for name in self})
 
     def __and__(self, other: Masks) -> Masks:
@@ -72,17 +74,17 @@ class Masks(Mapping[str, Tensor]):
 
     @property
     def total(self) -> int:
-        """How many elements the masks speak of."""
+        """The number of elements that the masks cover."""
         return sum(mask.numel() for mask in self.values())
 
     @property
     def kept(self) -> int:
-        """How many of them are kept."""
+        """The number of kept elements."""
         return sum(count(mask) for mask in self.values())
 
     @property
     def density(self) -> float:
-        """The kept fraction, 1.0 for no elements at all."""
+        """The kept fraction; 1.0 if there are no elements."""
         return self.kept / self.total if self.total else 1.0
 
     @property
@@ -91,20 +93,20 @@ class Masks(Mapping[str, Tensor]):
         return 1.0 - self.density
 
     def to(self, device: torch.device | str) -> Masks:
-        """The same masks on another device."""
+        """Returns the masks on another device."""
         return Masks({name: mask.to(device) for name, mask in self.items()})
 
     def pack(self) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
-        """One bit per element: name to (uint8 tensor on the CPU, shape). The rest of the last byte is zero."""
+        """Returns a mapping from name to (uint8 tensor on the CPU, shape), with one bit per element, padded with zeros."""
         return {name: (pack_bits(local(mask).reshape(-1)).cpu(), tuple(local(mask).shape)) for name, mask in self.items()}
 
     @staticmethod
     def unpack(packed: Mapping[str, tuple[Tensor, tuple[int, ...]]], device: torch.device | str = "cpu") -> Masks:
-        """The masks that `pack` packed, bit for bit."""
+        """Returns the masks that `pack` packed."""
         return Masks({name: _unbits(bits, tuple(shape), name).to(device) for name, (bits, shape) in packed.items()})
 
     def __repr__(self) -> str:
-        if any(sharded(mask) for mask in self.values()):  # counting takes every process, and one alone may print this
+        if any(sharded(mask) for mask in self.values()):  # counting needs every process, but a single one may print this
             return f"Masks({len(self)} tensors, {self.total:,} elements, sharded)"
         return f"Masks({len(self)} tensors, {self.kept:,} of {self.total:,} elements kept, {self.sparsity:.2%} sparse)"
 
@@ -113,18 +115,18 @@ def _unbits(bits: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
     size = math.prod(shape)
     if bits.dtype != torch.uint8 or bits.numel() != -(-size // 8):
         raise ValueError(
-            f"the packed mask of {name!r} should hold {-(-size // 8)} bytes (uint8) for shape {shape}, "
+            f"the packed mask of {name!r} must have {-(-size // 8)} elements of torch.uint8 for shape {shape}, "
             f"not {bits.numel()} of {bits.dtype}"
         )
     return unpack_bits(bits.reshape(-1), size).reshape(shape)
 
 
-# Eight booleans are eight bytes, so one multiplication of whole numbers moves each to its bit, or each bit to its byte.
+# Eight booleans are one 64-bit integer, and one multiplication moves each byte to its bit, or each bit to its byte.
 _GATHER, _SPREAD, _EACH = 0x0102040810204080, 0x0101010101010101, 0x8040201008040201 - (1 << 64)
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Booleans as bytes along the last axis, the first in the lowest bit; the rest of the last byte is zero."""
+    """Packs booleans along the last axis into bytes, the first in the lowest bit. The last byte is padded with zeros."""
     size = mask.shape[-1]
     eights = mask.new_zeros(*mask.shape[:-1], -(-size // 8), 8)
     eights.flatten(-2)[..., :size] = mask
@@ -132,6 +134,6 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def unpack_bits(bits: Tensor, size: int) -> Tensor:
-    """The booleans again: [..., bytes] to [..., size]."""
+    """Unpacks bytes [..., bytes] to booleans [..., size]."""
     eights = bits.to(torch.int64).mul_(_SPREAD).bitwise_and_(_EACH).view(torch.uint8)
     return eights.ne_(0).view(torch.bool)[..., :size]

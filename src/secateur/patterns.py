@@ -1,8 +1,8 @@
-"""Patterns: which elements go together (the unit) and, for n:m, who competes with whom (the pool).
+"""`Pattern`: which elements are pruned together (the unit) and, for n:m, which units compete with each other (the pool).
 
-One grammar, printed and parsed: ``unstructured``, ``2:4``, ``16x1``, ``32x32``, ``16x1/2:4``, ``1x4-2``, ``out``, ``in``.
-``n:m`` keeps n of every m neighbouring units along the input axis, always. ``AxB-Z`` takes only the Z lowest elements out of a
-block that is pruned. The matrix a pattern sees is (out, in x kernel).
+One grammar is printed and parsed: ``unstructured``, ``2:4``, ``16x1``, ``32x32``, ``16x1/2:4``, ``1x4-2``, ``out``, ``in``.
+``n:m`` always keeps n of every m neighbouring units along the input axis. ``AxB-Z`` prunes only the Z lowest elements of each
+pruned block. Patterns apply to a weight as a matrix of shape (out, in * kernel size).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _GRAMMAR = re.compile(r"(?:(?P<a>\d+)x(?P<b>\d+)(?:-(?P<lose>\d+))?|(?P<slice>ou
 class Pattern:
     """A unit (a block of `a` outputs by `b` inputs, or a whole output or input channel) and, optionally, n:m.
 
-    A shape that blocks do not divide ends in smaller blocks, and a row that m does not divide in a smaller pool, which
-    keeps up to n like any other. Nothing is padded. With `lose`, a block that is pruned loses that many elements, its
-    lowest (all of them if it has fewer), and the rest of it stays.
+    If blocks do not divide the matrix, the blocks at its edge are smaller; if m does not divide a row, its last pool is
+    smaller and also keeps up to n. Nothing is padded. With `lose`, a pruned block loses only that many elements, its lowest
+    (all of them if it has fewer).
     """
 
     unit: tuple[int, int] | str = (1, 1)
@@ -34,7 +34,7 @@ class Pattern:
 
     @staticmethod
     def parse(text: str | Pattern) -> Pattern:
-        """The pattern that `text` names; a Pattern is given back as it is."""
+        """Returns the pattern that `text` describes. A `Pattern` is returned unchanged."""
         if isinstance(text, Pattern):
             return text
         found = _GRAMMAR.fullmatch(text) if isinstance(text, str) else None
@@ -43,8 +43,8 @@ class Pattern:
         if not found or not text or text.startswith("/"):
             raise ValueError(
                 f"pattern {text!r} is not understood; write 'unstructured', 'n:m' (keeps n of m), 'AxB' (blocks of A outputs "
-                "by B inputs), 'AxB-Z' (such blocks, of which a pruned one loses Z elements), 'out', 'in', or a block with n:m "
-                "such as '16x1/2:4'"
+                "by B inputs), 'AxB-Z' (a pruned block loses only Z elements), 'out', 'in', or a block with n:m such as "
+                "'16x1/2:4'"
             )
         unit = found["slice"] or (int(found["a"] or 1), int(found["b"] or 1))
         keep = (int(found["n"]), int(found["m"])) if found["n"] else None
@@ -53,14 +53,16 @@ class Pattern:
     def __post_init__(self) -> None:
         if self.unit not in ("out", "in") and not _two_counts(self.unit):
             raise ValueError(
-                f"pattern with unit {self.unit!r}: a unit is 'out', 'in', or (rows, columns), at least one of each"
+                f"pattern with unit {self.unit!r}: a unit is 'out', 'in', or (rows, columns), two integers of at least 1"
             )
         if self.keep is not None and not _two_counts(self.keep):
-            raise ValueError(f"pattern that keeps {self.keep!r}: it keeps (n, m), whole numbers from 1 up")
+            raise ValueError(f"pattern that keeps {self.keep!r}: it keeps (n, m), two integers of at least 1")
         if self.keep and not self.keep[0] <= self.keep[1]:
-            raise ValueError(f"pattern {self}: n:m keeps n of m, so n is from 1 to m")
+            raise ValueError(f"pattern {self}: n:m keeps n of m, so n must be from 1 to m")
         if self.keep and self.unit == "out":
-            raise ValueError("pattern 'out' with n:m: whole outputs leave no input axis to group along; use 'in/n:m' or 'n:m'")
+            raise ValueError(
+                "pattern 'out' with n:m: n:m groups along the input axis, but a unit is a whole row; use 'in/n:m' or 'n:m'"
+            )
         if self.lose is not None:
             self._check_lose()
 
@@ -68,8 +70,8 @@ class Pattern:
         size = self.unit[0] * self.unit[1] if isinstance(self.unit, tuple) else 0
         if self.keep or type(self.lose) is not int or not 1 <= self.lose < size:
             raise ValueError(
-                f"pattern {self}: in 'AxB-Z' a pruned block of A by B loses Z elements, from 1 to A * B - 1; for whole blocks "
-                "write 'AxB', and n:m says by itself how many go"
+                f"pattern {self}: in 'AxB-Z' a pruned block loses Z elements, from 1 to A * B - 1; write 'AxB' to prune whole "
+                "blocks. It cannot be combined with n:m"
             )
 
     def __str__(self) -> str:
@@ -81,11 +83,11 @@ class Pattern:
 
     @property
     def elementwise(self) -> bool:
-        """True when every element is its own unit, so that nothing has to be folded."""
+        """True if every element is a unit of its own."""
         return self.unit == (1, 1)
 
     def block(self, layout: Layout) -> tuple[int, int]:
-        """The size of a unit in the matrix of this layout."""
+        """Returns the height and width of a unit in a matrix of this layout."""
         if self.unit == "out":
             return 1, max(layout.cols, 1)
         if self.unit == "in":
@@ -94,18 +96,18 @@ class Pattern:
         return self.unit
 
     def grid(self, layout: Layout) -> tuple[int, int]:
-        """How many units the matrix of this layout has, down and across."""
+        """Returns the number of units in a matrix of this layout, down and across."""
         a, b = self.block(layout)
         return -(-layout.rows // a), -(-layout.cols // b)
 
     def sizes(self, layout: Layout) -> Tensor:
-        """How many elements each unit loses when it is pruned, as a grid: all it holds, unless the pattern says otherwise."""
+        """Returns the number of elements that each unit loses when it is pruned, as a grid."""
         a, b = self.block(layout)
         sizes = _run_sizes(layout.rows, a)[:, None] * _run_sizes(layout.cols, b)
         return sizes if self.lose is None else sizes.clamp(max=self.lose)
 
     def unfold(self, kept: Tensor, layout: Layout) -> Tensor:
-        """A mask of units to a mask of elements."""
+        """Returns the mask of elements for a mask of units."""
         mask = torch.empty(layout.rows, layout.cols, dtype=torch.bool, device=kept.device)
         kernels.spread_(mask, kept, *self.block(layout))
         return mask

@@ -1,8 +1,8 @@
-"""Large pools: one tensor, or all of them, cut at one exact threshold.
+"""Masks of large pools (one tensor, or several together), by one exact threshold.
 
-Scores are never laid side by side: a small sample brackets the threshold, one pass counts what lies below the bracket and
-gathers the little that lies inside, and the threshold is exact. So a global magnitude mask reads the weights twice and needs
-no memory but the mask.
+The scores of a pool are never concatenated. A small sample brackets the threshold; one pass counts the scores below the bracket
+and collects the few inside, which give the exact threshold. A global magnitude mask therefore reads the weights twice and
+needs no memory besides the mask.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from . import kernels
 from ._dist import Comm
 from .scores import Scores, nan_in
 
-_SAMPLE = 1 << 17  # brackets the cut to about 1 % of the pool, or less
+_SAMPLE = 1 << 17  # enough to bracket the threshold within about 1 % of the pool
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Where a pool is cut: everything below `threshold` goes, and the first `ties` of the `equal` that equal it."""
+class PoolCut:
+    """Scores below `threshold` are pruned, and the first `ties` of the `equal` scores that equal it."""
 
     threshold: float
     ties: int
@@ -31,7 +31,7 @@ class Cut:
 
 
 def keep_pool(pool: Mapping[str, Scores], drop: int, comm: Comm) -> dict[str, Tensor]:
-    """The masks of a pool without its `drop` lowest scores."""
+    """Returns the masks of a pool that prune its `drop` lowest scores."""
     magnitudes = [(one.magnitude_of, one.under) for one in pool.values() if one.magnitude_of is not None]
     if len(magnitudes) == len(pool):
         try:
@@ -43,7 +43,7 @@ def keep_pool(pool: Mapping[str, Scores], drop: int, comm: Comm) -> dict[str, Te
         alike = len({(matrix.dtype, matrix.device.type) for matrix, _ in magnitudes}) == 1
         pool = {name: _ranked(name, one, alike) for name, one in pool.items()}
     cut = find_cut(pool, drop, comm)
-    if cut.ties == cut.equal:  # of those that equal the threshold, none stays
+    if cut.ties == cut.equal:  # all scores that equal the threshold are pruned
         return {name: _keep_above(one, cut.threshold, ties=False) for name, one in pool.items()}
     left = _ties_to_go(pool, cut, comm)
     masks = {}
@@ -61,7 +61,7 @@ def _count(pool: Mapping[str, Scores]) -> int:
 
 
 def _ranked(name: str, scores: Scores, alike: bool) -> Scores:
-    """Magnitudes in the form that compares fastest: those of half precision on the CPU as integers in the same order."""
+    """Returns magnitudes in the form that compares fastest: half precision on the CPU as integers of the same order."""
     matrix, under = scores.magnitude_of, scores.under
     assert matrix is not None
     if not alike or matrix.device.type != "cpu" or matrix.dtype not in (torch.bfloat16, torch.float16):
@@ -83,8 +83,8 @@ def _keep_above(scores: Scores, threshold: float, *, ties: bool) -> Tensor:
     return kept
 
 
-def _ties_to_go(pool: Mapping[str, Scores], cut: Cut, comm: Comm) -> dict[str, int]:
-    """Of the ties that go, how many lie in each tensor of this process."""
+def _ties_to_go(pool: Mapping[str, Scores], cut: PoolCut, comm: Comm) -> dict[str, int]:
+    """Returns how many of the pruned ties are in each tensor of this process."""
     if len(pool) == 1 and comm.alone:
         return dict.fromkeys(pool, cut.ties)
     equal = [_equal({name: one}, cut.threshold) for name, one in pool.items()]
@@ -92,16 +92,14 @@ def _ties_to_go(pool: Mapping[str, Scores], cut: Cut, comm: Comm) -> dict[str, i
     return {name: min(max(cut.ties - b, 0), here) for name, b, here in zip(pool, before, equal, strict=True)}
 
 
-def find_cut(pool: Mapping[str, Scores], drop: int, comm: Comm) -> Cut:
-    """The exact cut that prunes `drop` of the pool."""
+def find_cut(pool: Mapping[str, Scores], drop: int, comm: Comm) -> PoolCut:
+    """Returns the exact cut that prunes `drop` elements of the pool."""
     (total,) = comm.sum(_count(pool))
     sample = kernels.ordered(comm.cat(_sample(pool, total)))
-    if comm.alone and drop > 0 and sample.numel() == total and not bool(sample[-1].isnan()):  # it is the whole pool
-        threshold = sample[drop - 1]
-        under, upto = (int(torch.searchsorted(sample, threshold, right=right)) for right in (False, True))
-        return Cut(float(threshold), drop - under, upto - under)
+    if comm.alone and drop > 0 and sample.numel() == total and not bool(sample[-1].isnan()):
+        return _cut_of_sorted(sample, drop)
     share, width = drop / max(total, 1), 4.0
-    low = high = torch.nan  # not known
+    low = high = torch.nan  # bounds of the bracket; NaN: to be taken from the sample
     while True:
         spread = width * (share * (1 - share) / max(sample.numel(), 1)) ** 0.5 + 2 / max(sample.numel(), 1)
         low = _quantile(sample, share - spread) if math.isnan(low) else low
@@ -111,15 +109,22 @@ def find_cut(pool: Mapping[str, Scores], drop: int, comm: Comm) -> Cut:
             none_below = low == 0 and all(one.magnitude_of is not None for one in pool.values())
             (equal,) = (upto,) if none_below else comm.sum(_equal(pool, low))
             if drop > upto - equal or drop == 0:
-                return Cut(low, max(drop - (upto - equal), 0), equal)
+                return PoolCut(low, max(drop - (upto - equal), 0), equal)
             low, high = torch.nan, low
         elif drop <= upto + inside.numel():
             threshold = kernels.kth(inside, drop - upto)
             under, equal = int((inside < threshold).count_nonzero()), int((inside == threshold).count_nonzero())
-            return Cut(threshold, drop - upto - under, equal)
+            return PoolCut(threshold, drop - upto - under, equal)
         else:
             low, high = high, torch.nan
         width *= 8
+
+
+def _cut_of_sorted(whole: Tensor, drop: int) -> PoolCut:
+    """Returns the cut of a small pool whose scores are all in a sorted tensor."""
+    threshold = whole[drop - 1]
+    under, upto = (int(torch.searchsorted(whole, threshold, right=right)) for right in (False, True))
+    return PoolCut(float(threshold), drop - under, upto - under)
 
 
 def _equal(pool: Mapping[str, Scores], value: float) -> int:
@@ -127,23 +132,40 @@ def _equal(pool: Mapping[str, Scores], value: float) -> int:
 
 
 def _sample(pool: Mapping[str, Scores], total: int) -> Tensor:
+    """Returns a sample of the scores from all over the pool, the same every time."""
     on_cpu = next(iter(pool.values())).device.type == "cpu"
-    size = _SAMPLE if on_cpu else max(_SAMPLE >> 3, total >> 10)  # small ones sort with few launches, large pools repay more
-    raw = [one.magnitude_of for one in pool.values() if one.magnitude_of is not None and one.magnitude_of.is_contiguous()]
-    masks = [one.under for one in pool.values() if one.under is not None and one.under.is_contiguous()]
-    if len(raw) == len(pool) and len(masks) in (0, len(pool)) and len({(m.device, m.dtype) for m in raw}) == 1:
-        stride = max(total // size, 1) | 1  # odd, so that all columns are visited
-        some = torch.cat([_every(matrix, stride, on_cpu) for matrix in raw])
-        under = torch.cat([_every(mask, stride, on_cpu) for mask in masks]) if masks else None
-        return kernels.magnitude(some, under)  # few launches for many tensors
-    parts = [one.sample(max(size * one.numel // max(total, 1), 1)) for one in pool.values() if one.numel]
+    # On a GPU, a small sample takes few kernel launches to sort, and large pools make up for a larger one.
+    size = _SAMPLE if on_cpu else max(_SAMPLE >> 3, total >> 10)
+    sample = _sample_of_magnitudes(list(pool.values()), max(total // size, 1) | 1, on_cpu)
+    if sample is not None:
+        return sample
+    return _joined([one.sample(max(size * one.numel // max(total, 1), 1)) for one in pool.values() if one.numel])
+
+
+def _sample_of_magnitudes(pool: list[Scores], stride: int, on_cpu: bool) -> Tensor | None:
+    """Returns every `stride`-th score (odd, so that all columns are covered) if all scores are magnitudes of matrices alike.
+
+    All tensors are sampled in one call, which saves kernel launches.
+    """
+    raw = [one.magnitude_of for one in pool if one.magnitude_of is not None and one.magnitude_of.is_contiguous()]
+    masks = [one.under for one in pool if one.under is not None and one.under.is_contiguous()]
+    if len(raw) != len(pool) or len(masks) not in (0, len(pool)) or len({(m.device, m.dtype) for m in raw}) != 1:
+        return None
+    some = torch.cat([_every(matrix, stride, on_cpu) for matrix in raw])
+    under = torch.cat([_every(mask, stride, on_cpu) for mask in masks]) if masks else None
+    return kernels.magnitude(some, under)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Concatenates scores on the device of the first, as float64 if any of them is, and else as float32."""
+    if not parts:
+        return torch.empty(0)
     wide = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
-    device = parts[0].device if parts else torch.device("cpu")
-    return torch.cat([part.to(device, wide) for part in parts]) if parts else torch.empty(0)
+    return torch.cat([part.to(parts[0].device, wide) for part in parts])
 
 
 def _every(matrix: Tensor, stride: int, in_runs: bool) -> Tensor:
-    """One element in `stride`; in runs of eight, which a CPU fetches from memory together anyway."""
+    """Returns every `stride`-th element, or run of eight elements, which a CPU reads from memory together anyway."""
     flat, run = matrix.view(-1), 8
     if not in_runs or flat.numel() < run * run * stride:
         return flat[::stride]
@@ -151,6 +173,7 @@ def _every(matrix: Tensor, stride: int, in_runs: bool) -> Tensor:
 
 
 def _quantile(ordered: Tensor, share: float) -> float:
+    """Returns a quantile of sorted values, or an infinity if it lies outside of them."""
     at = int(share * ordered.numel())
     if ordered.numel() == 0 or at <= 0:
         return -torch.inf
@@ -158,7 +181,7 @@ def _quantile(ordered: Tensor, share: float) -> float:
 
 
 def _tally(pool: Mapping[str, Scores], low: float, high: float, comm: Comm) -> tuple[int, Tensor]:
-    """How many scores are at most `low`, and the values strictly between `low` and `high`."""
+    """Returns the number of scores up to `low`, and the values strictly between `low` and `high`."""
     upto = 0
     inside: list[Tensor] = []
     for name, one in pool.items():
@@ -168,6 +191,4 @@ def _tally(pool: Mapping[str, Scores], low: float, high: float, comm: Comm) -> t
         upto += sum(at_most for at_most, _, _ in found)
         inside += [between for _, _, between in found]
     (upto,) = comm.sum(upto)
-    wide = torch.float64 if any(part.dtype == torch.float64 for part in inside) else torch.float32
-    device = inside[0].device if inside else torch.device("cpu")
-    return upto, comm.cat(torch.cat([part.to(device, wide) for part in inside]) if inside else torch.empty(0))
+    return upto, comm.cat(_joined(inside))

@@ -23,7 +23,7 @@ from .methods.walk import STREAMED, write_
 from .patterns import Pattern
 from .plans import Plan, check_streamed, make_plan, plan
 from .recipe import Recipe
-from .schedules import Joined, Number, Schedule
+from .schedules import Number
 from .stats import Loss, Table, add_gradient, check_evidence, collect
 from .targeting import Globs, targets
 
@@ -116,7 +116,7 @@ class Pruner:
         spread: Spread | Mapping[str, Number] | None = None,
         method: Method | str | None = None,
         grow: Criterion | Callable[..., Tensor] | str | None = None,
-        swap: Schedule | Joined | None = None,
+        swap: Callable[[int], float] | None = None,
         ste: bool = False,
         every: int = 1,
         keep_dense: bool = False,

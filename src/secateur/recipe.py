@@ -15,7 +15,7 @@ from .budgets import Spread, hold, owl
 from .criteria import Criterion, criterion, magnitude
 from .methods import Amount, Method, as_method
 from .patterns import Pattern
-from .schedules import Joined, Number, Schedule
+from .schedules import AnySchedule, Number, as_schedule
 from .scores import Scores
 from .select import SCOPES, select
 
@@ -56,7 +56,7 @@ class Recipe:
             _fits_n_of_m(shape, scope, sparsity, count, spread)
         else:
             _one_budget(sparsity, count, spread)
-        _check_spread(spread, scope, count)
+        spread = _checked_spread(spread, scope, count)
         if scope == "row" and shape.unit == "out":
             raise ValueError(
                 'pattern "out" with scope="row": each row is one unit, with nothing to compete with; use scope="tensor"'
@@ -78,10 +78,10 @@ class Recipe:
         return self.criterion.needs | self.method.needs
 
     @property
-    def scheduled(self) -> list[Schedule | Joined]:
+    def scheduled(self) -> list[AnySchedule]:
         """The schedules in the budget."""
         numbers = [self.sparsity, *(self.spread.values() if isinstance(self.spread, Mapping) else ())]
-        return [number for number in numbers if isinstance(number, Schedule | Joined)]
+        return [number for number in numbers if isinstance(number, AnySchedule)]
 
     def at(self, step: int) -> float | None:
         """The sparsity at a step."""
@@ -132,28 +132,31 @@ class Recipe:
         return f"{by}, {self.pattern}, {budget}, scope {self.scope}{how}"
 
 
-def _check_spread(spread: Spread | Mapping[str, Number] | None, scope: str | None, count: int | None) -> None:
+def _checked_spread(
+    spread: Spread | Mapping[str, Number] | None, scope: str | None, count: int | None
+) -> Spread | Mapping[str, Number] | None:
+    """The spread, with functions of the step as schedules. Raises where it is none, or where something else decides."""
     if spread is None:
-        return
+        return None
     if scope == "global" or count is not None:
         rival = 'scope="global"' if scope == "global" else "count="
         raise ValueError(f"spread= gives each tensor its own sparsity, and {rival} decides that too; drop one of them")
     if spread is owl:
         raise TypeError("spread=sc.owl is made by calling it: spread=sc.owl()")
     if isinstance(spread, Mapping):
-        for name, share in spread.items():
-            _fraction(f"spread[{name!r}]", share)
-    elif not callable(spread):
+        return {name: _fraction(f"spread[{name!r}]", share) for name, share in spread.items()}
+    if not callable(spread):
         raise TypeError(f"spread= is sc.uniform, sc.erk, sc.owl() or a mapping of name to sparsity, not {spread!r}")
+    return spread
 
 
 def _at(number: Number | None, step: int) -> float | None:
-    return number(step) if isinstance(number, Schedule | Joined) else number
+    return number(step) if callable(number) else number
 
 
 def _fraction(name: str, value: object) -> Number:
-    if isinstance(value, Schedule | Joined):
-        return value
+    if callable(value):
+        return as_schedule(value, name)
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be a number from 0 to 1, or a schedule such as sc.cubic(0.9, end=1000)")
     if not 0 <= float(value) <= 1:  # NaN is outside too

@@ -1,4 +1,4 @@
-"""The element scores of one tensor, worked out a slab of rows at a time, so that they are never laid side by side."""
+"""`Scores`: the element scores of one tensor, computed a slab of rows at a time to save memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Scores:
-    """The element scores of one tensor as a matrix, worked out a slab of rows at a time.
+    """The element scores of one tensor as a matrix, computed a slab of rows at a time by `rows(first, last)`.
 
-    `magnitude_of` is set when the scores are the absolute values of that matrix to a positive `power`, so that they rank as
-    those do, which kernels then read directly; `under` is a mask of the matrix's own dtype that it is multiplied with first.
+    If the scores are |matrix| ** power or |matrix * under| ** power for a positive power, `magnitude_of` is that matrix, so
+    that kernels can read it directly. `under` is a mask of the matrix's dtype.
     """
 
     layout: Layout
@@ -33,12 +33,12 @@ class Scores:
 
     @staticmethod
     def of(matrix: Tensor, layout: Layout | None = None) -> Scores:
-        """Scores that are there already, as one matrix."""
+        """Returns the scores in an existing matrix."""
         return Scores(layout or Layout(tuple(matrix.shape)), matrix.device, lambda a, b: matrix[a:b])
 
     @staticmethod
     def magnitude(matrix: Tensor, layout: Layout | None = None, *, power: float = 1, under: Tensor | None = None) -> Scores:
-        """The absolute values of a matrix, or of `matrix * under`, to a positive power, without a copy of it."""
+        """Returns |matrix| ** power or |matrix * under| ** power as scores, without copying the matrix."""
         layout = layout or Layout(tuple(matrix.shape))
 
         def rows(first: int, last: int) -> Tensor:
@@ -51,15 +51,16 @@ class Scores:
         return self.layout.rows * self.layout.cols
 
     def slabs(self, multiple: int = 1, elements: int | None = None) -> list[tuple[int, int]]:
-        """(first row, last row) over all rows, `multiple` rows at a time or more, sized for the device."""
+        """Returns (first row, end) of slabs that fit the device, in multiples of `multiple` rows."""
         elements = elements or kernels.slab_elements(self.device)
         step = max(elements // max(self.layout.cols, 1) // multiple, 1) * multiple
         return [(first, min(first + step, self.layout.rows)) for first in range(0, self.layout.rows, step)]
 
     def each(self, look: Callable[[Any, int, int], Result], multiple: int = 1, *, raw: bool = False) -> list[Result]:
-        """`look(scores, first row, last row)` for every slab, in order. The scores are good while `look` looks.
+        """Calls `look(scores, first row, end)` for every slab and returns the results in order.
 
-        With `raw` it also understands `Magnitudes`, and gets those where compiled loops can read them.
+        `look` must not keep the scores, because their memory is reused. With `raw`, it may get `Magnitudes` instead of a
+        tensor, where compiled loops can read them.
         """
         matrix, under = self.magnitude_of, self.under
         if matrix is None or self.device.type != "cpu":
@@ -78,10 +79,10 @@ class Scores:
                 kernels.magnitude(matrix[part], None if under is None else under[part], self.power, scratch=True), *rows
             )
 
-        return [work(rows) for rows in self.slabs(multiple)]  # in threads it took longer: memory is what it waits for
+        return [work(rows) for rows in self.slabs(multiple)]  # threads measured slower: memory bandwidth is the limit
 
     def sample(self, size: int) -> Tensor:
-        """About `size` scores from all over the tensor, the same ones every time."""
+        """Returns about `size` scores from all over the tensor, the same ones every time."""
         rows, cols = self.layout.rows, self.layout.cols
         if self.numel <= size:
             return self.rows(0, rows).reshape(-1)
@@ -90,6 +91,7 @@ class Scores:
 
 
 def nan_in(name: str) -> ValueError:
+    """Returns the error for a tensor whose scores contain NaN."""
     return ValueError(
-        f"the scores of {name!r} contain NaN, which cannot be ranked; look at its weights and at the criterion's evidence"
+        f"the scores of {name!r} contain NaN, which cannot be ranked; check its weights and the data of the criterion"
     )

@@ -1,8 +1,8 @@
-"""`select`: the only function that ranks anything.
+"""`select` turns scores into masks.
 
-Units compete in pools. In each pool the lowest scores go, as many as asked, to the last one; among equal scores the lowest
-index goes first. That order is the same for every dtype and on every device. NaN cannot be ranked and is an error.
-Small pools (rows, n:m, the inside of a block) are ranked here, large ones are cut by their threshold in `pools`.
+Units compete in pools. In each pool exactly the requested number of units with the lowest scores is pruned; among equal scores
+the lowest index is pruned first. The order is the same for every dtype and on every device. NaN cannot be ranked and raises.
+Small pools (rows, n:m, the elements of a block) are ranked here; large ones are cut at a threshold by `pools`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .pools import keep_pool
 from .scores import RANKED, Scores, nan_in
 
 SCOPES = ("tensor", "global", "row")
-_COLUMNS = 4096  # slabs are whole rows, so a tensor of any shape is ranked in rows of this length
+_COLUMNS = 4096  # row length in which a tensor of any shape is ranked, because slabs are made of whole rows
 
 
 def select(
@@ -36,11 +36,11 @@ def select(
     previous: Mapping[str, Tensor] | None = None,
     comm: Comm | None = None,
 ) -> dict[str, Tensor]:
-    """Bool matrices, True where an element is kept.
+    """Returns a bool matrix for each tensor, True where an element is kept.
 
     `sparsity` is the fraction of all elements to prune, `count` the number of units to prune in each pool; a mapping gives
-    each tensor its own. With n:m the pattern itself is the budget. `previous` holds matrices of what may be kept: what is
-    False there stays pruned, and counts.
+    each tensor its own number. With n:m the pattern itself sets the budget. Elements that are False in `previous` stay pruned
+    and count toward the budget.
     """
     comm = comm or Comm()
     if not comm.alone:
@@ -48,25 +48,27 @@ def select(
     if previous is not None:
         scores = {name: _held(one, previous[name]) for name, one in scores.items()}
     kept: dict[str, Tensor | None] = {}
-    if pattern.keep or scope == "row":
+    if pattern.keep:
+        n, m = pattern.keep
+        kept |= {name: _keep_each(name, fold(one, pattern), m, lambda size: size - n) for name, one in scores.items()}
+    elif scope == "row":
         for name, one in scores.items():
             units = fold(one, pattern)
-            drop = _surplus(pattern.keep[0]) if pattern.keep else _row_budget(name, one.layout, pattern, sparsity, count)
-            kept[name] = _keep_each(name, units, pattern.keep[1] if pattern.keep else units.layout.cols, drop)
+            kept[name] = _keep_each(name, units, units.layout.cols, _row_budget(name, one.layout, pattern, sparsity, count))
     else:
-        for names in [list(scores)] if scope == "global" else [[name] for name in scores]:
-            kept |= _keep_units({name: scores[name] for name in names}, pattern, sparsity, count, comm)
+        for pool in [scores] if scope == "global" else [{name: one} for name, one in scores.items()]:
+            kept |= _keep_units(pool, pattern, sparsity, count, comm)
     masks = {name: _elements(name, scores[name], pattern, units) for name, units in kept.items()}
     return masks if previous is None else {name: mask & previous[name] for name, mask in masks.items()}
 
 
 def keep_largest(scores: Tensor, drop: int, *, magnitude: bool = False) -> Tensor:
-    """The mask of one tensor on its own: its `drop` lowest scores (or magnitudes) go."""
+    """Returns the mask of one tensor that prunes its `drop` lowest scores (or magnitudes)."""
     of = Scores.magnitude if magnitude else Scores.of
     flat = scores.detach().reshape(-1)
-    if not (flat.is_complex() or flat.dtype in RANKED):  # whole numbers, and floats of eight bits
+    if not (flat.is_complex() or flat.dtype in RANKED):  # integers and 8-bit floats
         flat = flat.double()
-    if 0 <= drop <= flat.numel() <= _COLUMNS and not (magnitude or flat.is_complex()):  # a small pool, without the machinery
+    if 0 <= drop <= flat.numel() <= _COLUMNS and not (magnitude or flat.is_complex()):  # fast path for small tensors
         return _keep_small(flat[None], drop).view(scores.shape)
     whole = flat.numel() - flat.numel() % _COLUMNS
     parts = {"scores": of(flat[:whole].view(-1, _COLUMNS)), "scores at the end": of(flat[whole:].view(1, -1))}
@@ -87,11 +89,11 @@ def _keep_small(row: Tensor, drop: int) -> Tensor:
 
 
 def _held(scores: Scores, allowed: Tensor) -> Scores:
-    """The same scores, with what is not allowed below everything else."""
+    """Returns the scores with elements that are not allowed set to -inf, below all others."""
 
     def rows(first: int, last: int) -> Tensor:
         slab = scores.rows(first, last)
-        if bool((slab == -torch.inf).any()):  # stays below every number, and above what is not allowed
+        if bool((slab == -torch.inf).any()):  # allowed elements that score -inf must rank above those not allowed
             slab = slab.double().clamp(min=torch.finfo(torch.float64).min)
         return slab.masked_fill(~allowed[first:last], -torch.inf)
 
@@ -99,7 +101,7 @@ def _held(scores: Scores, allowed: Tensor) -> Scores:
 
 
 def fold(scores: Scores, pattern: Pattern) -> Scores:
-    """Element scores to unit scores: the mean over each block, added up in float64 so that every device agrees."""
+    """Returns the scores of units: the mean over each block, summed in float64 so that every device gives the same result."""
     if pattern.elementwise:
         return scores
     height, width = pattern.block(scores.layout)
@@ -108,7 +110,8 @@ def fold(scores: Scores, pattern: Pattern) -> Scores:
     matrix = scores.magnitude_of
     if matrix is None or not kernels.fold_magnitudes(matrix, scores.under, scores.power, height, width, grid):
         scores.each(lambda slab, a, b: kernels.fold(slab, height, width, grid[a // height : -(-b // height)]), multiple=height)
-    return replace(Scores.of(grid), magnitude_of=None if scores.magnitude_of is None else grid)  # such means are not negative
+    # Means of magnitudes are not negative, so they are their own magnitudes.
+    return replace(Scores.of(grid), magnitude_of=None if scores.magnitude_of is None else grid)
 
 
 def _keep_units(
@@ -118,7 +121,7 @@ def _keep_units(
     count: int | Mapping[str, int] | None,
     comm: Comm,
 ) -> Mapping[str, Tensor | None]:
-    """Which units of one pool stay, as grids; None where none does."""
+    """Returns the kept units of one pool as bool grids, or None for every tensor if no unit is kept."""
     (total,) = comm.sum(sum(math.prod(pattern.grid(one.layout)) for one in pool.values()))
     units = functools.cache(lambda: {name: fold(one, pattern) for name, one in pool.items()})
     first = next(iter(pool))
@@ -126,13 +129,13 @@ def _keep_units(
         drop = count[first] if isinstance(count, Mapping) else count
         if not 0 <= drop <= total:
             raise ValueError(
-                f"count={drop} units cannot be pruned from {', '.join(map(repr, list(pool)[:3]))}, which has {total}"
+                f"count={drop} units cannot be pruned from {', '.join(map(repr, list(pool)[:3]))}, which has {total} units"
             )
     else:
         assert sparsity is not None
         share = sparsity[first] if isinstance(sparsity, Mapping) else sparsity
         drop = round(share * total) if pattern.elementwise else _units_to_drop(pool, pattern, share, total, units, comm)
-    if pattern.lose is not None and drop == total:  # every block loses some, so that none has to be ranked
+    if pattern.lose is not None and drop == total:  # every block loses elements, so blocks need no ranking
         return dict.fromkeys(pool)
     return keep_pool(units(), drop, comm)
 
@@ -145,30 +148,25 @@ def _units_to_drop(
     units: Callable[[], Mapping[str, Scores]],
     comm: Comm,
 ) -> int:
-    """How many units bring the number of pruned elements nearest to a share of all."""
+    """Returns the number of units whose elements come nearest to a fraction `share` of all elements."""
     sizes = torch.cat([pattern.sizes(one.layout).reshape(-1) for one in pool.values()])
-    every = comm.cat(sizes)  # decided alike on every process, also on one that has few units or none
+    every = comm.cat(sizes)  # from all processes, so that they all decide alike, also those with few units or none
     elements, most = comm.sum(sum(one.numel for one in pool.values()), int(sizes.sum()))
     if share * elements > most + 0.5:
         raise ValueError(
-            f"pattern {str(pattern)!r} prunes at most {most / elements:.4g} of {', '.join(map(repr, list(pool)[:3]))}, and "
-            f"sparsity={share:g} was asked"
+            f"sparsity={share:g} is out of reach: pattern {str(pattern)!r} prunes at most {most / elements:.4g} of "
+            f"{', '.join(map(repr, list(pool)[:3]))}"
         )
     if every.numel() == 0 or bool((every == every[0]).all()):
         return min(round(share * total * (elements / max(most, 1))), total)
     if not comm.alone:
         raise NotImplementedError(
-            "blocks that do not divide a sharded tensor evenly cannot share a budget; choose a block that does"
+            "blocks that do not divide a sharded tensor evenly cannot share a budget; choose a block size that does"
         )
-    # Units of different sizes: in order of score, as many as bring the number of elements nearest to the budget.
+    # Units of different sizes: in order of score, as many as come nearest to the budget.
     order = torch.cat([one.rows(0, one.layout.rows).reshape(-1).cpu() for one in units().values()]).sort(stable=True).indices
     gone = torch.cat([sizes.new_zeros(1), sizes[order].cumsum(0)])
     return int((gone - share * elements).abs().argmin())
-
-
-def _surplus(keep: int) -> Callable[[int], int]:
-    """How many go from a pool that keeps so many."""
-    return lambda size: size - keep
 
 
 def _row_budget(
@@ -178,6 +176,8 @@ def _row_budget(
     sparsity: float | Mapping[str, float] | None,
     count: int | Mapping[str, int] | None,
 ) -> Callable[[int], int]:
+    """Returns the function that tells how many units a row of a given number of units loses."""
+
     def budget(size: int) -> int:
         if count is not None:
             asked = count[name] if isinstance(count, Mapping) else count
@@ -196,13 +196,13 @@ def _row_budget(
 
 
 def _elements(name: str, scores: Scores, pattern: Pattern, kept: Tensor | None) -> Tensor:
-    """The mask of elements that a mask of units stands for; None is one of pruned units only."""
+    """Returns the mask of elements for a mask of units; None means that all units are pruned."""
     if kept is not None and pattern.lose is None:
         return kept if pattern.elementwise else pattern.unfold(kept, scores.layout)
     assert pattern.lose is not None
     height, width = pattern.block(scores.layout)
     mask = _keep_in_blocks(name, scores, height, width, pattern.lose)
-    if kept is not None:  # blocks that are kept stay whole
+    if kept is not None:  # kept blocks lose nothing
         for first, last in scores.slabs(height):
             kernels.unite_(mask[first:last], kept[first // height : -(-last // height)], height, width)
     return mask
@@ -212,7 +212,7 @@ def _elements(name: str, scores: Scores, pattern: Pattern, kept: Tensor | None) 
 
 
 def _keep_each(name: str, units: Scores, size: int, drop: Callable[[int], int]) -> Tensor:
-    """Each run of `size` neighbours in a row is a pool; the last may be shorter. `drop` says how many go from a pool."""
+    """Ranks each run of `size` neighbours in a row as a pool (the last may be shorter). `drop(size)` of a pool are pruned."""
     rows, cols = units.layout.rows, units.layout.cols
     kept = torch.empty(rows, cols, dtype=torch.bool, device=units.device)
     size = max(size, 1)
@@ -239,7 +239,7 @@ def _keep_each(name: str, units: Scores, size: int, drop: Callable[[int], int]) 
 
 
 def _keep_in_blocks(name: str, scores: Scores, height: int, width: int, lose: int) -> Tensor:
-    """Each block is a pool, from which `lose` go, or all of a block that has fewer."""
+    """Ranks the elements of each block as a pool and prunes `lose` of them, or all if there are fewer."""
     if height == 1:
         return _keep_each(name, scores, width, lambda size: min(lose, size))
     rows, cols = scores.layout.rows, scores.layout.cols
@@ -262,7 +262,7 @@ def _keep_in_blocks(name: str, scores: Scores, height: int, width: int, lose: in
 
 
 def _no_nan_anywhere(scores: Mapping[str, Scores], comm: Comm) -> None:
-    """NaN on one process is an error on all of them: the others would wait for it forever."""
+    """Raises on every process if any of them has NaN, because the others would wait for it forever."""
     found = [sum(one.each(lambda slab, *_: int(slab.isnan().sum()))) for one in scores.values()]
     for name, number in zip(scores, comm.sum(*found), strict=True):
         if number:

@@ -1,4 +1,4 @@
-"""Kernels that these tests build are kept in pytest's own cache folder, so that only the first run builds them."""
+"""Caches the kernels of these tests in pytest's cache folder, so that only the first run compiles them."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Matrices with zeros in every pattern that the formats are made for."""
+"""Random matrices with zeros in the patterns that the formats support."""
 
 import torch
 from torch import Tensor

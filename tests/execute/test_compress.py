@@ -1,6 +1,7 @@
-"""compress_, decompress_ and bench on whole models: what is chosen, what is left, and that the way back is exact."""
+"""`compress_`, `decompress_` and `bench` on whole models: what is compressed, what stays dense, and that undoing is exact."""
 
 import copy
+import json
 from dataclasses import replace
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 from torch import nn
 
 from secateur import gate_, prune_
-from secateur.execute import Compressed, bench, choose, compress_, decompress_
-from secateur.execute.formats import FORMATS
+from secateur.execute import Compressed, Compression, bench, choose, compress_, decompress_
+from secateur.execute.formats import FORMATS, FORMER_NAMES
 from secateur.execute.native import build
+from secateur.execute.result import LayerResult
 from secateur.execute.timing import spell
 
 from .patterns import pruned
@@ -69,7 +71,7 @@ def test_decompress_restores_bit_for_bit():
 
 @pytest.fixture
 def no_kernels(monkeypatch):
-    """As on a machine for which none can be built: torch's own sparse product is what is left."""
+    """Without kernels, only torch's own sparse product (`csr`) remains."""
     monkeypatch.setenv("SECATEUR_CPU", "none")
     build.target.cache_clear()
     yield
@@ -79,7 +81,7 @@ def no_kernels(monkeypatch):
 @pytest.mark.usefixtures("no_kernels")
 def test_layer_on_which_every_format_loses_stays_dense():
     only = nn.ModuleDict({"a": nn.Linear(256, 256, bias=False), "b": nn.Linear(256, 192)})
-    with torch.no_grad():  # too few zeros for that
+    with torch.no_grad():  # with too few zeros for a sparse format to be faster
         for layer in only.values():
             layer.weight.copy_(pruned(*layer.weight.shape, "1x1", 0.55))
     only.forward = lambda x: (only["a"](x), only["b"](x))  # type: ignore[method-assign]
@@ -97,7 +99,7 @@ def test_layer_on_which_every_format_loses_stays_dense():
 @pytest.mark.skipif(not build.has(), reason="no kernels here")
 def test_layer_on_which_every_kernel_loses_stays_dense():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
-    with torch.no_grad():  # so small that a call takes longer than the product
+    with torch.no_grad():  # so small that the overhead of a call is longer than the product
         for layer, sparsity in zip(model, (0.5, 0.9)):
             layer.weight.copy_(pruned(*layer.weight.shape, "1x1", sparsity))
     before = copy.deepcopy(model)
@@ -115,8 +117,8 @@ def test_layers_of_derived_kinds_are_in_the_table():
 
     model = nn.Sequential(Own(16, 16), torch.nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)))
     result = compress_(model.eval(), torch.randn(2, 16))
-    assert result["0"].reason == "Own is not a layer that can be compressed"
-    assert result["1"].reason == "its weight is computed (a parametrization); remove that first"
+    assert result["0"].reason == "Own is not a layer type that can be compressed"
+    assert result["1"].reason == "its weight is computed by a parametrization; remove that first"
     with pytest.raises(KeyError, match=r"no layer '00' in this table. Did you mean '0'"):
         result["00"]
 
@@ -137,24 +139,24 @@ def test_each_left_layer_has_its_reason():
     result = compress_(Net(), torch.randn(2, 16))
     reasons = {row.layer: row.reason for row in result.rows}
     assert reasons["full"] == "no weight is zero"
-    assert reasons["circular"] == "it pads with 'circular'; only zeros can be compressed"
+    assert reasons["circular"] == "it pads with 'circular'; only padding with zeros is supported"
     assert "float64" in reasons["long"]
-    assert reasons["never"] == "the example inputs never reach it"
+    assert reasons["never"] == "the model does not call it with these example inputs"
     assert "norm" not in result.compressed
 
 
 def test_twin_that_the_format_cannot_hold_stays_dense(monkeypatch):
-    monkeypatch.setattr(choose, "FORMATS", {"bricks": replace(FORMATS["bricks"], fits=lambda *_: [()])})
+    monkeypatch.setattr(choose, "FORMATS", {"sparse24_mma": replace(FORMATS["sparse24_mma"], fits=lambda *_: [()])})
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).eval()
     some = torch.rand(256, 64, 4).argsort(-1) < 2
-    some &= torch.rand(256, 64, 1) < 0.5  # two of four, but of too few groups to be called so
+    some &= torch.rand(256, 64, 1) < 0.5  # at most two of four, but too sparse to be recognized as 2:4
     with torch.no_grad():
         model[0].weight.mul_(some.flatten(1))
         some[0, 0, :3] = True
         model[1].weight.mul_(some.flatten(1))
     result = compress_(model, torch.randn(8, 256), objective="size")
     assert result.compressed == ["0"], str(result)
-    assert "cannot hold its numbers" in result["1"].reason
+    assert "cannot hold its values" in result["1"].reason
 
 
 def test_convolution_of_very_many_groups_is_left_alone():
@@ -162,7 +164,7 @@ def test_convolution_of_very_many_groups_is_left_alone():
     with torch.no_grad():
         model[0].weight[:4000] = 0
     result = compress_(model, torch.randn(1, 5000, 8))
-    assert result["0"].reason == "its 5000 groups side by side make a matrix of 75,000,000 numbers"
+    assert result["0"].reason == "its 5000 groups as one block-diagonal matrix would have 75,000,000 elements"
 
 
 def test_size_asks_for_the_fewest_bytes():
@@ -215,12 +217,77 @@ def test_shared_weight_is_counted_once_and_layers_compressed_before_are_in_the_t
     with torch.no_grad():
         model[1].weight.copy_(pruned(600, 512, "1x1", 0.97))
     first, second = (compress_(model, torch.randint(600, (128,))) for _ in range(2))
-    packed, whole = model[1].bytes(), model[0].weight.nbytes  # the embedding stays dense, and holds what it held
+    packed, whole = model[1].bytes(), model[0].weight.nbytes  # the embedding stays dense and keeps the shared weight in memory
     assert (first.before, first.after) == (whole, whole + packed)
     assert (second.before, second.after) == (whole + packed, whole + packed)
     assert first.compressed == second.compressed == ["1"]
     assert second["1"].reason == "compressed before"
     assert second["1"].after == first["1"].after == packed
+
+
+def test_result_gives_its_numbers_as_a_flat_dictionary_as_json_and_as_html():
+    model, x = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)).eval(), torch.randn(64, 512)
+    prune_(model, sparsity=0.95, include=["0.weight"])
+    result = compress_(model, x, objective="size", threads=1)
+    assert result.metrics() == {
+        "layers": 2,
+        "compressed": 1,
+        "bytes_before": 2 * 512 * 512 * 4,
+        "bytes_after": model[0].bytes() + 512 * 512 * 4,
+        "speedup": result.speedup,
+        "threads": 1,
+    }
+    told = json.loads(json.dumps(result.to_dict()))
+    assert told["objective"] == "size"
+    assert told.items() >= result.metrics().items()
+    assert [row["reason"] for row in told["rows"]] == ["", "no weight is zero"]
+    assert told["rows"][0]["format"] == result["0"].format
+    page = result._repr_html_()
+    assert page.count("<tr>") == 3
+    assert "no weight is zero" in page
+
+
+def test_html_of_a_result_escapes_names():
+    page = Compression([LayerResult("<b>", "Linear")], "speed", 1, 0, 0)._repr_html_()
+    assert "<td>&lt;b&gt;</td>" in page
+
+
+def test_undo_restores_the_layers_of_one_call_bit_for_bit():
+    model, x = net(0), torch.randn(64, 512)
+    prune_(model, sparsity=0.95, include=["0.weight"])
+    first = compress_(model, x)
+    with torch.no_grad():
+        model[2].weight.copy_(pruned(512, 512, "1x1", 0.95))
+    dense = decompress_(copy.deepcopy(model))
+    second = compress_(model, x)
+    assert (first.replaced, second.replaced) == (("0",), ("2",))
+    assert second.undo_(model) is model
+    assert isinstance(model[0], Compressed)
+    assert isinstance(model[2], nn.Linear)
+    with pytest.raises(ValueError, match=r"'2' of this result are not compressed in the model"):
+        second.undo_(model)
+    first.undo_(model)
+    assert same_bits(model, dense)
+
+
+def test_former_names_of_formats_still_run():
+    """Exported programs and pickled models contain the names that formats had when they were saved."""
+    matrix, x = pruned(64, 128, "1x1", 0.9), torch.randn(3, 128)
+    for former, name in FORMER_NAMES.items():
+        options = [64] if name == "dense_blocks" else []
+        given = pruned(64, 128, "2:4", 0.5) if name == "sparse24_mma" else matrix
+        layer = nn.Linear(128, 64, bias=False)
+        with torch.no_grad():
+            layer.weight.copy_(given)
+        compressed = Compressed(layer, FORMATS[name], tuple(options)).eval()
+        compressed.form = former
+        with torch.no_grad():
+            y = torch.ops.secateur.linear(x, compressed.buffers_in_order(), None, former, 64, 128, options)
+            torch.testing.assert_close(y, x @ given.t())
+            assert torch.equal(compressed(x), y)
+    assert not FORMER_NAMES.keys() & set(FORMATS)
+    with pytest.raises(KeyError, match="tilde"):
+        FORMATS["tilde"]
 
 
 def test_twin_has_its_own_bytes_and_is_checked_itself():
@@ -231,7 +298,7 @@ def test_twin_has_its_own_bytes_and_is_checked_itself():
     result = compress_(model, torch.randn(64, 512), store=torch.float16)
     assert result.compressed == ["0", "1"]
     assert [result[name].after for name in ("0", "1")] == [model[0].bytes(), model[1].bytes()]
-    assert "cannot hold its numbers" in result["2"].reason
+    assert "cannot hold its values" in result["2"].reason
     assert torch.isfinite(model(torch.randn(64, 512))).all()
 
 
@@ -265,7 +332,7 @@ def test_container_that_reads_weights_keeps_its_layers():
         expected = model(x)
         result = compress_(model, x)
         assert torch.equal(model(x), expected)
-    assert result["0.linear1"].reason.startswith("the model reads its weight without calling it")
+    assert result["0.linear1"].reason.startswith("the model reads its weight without calling the layer")
     assert type(layer.linear1) is nn.Linear
 
 
@@ -300,7 +367,7 @@ def test_storing_halves_is_asked_for_and_rounds():
     ("arguments", "error", "words"),
     [
         ({"objective": "sped"}, ValueError, "'speed' or 'size', not 'sped'. Did you mean 'speed'"),
-        ({"threads": 0}, ValueError, "from 1 on, not 0"),
+        ({"threads": 0}, ValueError, "an integer of at least 1, not 0"),
         ({"store": torch.int8}, ValueError, "bfloat16 or torch.float16"),
         ({"example_inputs": 3}, TypeError, "must be a tensor, a tuple"),
         ({"model": nn.Linear(4, 4)}, ValueError, "wrap it in nn.Sequential"),

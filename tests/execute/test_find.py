@@ -1,4 +1,4 @@
-"""The pattern that is found is the one that was pruned by."""
+"""`zeros_of` recognizes the pattern that a matrix was pruned with."""
 
 import pytest
 import torch

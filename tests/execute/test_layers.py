@@ -1,4 +1,4 @@
-"""Compressed layers are ordinary modules: they compile, export, copy, move, save and load. And they say no to training."""
+"""Compressed layers are ordinary modules: they compile, export, copy, move, save and load. They refuse to train."""
 
 import copy
 import io
@@ -147,7 +147,7 @@ def test_those_who_watch_operators_see_them(ids):
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_trace_computes_and_remembers_no_numbers(ids, expected, grad):
     with torch.set_grad_enabled(grad), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit says that it is old
+        warnings.simplefilter("ignore")  # torch.jit warns that it is deprecated
         traced = torch.jit.trace(compressed(), torch.zeros_like(ids))
         close(traced(ids).detach(), expected)
     assert traced(ids).requires_grad

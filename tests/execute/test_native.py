@@ -1,4 +1,4 @@
-"""Building kernels: kept on disk, loaded fast by the next process, and doing without where there is none."""
+"""Compiling kernels: the disk cache, loading by another process, and machines where kernels cannot be compiled."""
 
 import os
 import subprocess
@@ -48,8 +48,8 @@ def run(code: str, **environment: str) -> str:
 
 @pytest.fixture
 def built_for(monkeypatch, tmp_path):
-    """Pretend to be on another CPU, and forget what was built for this one."""
-    plans = tiled_formats._rows_plan, tiled_formats._planes_plan, tiled_formats._are_computed
+    """Compiles for another CPU inside the test, and clears the caches of this one."""
+    plans = tiled_formats._rows_plan, tiled_formats._planes_plan, tiled_formats._dtypes_work
     caches = (build.target, build.kernel, build._target_machine, *plans)
 
     def pretend(cpu: str) -> None:
@@ -133,7 +133,7 @@ def some_of_every_kernel():
 
 @pytest.mark.parametrize("cpu", ["skylake-avx512", "sapphirerapids"])
 def test_every_kernel_translates_for_cpus_with_wide_vectors(cpu, built_for):
-    """Not run: that needs such a CPU. But each is machine code in the end, and calls no function that is not there."""
+    """The kernels are not run, which would need such a CPU, but they compile and call no external function."""
     if not build.has("avx2"):
         pytest.skip("not an x86")
     built_for(cpu)
@@ -144,11 +144,11 @@ def test_every_kernel_translates_for_cpus_with_wide_vectors(cpu, built_for):
 
 
 def test_texts_for_wide_vectors_compute_the_same_where_they_run_in_halves(monkeypatch, tmp_path):
-    """LLVM cuts vectors of sixteen into those that this CPU has, so that the text at least is run."""
+    """LLVM splits vectors of sixteen floats into those of this CPU, so the generated code can be run."""
     if not build.has("avx2") or build.has("avx512f"):
         pytest.skip("an x86 with AVX2 and without AVX-512")
     cpu, features = build.target()
-    build._target_machine()  # stays that of this CPU
+    build._target_machine()  # cached, so that code is still compiled for this CPU
     monkeypatch.setenv("SECATEUR_CACHE", str(tmp_path))
     monkeypatch.setattr(build, "target", lambda: (cpu, features | {"avx512f", "avx512bw", "avx512vbmi2", "bmi2"}))
     build.kernel.cache_clear()
@@ -160,7 +160,7 @@ def test_texts_for_wide_vectors_compute_the_same_where_they_run_in_halves(monkey
 
 
 def test_halves_are_not_read_by_cpus_that_cannot(built_for):
-    """LLVM would call a function that is not there, and end the process."""
+    """LLVM would call a missing library function, which ends the process."""
     torch = build.torch
     if not build.has("avx2"):
         pytest.skip("not an x86")
@@ -192,7 +192,7 @@ def test_threads_are_those_of_torch():
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_wait_for_each_other_between_the_steps(threads):
-    """Inputs laid out by one thread are multiplied by another: whoever did not wait would read what is not there yet."""
+    """One thread repacks inputs that another one multiplies, so a missing barrier would give wrong results."""
     torch = build.torch
     line, image = torch.nn.Linear(700, 600), torch.nn.Conv2d(12, 300, 3, padding=1)
     for layer, x in ((line, torch.randn(130, 700)), (image, torch.randn(3, 12, 9, 9))):

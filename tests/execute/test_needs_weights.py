@@ -1,4 +1,4 @@
-"""What needs dense weights and finds none: compressed layers, and tensors without values. It says so, and changes nothing."""
+"""Functions that need dense weights raise for compressed layers and for meta tensors, and change nothing."""
 
 import copy
 from typing import Any

@@ -59,7 +59,29 @@ def build_float() -> nn.Module:
     return build().float()
 
 
-BUILD = {"compressed": build_float}  # the rest: build
+class FiveLayers(nn.Module):
+    """A layer for each format that was renamed after the first files were written, in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d, self.e = nn.Linear(40, 64), *(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 8)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x):
+        for layer in (self.a, self.b, self.c, self.d):
+            x = torch.relu(layer(x))
+        return self.e(x) * self.scale
+
+
+def build_five() -> nn.Module:
+    model = FiveLayers()
+    with torch.no_grad():
+        for k, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.sin(torch.arange(parameter.numel()).double() * 1.7 + k).view_as(parameter))
+    return model.eval()
+
+
+BUILD = {"compressed": build_float, "formats": build_five}  # the rest: build
 
 
 def inputs() -> torch.Tensor:
@@ -73,6 +95,24 @@ def compressed() -> nn.Module:
     model.first = Compressed(model.first, first, (1,), ("first.weight", "tied.weight"))
     model.blocks[0].up = Compressed(model.blocks[0].up, up, ())
     model.last = Compressed(model.last, last, (), store=torch.bfloat16)
+    return model.eval()
+
+
+FIVE = {
+    "a": ("amx_tiles", ()),
+    "b": ("sparse24_mma", ()),
+    "c": ("padded_rows", ()),
+    "d": ("dense_blocks", (64,)),
+    "e": ("input_sparse", ()),
+}
+
+
+def formats() -> nn.Module:
+    model = build_five()
+    sc.prune_(model, sparsity=0.9, exclude=["b.weight"])
+    sc.prune_(model, pattern="2:4", include=["b.weight"])
+    for name, (form, options) in FIVE.items():
+        setattr(model, name, Compressed(getattr(model, name), FORMATS[form], options))
     return model.eval()
 
 
@@ -91,6 +131,7 @@ def models() -> dict[str, tuple[nn.Module, bool]]:
         "shallow": (shallow, False),
         "twice": (twice, True),
         "compressed": (compressed(), False),
+        "formats": (formats(), False),
     }
 
 

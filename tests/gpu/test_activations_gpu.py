@@ -1,4 +1,4 @@
-"""Gates on a GPU: the same elements go as on the CPU, in every dtype, and masks follow the model."""
+"""Gates on a GPU zero the same elements as on the CPU, in every dtype, and their masks move with the model."""
 
 from __future__ import annotations
 

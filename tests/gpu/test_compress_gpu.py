@@ -1,4 +1,4 @@
-"""Compressed layers on a GPU: each format against the dense product, the way back, and the choice by the clock."""
+"""Compressed layers on a GPU: each format against the dense product, restoring, and the measured choice."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ from secateur.execute.formats import FORMATS
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 HALVES = (torch.bfloat16, torch.float16)
-FORMATS_OF = {"bricks": [()], "lists": [()], "skips": [()], "squares": [(64,), (128,)], "cusparselt": [()]}
+FORMATS_OF = {
+    "sparse24_mma": [()],
+    "padded_rows": [()],
+    "input_sparse": [()],
+    "dense_blocks": [(64,), (128,)],
+    "cusparselt": [()],
+}
 
 
 def pruned(rows: int, columns: int, pattern: str, sparsity: float, dtype: torch.dtype) -> Tensor:
-    """Zeros where the pattern wants them, plus a few more, a row without weights, and an uneven last row."""
+    """A matrix in this pattern with a few more zeros, one row of zeros, and another count in the last row."""
     weight = torch.randn(rows, columns, device="cuda").to(dtype)
     if pattern == "2:4":
         keep = (torch.rand(rows, columns // 4, 4, device="cuda").argsort(-1) < 2).view(rows, columns)
@@ -34,31 +40,31 @@ def pruned(rows: int, columns: int, pattern: str, sparsity: float, dtype: torch.
 
 
 def case(name: str, seed: int):
-    """A matrix that the format is for, and inputs, all drawn at random."""
+    """A random matrix that suits the format, and random inputs."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     options = draw.choice(FORMATS_OF[name])
     dtype = torch.bfloat16 if name == "cusparselt" else draw.choice(HALVES)
     sizes = {
-        "bricks": ([1, 16, 40, 100, 512, 1000], [4, 132, 256, 520, 2048, 4096], [1, 2, 7, 8, 9, 16, 17, 40]),
-        "lists": ([1, 7, 100, 1024], [5, 256, 700, 4096, 9000], [1, 1, 2, 4]),
-        "skips": ([1, 100, 256, 1000], [1, 33, 700, 4096], [1, 1, 3]),
-        "squares": ([128, 384, 1024], [128, 256, 1024], [1, 64, 100, 300, 2048, 2100]),
+        "sparse24_mma": ([1, 16, 40, 100, 512, 1000], [4, 132, 256, 520, 2048, 4096], [1, 2, 7, 8, 9, 16, 17, 40]),
+        "padded_rows": ([1, 7, 100, 1024], [5, 256, 700, 4096, 9000], [1, 1, 2, 4]),
+        "input_sparse": ([1, 100, 256, 1000], [1, 33, 700, 4096], [1, 1, 3]),
+        "dense_blocks": ([128, 384, 1024], [128, 256, 1024], [1, 64, 100, 300, 2048, 2100]),
         "cusparselt": ([256, 320, 1024], [256, 512, 1024], [8, 64, 100, 1024]),
     }
     rows, columns, tokens = (draw.choice(each) for each in sizes[name])
-    pattern = {"bricks": "2:4", "cusparselt": "2:4", "squares": str(options[0]) if options else ""}.get(name, "1")
+    pattern = {"sparse24_mma": "2:4", "cusparselt": "2:4", "dense_blocks": str(options[0]) if options else ""}.get(name, "1")
     matrix = pruned(rows, columns, pattern, draw.choice([0.0, 0.5, 0.8, 0.95]), dtype)
     x = torch.randn(tokens, 2 * columns, device="cuda").to(dtype)
     x = draw.choice([x[:, :columns].contiguous(), x[:, columns:], x[:, ::2]])
-    if name == "skips":
+    if name == "input_sparse":
         x = x * (torch.rand_like(x, dtype=torch.float32) < 0.5)
     bias = torch.randn(rows, device="cuda").to(dtype) if draw.random() < 0.5 else None
     return options, matrix, x, bias
 
 
 def near(got: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None) -> bool:
-    """As near to the product in float64 as the rounding of the result, against the size of the terms."""
+    """True if `got` equals the product in float64 up to the rounding of its dtype, relative to the size of the terms."""
     exact = F.linear(x.double(), matrix.double(), None if bias is None else bias.double())
     size = F.linear(x.double().abs(), matrix.double().abs(), None if bias is None else bias.double().abs())
     return bool(((got.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * size + 1e-6).all())
@@ -80,12 +86,12 @@ def check(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(24))
-@pytest.mark.parametrize("name", ["bricks", "lists", "skips", "squares"])
+@pytest.mark.parametrize("name", ["sparse24_mma", "padded_rows", "input_sparse", "dense_blocks"])
 def test_every_kernel_computes_what_dense_does(name, seed):
     check(name, seed)
 
 
-@pytest.mark.parametrize("name", ["bricks", "lists", "skips", "squares"])
+@pytest.mark.parametrize("name", ["sparse24_mma", "padded_rows", "input_sparse", "dense_blocks"])
 def test_packed_on_a_gpu_a_layer_computes_on_the_cpu_too(name):
     options, matrix, x, _ = case(name, 3)
     packed = [each.cpu() for each in FORMATS[name].pack(matrix, options)]
@@ -100,14 +106,14 @@ def test_cusparselt_unpacks_anywhere():
     assert torch.equal(FORMATS["cusparselt"].unpack([each.cpu() for each in packed], *matrix.shape, options), matrix.cpu())
 
 
-@pytest.mark.parametrize("name", ["bricks", "cusparselt"])
+@pytest.mark.parametrize("name", ["sparse24_mma", "cusparselt"])
 def test_three_of_four_are_refused(name):
     with pytest.raises(ValueError, match="more than two weights"):
         FORMATS[name].pack(torch.ones(256, 256, dtype=torch.bfloat16, device="cuda"), ())
 
 
 def test_cusparselt_refuses_what_it_cannot_pack():
-    with pytest.raises(ValueError, match="packs bfloat16 on a GPU"):
+    with pytest.raises(ValueError, match="packs bfloat16 matrices on a GPU"):
         FORMATS["cusparselt"].pack(torch.zeros(256, 256, dtype=torch.float16, device="cuda"), ())
     with pytest.raises(ValueError, match="multiples of 64"):
         FORMATS["cusparselt"].pack(torch.zeros(250, 256, dtype=torch.bfloat16, device="cuda"), ())
@@ -129,7 +135,7 @@ def decoder() -> nn.Sequential:
     return nn.Sequential(*layers).to("cuda", torch.bfloat16).eval()
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(1, "bricks"), (16, "bricks"), (2048, "cusparselt")])
+@pytest.mark.parametrize(("tokens", "expected"), [(1, "sparse24_mma"), (16, "sparse24_mma"), (2048, "cusparselt")])
 def test_a_pruned_model_gets_faster_and_comes_back_bit_for_bit(tokens, expected):
     model = decoder()
     dense, x = copy.deepcopy(model), torch.randn(tokens, 4096, device="cuda").bfloat16()
@@ -177,7 +183,7 @@ def test_gated_inputs_skip_weights():
     dense = copy.deepcopy(model)
     result = compress_(model, x)
     assert result.compressed == ["0"], str(result)
-    assert result.rows[0].format == "skips"
+    assert result.rows[0].format == "input_sparse"
     with torch.no_grad():
         assert apart(model(x), dense(x)) < 1e-2
 
@@ -191,10 +197,10 @@ def test_unstructured_and_block_layers_find_their_formats():
         blocks[0].weight.copy_(one[0].weight.masked_fill(pruned(14336, 4096, "64", 0.9, torch.bfloat16) == 0, 0))
         keep = torch.rand(14336 // 64, 64, device="cuda") > 0.9
         blocks[0].weight.copy_(torch.randn(14336, 4096, device="cuda") * keep.repeat_interleave(64, 0).repeat_interleave(64, 1))
-    assert compress_(one, torch.randn(1, 4096, device="cuda").bfloat16()).rows[0].format == "lists"
+    assert compress_(one, torch.randn(1, 4096, device="cuda").bfloat16()).rows[0].format == "padded_rows"
     result = compress_(blocks, torch.randn(4096, 4096, device="cuda").bfloat16())
     assert result.rows[0].pattern == "64x64"
-    assert result.rows[0].format == "squares 64"
+    assert result.rows[0].format == "dense_blocks 64"
 
 
 def test_layers_that_no_format_helps_stay_dense_and_say_why():
@@ -208,5 +214,5 @@ def test_layers_that_no_format_helps_stay_dense_and_say_why():
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_cusparselt_computes_what_dense_does(seed):  # last, since what crashes in the library takes all that follows along
+def test_cusparselt_computes_what_dense_does(seed):  # last, because a crash of the library would end all later tests
     check("cusparselt", seed)

@@ -1,4 +1,4 @@
-"""Steps of `WeightNormSparsifier` on a GPU: the masks of the CPU, from the first step on and through the recorded graphs."""
+"""Steps of `WeightNormSparsifier` on a GPU give the masks of the CPU, in the first step and in replayed CUDA graphs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_masks_of_every_step_equal_those_of_the_cpu(dtype, block, zeros, level, 
     (cpu, one), (gpu, other) = pair(shapes, dtype, block, zeros, level, rounded=rounded)
     torch.manual_seed(1)
     for turn in range(6):
-        if turn == 3:  # other weights, and masks that somebody else wrote
+        if turn == 3:  # other weights, and masks changed from outside
             for a, b, c, d in zip(masks(cpu), masks(gpu), cpu, gpu, strict=True):
                 a.data.copy_(torch.rand(a.shape) > 0.2)
                 c.parametrizations.weight.original.data.mul_(1 + 0.1 * torch.rand(a.shape))
@@ -82,7 +82,7 @@ def test_a_changing_level_keeps_the_graphs():
 def test_tensors_that_moved_are_found_again():
     (cpu, one), (gpu, other) = pair([(256, 128)], torch.bfloat16, (1, 1), 1, 0.5)
     for turn in range(4):
-        if turn == 2:  # new memory, as of a model that was elsewhere for a while
+        if turn == 2:  # new memory, as after moving the model to another device and back
             gpu[0].parametrizations.weight.original.data = gpu[0].parametrizations.weight.original.data.neg()
             held = torch.full((256, 128), 7.0, device="cuda", dtype=torch.bfloat16)
             masks(gpu)[0].data = masks(gpu)[0].data.clone()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from secateur.execute import Compressed
+from secateur.execute.formats import FORMER_NAMES
 from secateur.io import dense_state_dict, load
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -20,12 +21,13 @@ spec.loader.exec_module(write)
 
 
 def test_there_are_golden_files():
-    assert {path.name for path in SAVED} >= {"dense", "pruned", "packed", "narrow", "shallow", "twice", "compressed"}
+    assert {path.name for path in SAVED} >= {"dense", "pruned", "packed", "narrow", "shallow", "twice", "compressed", "formats"}
     for name, word in {
         "packed": "bitmask",
         "shallow": '"drop": {"blocks": [',
         "narrow": '"kept": ["',
         "compressed": "csr",
+        "formats": '"format": "mosaic"',
     }.items():
         assert all(word in (path / "secateur.json").read_text() for path in SAVED if path.name == name)
 
@@ -48,3 +50,12 @@ def test_golden_compressed_layers_are_compressed_again():
         forms = {name: (m.form, m.options) for name, m in model.named_modules() if isinstance(m, Compressed)}
         assert forms == {"first": ("tiled", (1,)), "blocks.0.up": ("bitmask", ()), "last": ("csr", ())}
         assert model.last.values.dtype == torch.bfloat16
+
+
+def test_former_names_of_formats_in_files_are_read_as_the_current_ones():
+    folder = GOLDEN / "v1" / "formats"
+    model = load(folder, write.build_five)
+    forms = {name: (m.form, m.options) for name, m in model.named_modules() if isinstance(m, Compressed)}
+    assert forms == write.FIVE
+    written = json.loads((folder / "secateur.json").read_text())["layers"]
+    assert {layer["format"] for layer in written.values()} == set(FORMER_NAMES)

@@ -13,7 +13,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 
 def layer(shape: tuple[int, ...], dtype: torch.dtype, seed: int, spread: int | None = None) -> nn.Module:
-    """A module with one weight; with a spread, of so few values that many are equal."""
+    """A module with one weight. With a spread, it has few distinct values, so that many are equal."""
     g = torch.Generator().manual_seed(seed)
     weight = (
         torch.randn(shape, generator=g) if spread is None else torch.randint(-spread, spread + 1, shape, generator=g).float()
@@ -30,7 +30,7 @@ def prepared(module: nn.Module, level, block, zeros, norm=2) -> WeightNormSparsi
 
 
 def reference(weight: Tensor, level: float, block: tuple[int, int], zeros: int, norm: int) -> Tensor:
-    """Plain loops: the blocks of the matrix in order, stable sorts, means in float64."""
+    """The reference, written with plain loops over blocks, stable sorts and means in float64."""
     matrix = weight.detach().double().reshape(1, -1) if weight.dim() < 2 else weight.detach().double().flatten(1)
     scores = matrix.abs() ** norm
     cells = [

@@ -1,4 +1,4 @@
-"""Criteria are expressions: what prints can be read, and what is read scores the same."""
+"""Criteria are expressions: printing and parsing one gives the same scores."""
 
 import math
 import re

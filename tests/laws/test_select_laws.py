@@ -1,4 +1,4 @@
-"""`select` against an oracle: a stable ascending sort, of which the first go."""
+"""`select` against a reference that sorts stably and prunes the first elements."""
 
 import math
 
@@ -24,7 +24,7 @@ def lowest_go(flat: torch.Tensor, drop: int) -> torch.Tensor:
 
 
 def oracle(tensors: dict[str, torch.Tensor], scope: str, drop_of) -> dict[str, torch.Tensor]:
-    """`drop_of(size)` says how many of a pool go."""
+    """`drop_of(size)` is the number of elements to prune in a pool."""
     if scope == "global":
         flat = torch.cat([t.double().reshape(-1) for t in tensors.values()])
         parts = lowest_go(flat, drop_of(flat.numel())).split([t.numel() for t in tensors.values()])

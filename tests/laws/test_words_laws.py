@@ -1,4 +1,4 @@
-"""Laws of the small words: masks, patterns, layouts and schedules."""
+"""Property tests of masks, patterns, layouts and schedules."""
 
 import itertools
 import math
@@ -234,7 +234,7 @@ def test_a_joined_schedule_is_each_part_from_its_own_step(first, second, change)
 
 @given(schedules(), schedules(), st.integers(1, 80))
 def test_following_the_due_steps_of_a_joined_schedule_ends_at_its_last_value(first, second, change):
-    """So it is due where a new part takes over, or the number it jumps to would never be taken up."""
+    """A joined schedule must be due where a new part begins, or its value would never be applied."""
     joined = sc.join((0, first), (change, second))
     taken = joined(0)
     for step in range(160):

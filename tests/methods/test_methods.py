@@ -41,14 +41,15 @@ class Recorder(Method):
 
 
 class Stack(nn.Module):
-    def __init__(self, width=8, depth=3):
+    def __init__(self, width=8, depth=3, scale=1):
         super().__init__()
+        self.scale = scale
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth))
         self.head = nn.Linear(width, 4)
 
     def forward(self, x):
         for block in self.blocks:
-            x = block(x)
+            x = block(x) if self.scale == 1 else block(x) * self.scale
         return self.head(x)
 
 
@@ -122,9 +123,10 @@ def test_what_is_no_solution_is_refused_by_name_and_changes_nothing(answer, word
     assert same(bits(model), before)
 
 
+@pytest.mark.parametrize("scale", [1, 3], ids=["blocks feed each other", "changed in between"])
 @torch.no_grad()
-def test_layers_are_solved_block_by_block_with_the_inputs_of_the_pruned_blocks_before():
-    model, method = Stack(), Recorder(([],))
+def test_layers_are_solved_block_by_block_with_the_inputs_of_the_pruned_blocks_before(scale):
+    model, method = Stack(scale=scale), Recorder(([],))
     before = bits(model)
     plan = sc.plan(model, sparsity=0.5, data=DATA, method=method)
     assert same(bits(model), before)
@@ -134,7 +136,7 @@ def test_layers_are_solved_block_by_block_with_the_inputs_of_the_pruned_blocks_b
     for problem, dense, other in zip(method.seen[0], [*model.blocks, model.head], [*pruned.blocks, pruned.head], strict=True):
         torch.testing.assert_close(problem.H.float(), y.T @ y, rtol=1e-4, atol=1e-3)
         torch.testing.assert_close(problem.C.float(), x.T @ y, rtol=1e-4, atol=1e-3)
-        x, y = dense(x), other(y)
+        x, y = scale * dense(x), scale * other(y)
 
 
 def test_a_failure_on_the_way_leaves_the_model_as_it_was():

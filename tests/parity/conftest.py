@@ -1,4 +1,4 @@
-"""Twins: the same module twice, one for torch's own prune and one for ours."""
+"""Helpers that run torch's `prune` and ours on two equal modules and compare the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MASK_SEED = 7
 
 
 def distinct(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Values whose magnitudes all differ, in any float dtype: the two libraries differ only among equals."""
+    """Returns values of distinct magnitudes in any float dtype, because the libraries break ties differently."""
     g = torch.Generator().manual_seed(seed)
     n = torch.Size(shape).numel()
     values = (torch.randperm(n, generator=g) + 1) / 64
@@ -27,7 +27,7 @@ def distinct(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, seed: int 
 
 
 def fill(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The module with distinct magnitudes in every parameter."""
+    """Fills every parameter of the module with values of distinct magnitudes."""
     module = module.to(dtype)
     for seed, parameter in enumerate(module.parameters()):
         parameter.data = distinct(parameter.shape, dtype, seed)
@@ -36,7 +36,7 @@ def fill(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 @pytest.fixture
 def twins() -> Callable[..., tuple[Any, Any]]:
-    """Two equal modules: (for ours, for torch's)."""
+    """Returns a function that makes two equal modules: one for ours, one for torch's."""
 
     def make(module: nn.Module, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
         module = fill(module, dtype)
@@ -46,14 +46,14 @@ def twins() -> Callable[..., tuple[Any, Any]]:
 
 
 def both(action: Callable[[ModuleType, nn.Module], object], mine: nn.Module, other: nn.Module) -> None:
-    """The same call on both, with the same seed."""
+    """Calls `action` with each library and its module, with the same seed."""
     for library, module in ((ours, mine), (theirs, other)):
         torch.manual_seed(MASK_SEED)
         action(library, module)
 
 
 def hook_names(module: nn.Module) -> list[Any]:
-    """The pruning hooks of a module by class name, containers opened."""
+    """Returns the class names of a module's pruning hooks, with a list for each container."""
     return [
         [type(m).__name__ for m in hook] if type(hook).__name__ == "PruningContainer" else type(hook).__name__
         for hook in module._forward_pre_hooks.values()
@@ -61,7 +61,7 @@ def hook_names(module: nn.Module) -> list[Any]:
 
 
 def assert_same_state(mine: nn.Module, other: nn.Module) -> None:
-    """Names, hooks, tensors, dtypes: everything the contract says about a pruned module, except the order of parameters."""
+    """Compares names, hooks, tensors and dtypes of two pruned modules, but not the order of their parameters."""
     assert dict(mine.named_parameters()).keys() == dict(other.named_parameters()).keys()
     assert dict(mine.named_buffers()).keys() == dict(other.named_buffers()).keys()
     for (name, a), b in zip(sorted(mine.state_dict().items()), (v for _, v in sorted(other.state_dict().items())), strict=True):
@@ -76,7 +76,7 @@ def assert_same_state(mine: nn.Module, other: nn.Module) -> None:
 
 
 def snapshot(module: nn.Module) -> dict[str, Any]:
-    """All there is to a module, by identity where identity matters."""
+    """Returns the complete state of a module, with the ids of objects whose identity matters."""
     state: dict[str, Any] = {}
     for path, child in module.named_modules():
         for key, value in vars(child).items():

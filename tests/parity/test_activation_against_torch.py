@@ -1,4 +1,4 @@
-"""`ActivationSparsifier` next to torch's own: the same data, masks, outputs, states, errors and words."""
+"""Compares `ActivationSparsifier` with torch's: aggregated data, masks, outputs, states, errors and repr."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def net():
 
 
 def sparsifier(library, model, aggregate_fn=add, reduce_fn=mean):
-    """One layer masked as a whole, one by features."""
+    """Makes a sparsifier with one layer masked as a whole and one masked by features."""
     made = library(model, aggregate_fn, reduce_fn, lowest_to_zero, sparsity_level=0.5)
     made.register_layer(model[0], sparsity_level=0.3)
     made.register_layer(model[2], features=[0, 3, 5], feature_dim=1)
@@ -75,7 +75,7 @@ def bring_to(state, made):
 
 
 def same(a, b):
-    """Equal, tensors by dtype and value, also inside lists, tuples and dicts."""
+    """Returns whether two values are equal, comparing tensors inside lists, tuples and dicts by dtype and value."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.layout == b.layout and torch.equal(dense(a), dense(b))
     if isinstance(a, (list, tuple)):
@@ -94,7 +94,7 @@ def test_data_masks_and_outputs_are_torchs(aggregation):
     fn = AGGREGATIONS[aggregation]
     reduce_fn = (lambda data: data[1] / data[0]) if aggregation == "count-and-sum" else mean
     mine, other = (sparsifier(library, net(), fn, reduce_fn) for library in (Ours, Theirs))
-    for _ in range(2):  # a second round of aggregation starts over
+    for _ in range(2):  # the second round of aggregation starts from zero
         for made in (mine, other):
             bring_to("aggregated", made)
         for name in ("0", "2"):
@@ -236,7 +236,7 @@ WRONG = {
     "unregister-unknown": ("stepped", lambda s: s.unregister_layer("00"), "Did you mean '0'"),
     "step-before-a-forward": ("registered", lambda s: s.step(), "'0', '2'; run the model"),
     "step-twice": ("stepped", lambda s: s.step(), "'0', '2'; run the model"),
-    "step-after-squash": ("squashed", lambda s: s.step(), "squash_mask has ended it"),
+    "step-after-squash": ("squashed", lambda s: s.step(), "squash_mask has ended the aggregation"),
     "state-of-another-model": ("stepped", wrong_state(), "'typo' of the state is not in the model"),
     "state-without-defaults": ("stepped", lambda s: s.load_state_dict({"state": {}, "data_groups": {}}), "defaults"),
     "called-by-keyword": ("registered", lambda s: s.model[0](input=torch.ones(5, 6)), "'0' was called without positional"),

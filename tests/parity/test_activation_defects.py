@@ -1,4 +1,4 @@
-"""The defects of torch's `ActivationSparsifier` that are mended. Each of `MENDED` holds for ours and fails on torch's own."""
+"""Defects of torch's `ActivationSparsifier` that are fixed here. Each test in `FIXED` passes for ours and fails for torch's."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.ao.pruning._experimental.activation_sparsifier.activation_sparsifier 
 
 from secateur.drop_in.ao_pruning._experimental.activation_sparsifier.activation_sparsifier import ActivationSparsifier as Ours
 
-MENDED = {}
+FIXED = {}
 
 
-def mended(test):
-    MENDED[test.__name__] = test
+def fixed(test):
+    FIXED[test.__name__] = test
     return test
 
 
@@ -64,7 +64,7 @@ FEATURES = {"features": [0, 2], "feature_dim": 1}
 COMPILED = [("eager", FEATURES), ("aot_eager", {})]
 
 
-@mended
+@fixed
 def the_input_of_the_caller_is_not_changed(library):
     model, _ = squashed(library, nothing, **FEATURES)
     x = torch.ones(3, 4)
@@ -73,7 +73,7 @@ def the_input_of_the_caller_is_not_changed(library):
     assert not torch.equal(y, model[2](model[1](nn.functional.linear(x, model[0].weight, model[0].bias))))
 
 
-@mended
+@fixed
 def gradients_reach_the_features_that_are_kept(library):
     model, _ = squashed(library, nothing, layers=(0,), **FEATURES)
     x = torch.ones(3, 4, requires_grad=True)
@@ -83,7 +83,7 @@ def gradients_reach_the_features_that_are_kept(library):
     assert x.grad[:, [1, 3]].any()
 
 
-@mended
+@fixed
 def further_inputs_reach_the_layer(library):
     model = nn.ModuleDict({"both": nn.Bilinear(4, 4, 2)})
     sparsifier = library(model, add, mean, nothing)
@@ -95,7 +95,7 @@ def further_inputs_reach_the_layer(library):
     assert torch.equal(model["both"](x, x), model["both"].bias.expand(3, 2))
 
 
-@mended
+@fixed
 def loading_a_state_replaces_the_hooks(library):
     model, sparsifier = made(library)
     model(torch.ones(3, 4))
@@ -105,7 +105,7 @@ def loading_a_state_replaces_the_hooks(library):
     assert torch.equal(sparsifier.data_groups["0"]["data"], torch.full((3, 4), 2.0))
 
 
-@mended
+@fixed
 def loading_leaves_the_state_as_it_was(library):
     state = made(library)[1].state_dict()
     before = copy.deepcopy(state)
@@ -117,7 +117,7 @@ def loading_leaves_the_state_as_it_was(library):
     assert state == before
 
 
-@mended
+@fixed
 def a_smaller_last_batch_is_aggregated(library):
     model, sparsifier = made(library)
     a, b = torch.randn(4, 4), torch.randn(3, 4)
@@ -127,7 +127,7 @@ def a_smaller_last_batch_is_aggregated(library):
     sparsifier.step()
 
 
-@mended
+@fixed
 def a_last_batch_of_one_counts_once(library):
     model, sparsifier = made(library)
     a, b = torch.randn(4, 4), torch.randn(1, 4)
@@ -136,7 +136,7 @@ def a_last_batch_of_one_counts_once(library):
     assert torch.equal(sparsifier.data_groups["0"]["data"], torch.cat([a[:1] + b, a[1:]]))
 
 
-@mended
+@fixed
 def a_larger_batch_is_aggregated_feature_by_feature(library):
     model, sparsifier = made(library, features=[3], feature_dim=1)
     a, b = torch.randn(2, 4), torch.randn(5, 4)
@@ -145,7 +145,7 @@ def a_larger_batch_is_aggregated_feature_by_feature(library):
     assert torch.equal(sparsifier.data_groups["0"]["data"][0], torch.cat([a[:, 3:] + b[:2, 3:], b[2:, 3:]]))
 
 
-@mended
+@fixed
 def what_is_aggregated_keeps_no_graph(library):
     model, sparsifier = made(library)
     model(torch.randn(3, 4, requires_grad=True))
@@ -153,7 +153,7 @@ def what_is_aggregated_keeps_no_graph(library):
         assert not sparsifier.data_groups[name]["data"].requires_grad
 
 
-@mended
+@fixed
 def data_gathered_under_inference_mode_gives_masks(library):
     model, sparsifier = made(library)
     with torch.inference_mode():
@@ -164,19 +164,19 @@ def data_gathered_under_inference_mode_gives_masks(library):
     model(torch.randn(3, 4)).sum().backward()
 
 
-@mended
+@fixed
 def masks_follow_the_model_to_another_dtype(library):
     model, _ = squashed(library)
     assert model.to(torch.bfloat16)(torch.ones(3, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-@mended
+@fixed
 def masks_follow_the_model_to_another_device(library):
     model, _ = squashed(library, **FEATURES)
     assert model.to("meta")(torch.ones(3, 4, device="meta")).is_meta
 
 
-@mended
+@fixed
 def a_feature_may_be_a_list_of_indices(library):
     model, _ = squashed(library, nothing, layers=(0,), features=[0, [2, 3]], feature_dim=1)
     x = torch.randn(3, 4)
@@ -185,7 +185,7 @@ def a_feature_may_be_a_list_of_indices(library):
     assert torch.equal(model[0](x), x * torch.tensor([0.0, 1, 0, 0]))
 
 
-@mended
+@fixed
 def squash_without_hooks_says_so_and_can_be_followed_by_another(library):
     model, sparsifier = made(library)
     model(torch.randn(3, 4))
@@ -201,7 +201,7 @@ def squash_without_hooks_says_so_and_can_be_followed_by_another(library):
     assert list(sparsifier.data_groups) == list(sparsifier.state) == ["2"]
 
 
-@mended
+@fixed
 def a_mask_function_that_fails_leaves_every_mask_as_it_was(library):
     model, sparsifier = made(library)
     model(torch.randn(3, 4))
@@ -218,7 +218,7 @@ def a_mask_function_that_fails_leaves_every_mask_as_it_was(library):
     sparsifier.step()
 
 
-@mended
+@fixed
 def registering_again_with_a_wrong_argument_keeps_the_layer(library):
     model, sparsifier = made(library)
     with pytest.raises(AssertionError):
@@ -227,7 +227,7 @@ def registering_again_with_a_wrong_argument_keeps_the_layer(library):
     assert "0" in sparsifier.data_groups
 
 
-@mended
+@fixed
 def an_early_squash_leaves_the_layers_aggregating(library):
     model, sparsifier = made(library)
     with pytest.raises(ValueError, match=r".*"):
@@ -236,7 +236,7 @@ def an_early_squash_leaves_the_layers_aggregating(library):
     sparsifier.step()
 
 
-@mended
+@fixed
 def a_pickled_sparsifier_goes_on_with_its_own_model(library):
     model, sparsifier = made(library)
     x = torch.randn(3, 4)
@@ -248,7 +248,7 @@ def a_pickled_sparsifier_goes_on_with_its_own_model(library):
     goes_on_alone(torch.load(file, weights_only=False), sparsifier, x)
 
 
-@mended
+@fixed
 def a_copied_sparsifier_goes_on_with_its_own_model(library):
     model, sparsifier = made(library)
     x = torch.randn(3, 4)
@@ -271,7 +271,7 @@ def goes_on_alone(new, old, x):
     assert not torch.equal(twin.model(x), new.model(x))
 
 
-@mended
+@fixed
 def a_copied_model_does_not_feed_the_sparsifier_of_the_first(library):
     model, sparsifier = made(library)
     model(torch.ones(3, 4))
@@ -280,30 +280,30 @@ def a_copied_model_does_not_feed_the_sparsifier_of_the_first(library):
     assert torch.equal(sparsifier.data_groups["0"]["data"], torch.ones(3, 4))
 
 
-@mended
+@fixed
 def a_model_with_masked_inputs_can_be_saved_whole(library):
-    model, _ = squashed(library, lambda data: data.gt(0).float())  # a lambda cannot be pickled, and need not be
+    model, _ = squashed(library, lambda data: data.gt(0).float())  # a lambda, which cannot be pickled
     new = pickle.loads(pickle.dumps(model))
     x = torch.randn(3, 4)
     assert torch.equal(new(x), model(x))
 
 
-@pytest.mark.parametrize("name", MENDED)
-def test_mended(name):
-    MENDED[name](Ours)
+@pytest.mark.parametrize("name", FIXED)
+def test_fixed(name):
+    FIXED[name](Ours)
 
 
-@pytest.mark.parametrize("name", MENDED)
+@pytest.mark.parametrize("name", FIXED)
 @pytest.mark.filterwarnings("ignore")
 def test_the_same_fails_on_torch(name):
     with pytest.raises(BaseException, match=r".*"):
-        MENDED[name](Theirs)
+        FIXED[name](Theirs)
 
 
 @settings(max_examples=60, deadline=None)
 @given(sizes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=6))
 def test_a_sum_over_inputs_of_any_sizes_is_exact(sizes):
-    """Against a table with room for the largest input, into which every input is added at its own positions."""
+    """Compares with a table of the largest size, to which every input is added at its own positions."""
     model = nn.Sequential(nn.Identity())
     sparsifier = Ours(model, add, mean, above_median)
     sparsifier.register_layer(model[0])

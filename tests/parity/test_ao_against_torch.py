@@ -1,4 +1,4 @@
-"""The sparsifiers and schedulers beside torch's own: the same names, masks, states, levels and words."""
+"""Compares sparsifiers and schedulers with torch's: names, masks, states, levels and repr."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_masks_of_whole_blocks_are_those_of_torch_where_they_do_not_divide(shape
 def test_masks_stay_those_of_torch_while_weights_and_levels_move(settings):
     (mine, our_sparsifier), (other, their_sparsifier) = (prepared(library, **settings) for library in (ours, theirs))
     g = torch.Generator().manual_seed(3)
-    for level in (0.2, 0.5, 0.8, 0.9, 1.0, 0.0, 0.3, 0.6):  # a level that falls in between leaves equal zeros to choose from
+    for level in (0.2, 0.5, 0.8, 0.9, 1.0, 0.0, 0.3, 0.6):  # not a falling level in between, which would rank equal zeros
         for sparsifier in (our_sparsifier, their_sparsifier):
             for group in sparsifier.groups:
                 group["sparsity_level"] = level

@@ -1,4 +1,4 @@
-"""The defects of torch.ao.pruning that are mended here. Each of the first tests holds for ours and fails on torch's own."""
+"""Defects of torch.ao.pruning that are fixed here. Each test in `FIXED` passes for ours and fails for torch's."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch.nn.utils import parametrizations, parametrize
 
 import secateur.drop_in.ao_pruning as ours
 
-MENDED = {}
+FIXED = {}
 
 
-def mended(test):
-    MENDED[test.__name__] = test
+def fixed(test):
+    FIXED[test.__name__] = test
     return test
 
 
@@ -41,7 +41,7 @@ def mask_of(layer, name="weight"):
 # --- shapes and dtypes ----------------------------------------------------------------------------------------------------
 
 
-@mended
+@fixed
 def convolutions_of_every_dimension_have_their_blocks_pruned(library):
     layers = [nn.Conv1d(4, 8, 3), nn.Conv2d(3, 8, 3), nn.Conv3d(2, 8, 2)]
     _, sparsifier = made(library, *layers, config=[{"tensor_fqn": f"{i}.weight"} for i in range(3)], sparse_block_shape=(1, 1))
@@ -50,14 +50,14 @@ def convolutions_of_every_dimension_have_their_blocks_pruned(library):
     layers[1](torch.randn(1, 3, 8, 8)).sum().backward()
 
 
-@mended
+@fixed
 def a_bias_is_one_row(library):
     model, sparsifier = made(library, config=[{"tensor_fqn": "0.bias"}])
     sparsifier.step()
     assert sorted((model[0].bias == 0).view(2, 4).sum(1).tolist()) == [0, 4]
 
 
-@mended
+@fixed
 def blocks_that_lose_some_elements_need_not_divide_the_shape(library):
     for level in (0.5, 1.0):
         model, sparsifier = made(library, nn.Linear(6, 5), sparsity_level=level, zeros_per_block=2)
@@ -68,7 +68,7 @@ def blocks_that_lose_some_elements_need_not_divide_the_shape(library):
         model(torch.randn(2, 6))
 
 
-@mended
+@fixed
 def the_two_of_four_recipe_works_on_any_width(library):
     model, sparsifier = made(library, nn.Linear(10, 8), sparsity_level=1.0, zeros_per_block=2)
     sparsifier.step()
@@ -78,7 +78,7 @@ def the_two_of_four_recipe_works_on_any_width(library):
     model(torch.randn(2, 10))
 
 
-@mended
+@fixed
 def half_precision_stays_half_precision(library):
     for dtype in (torch.float16, torch.bfloat16):
         model, sparsifier = made(library, nn.Linear(8, 8).to(dtype))
@@ -87,7 +87,7 @@ def half_precision_stays_half_precision(library):
         assert model(torch.randn(2, 8, dtype=dtype)).dtype == dtype
 
 
-@mended
+@fixed
 def the_mask_keeps_its_dtype_and_its_memory(library):
     model, sparsifier = made(library, zeros_per_block=2)
     mask = mask_of(model[0])
@@ -99,7 +99,7 @@ def the_mask_keeps_its_dtype_and_its_memory(library):
         assert (mask.dtype, mask.data_ptr()) == (torch.float32, at)
 
 
-@mended
+@fixed
 def a_failed_diagonal_leaves_the_mask(library):
     model = nn.Sequential(nn.Linear(4, 4))
     sparsifier = library.NearlyDiagonalSparsifier(nearliness=2)
@@ -112,14 +112,14 @@ def a_failed_diagonal_leaves_the_mask(library):
 # --- other parametrizations, other sparsifiers ------------------------------------------------------------------------------
 
 
-@mended
+@fixed
 def the_mask_may_come_after_other_parametrizations(library):
     model, sparsifier = made(library, parametrizations.weight_norm(nn.Linear(8, 8)), config=[{"tensor_fqn": "0.weight"}])
     sparsifier.step()
     assert (model[0].weight == 0).float().mean() == 0.5
 
 
-@mended
+@fixed
 def two_sparsifiers_on_one_tensor_keep_their_own_masks(library):
     model, first = made(library, nn.Linear(8, 8))
     second = library.NearlyDiagonalSparsifier(nearliness=3)
@@ -132,7 +132,7 @@ def two_sparsifiers_on_one_tensor_keep_their_own_masks(library):
     assert bool((model[0].weight[band == 0] == 0).all())
 
 
-@mended
+@fixed
 def preparing_twice_puts_one_mask_on_a_tensor(library):
     model, sparsifier = made(library)
     sparsifier.step()
@@ -144,7 +144,7 @@ def preparing_twice_puts_one_mask_on_a_tensor(library):
     assert torch.equal(mask_of(model[0]), mask)
 
 
-@mended
+@fixed
 def what_was_squashed_stays_squashed_when_more_is_prepared(library):
     model, sparsifier = made(library, config=[{"tensor_fqn": "0.weight"}])
     sparsifier.squash_mask()
@@ -154,7 +154,7 @@ def what_was_squashed_stays_squashed_when_more_is_prepared(library):
     sparsifier.squash_mask()
 
 
-@mended
+@fixed
 def finding_nothing_to_prepare_is_said(library):
     with pytest.warns(UserWarning, match="nothing"):
         library.WeightNormSparsifier().prepare(nn.Linear(4, 4), None)
@@ -163,7 +163,7 @@ def finding_nothing_to_prepare_is_said(library):
 # --- states ---------------------------------------------------------------------------------------------------------------
 
 
-@mended
+@fixed
 def a_prepared_model_loads_its_own_state_dict(library):
     model, sparsifier = made(library)
     sparsifier.step()
@@ -173,7 +173,7 @@ def a_prepared_model_loads_its_own_state_dict(library):
     assert not any("mask" in name for name in model.state_dict())
 
 
-@mended
+@fixed
 def loading_leaves_the_source_as_it_was_and_shares_nothing_with_it(library):
     model, source = made(library)
     source.step()
@@ -188,7 +188,7 @@ def loading_leaves_the_source_as_it_was_and_shares_nothing_with_it(library):
     assert target.state["0.weight"]["mask"] is mask_of(twin[0])
 
 
-@mended
+@fixed
 def a_state_is_loaded_into_a_model_that_has_no_masks_yet(library):
     model, source = made(library)
     source.step()
@@ -199,7 +199,7 @@ def a_state_is_loaded_into_a_model_that_has_no_masks_yet(library):
     target.step()
 
 
-@mended
+@fixed
 def a_saved_state_follows_the_model_to_another_dtype(library):
     model, sparsifier = made(library)
     model.to(torch.float64)
@@ -207,7 +207,7 @@ def a_saved_state_follows_the_model_to_another_dtype(library):
     assert sparsifier.state_dict()["state"]["0.weight"]["mask"].mean() == 0.5
 
 
-@mended
+@fixed
 def a_failed_load_changes_nothing(library):
     _, source = made(library)
     source.step()
@@ -220,7 +220,7 @@ def a_failed_load_changes_nothing(library):
     target.step()
 
 
-@mended
+@fixed
 def a_mask_of_another_shape_is_not_loaded(library):
     _, source = made(library, nn.Linear(4, 8))
     _, target = made(library)
@@ -228,7 +228,7 @@ def a_mask_of_another_shape_is_not_loaded(library):
         target.load_state_dict(source.state_dict())
 
 
-@mended
+@fixed
 def without_strict_what_is_not_there_is_left_out(library):
     _, source = made(library)
     source.step()
@@ -241,7 +241,7 @@ def without_strict_what_is_not_there_is_left_out(library):
 # --- copies and pickles ---------------------------------------------------------------------------------------------------
 
 
-@mended
+@fixed
 def a_prepared_model_is_pickled_and_saved_whole(library):
     model, sparsifier = made(library, zeros_per_block=2)
     sparsifier.step()
@@ -259,7 +259,7 @@ def a_prepared_model_is_pickled_and_saved_whole(library):
         pickle.loads(pickle.dumps(new))
 
 
-@mended
+@fixed
 def squashing_a_model_leaves_its_copy_alone(library):
     model, sparsifier = made(library)
     twin = copy.deepcopy(model)
@@ -267,7 +267,7 @@ def squashing_a_model_leaves_its_copy_alone(library):
     assert twin(torch.randn(2, 8)).shape == (2, 4)
 
 
-@mended
+@fixed
 def an_unpickled_sparsifier_goes_on(library):
     model, sparsifier = made(library, norm=1)
     sparsifier.enable_mask_update = False
@@ -283,7 +283,7 @@ def an_unpickled_sparsifier_goes_on(library):
     new.squash_mask()
 
 
-@mended
+@fixed
 def a_deep_copy_of_a_sparsifier_keeps_everything(library):
     model, sparsifier = made(library, norm=lambda T: T.abs())
     sparsifier.mine = "too"
@@ -295,7 +295,7 @@ def a_deep_copy_of_a_sparsifier_keeps_everything(library):
     assert mask_of(model[0]).all()
 
 
-@mended
+@fixed
 def a_copied_sparsifier_with_a_scheduler_steps_itself_and_counts(library):
     model, sparsifier = made(library)
     library.CubicSL(sparsifier, init_sl=0.5)
@@ -313,7 +313,7 @@ def tenth(epoch):
     return min(1.0, epoch / 10)
 
 
-@mended
+@fixed
 def a_scheduler_made_again_has_the_same_targets(library):
     _, sparsifier = made(library, sparsity_level=0.8)
     scheduler = library.LambdaSL(sparsifier, tenth)
@@ -327,7 +327,7 @@ def a_scheduler_made_again_has_the_same_targets(library):
     assert again.base_sl == [0.8, 0.8]
 
 
-@mended
+@fixed
 def a_scheduler_is_pickled_with_its_sparsifier(library):
     _, sparsifier = made(library)
     scheduler = library.LambdaSL(sparsifier, tenth)
@@ -339,7 +339,7 @@ def a_scheduler_is_pickled_with_its_sparsifier(library):
     assert new.sparsifier._step_count == 1
 
 
-@mended
+@fixed
 def the_state_of_a_scheduler_with_lambdas_can_be_saved(library):
     _, sparsifier = made(library)
     scheduler = library.LambdaSL(sparsifier, lambda epoch: epoch / 10)
@@ -350,7 +350,7 @@ def the_state_of_a_scheduler_with_lambdas_can_be_saved(library):
     assert scheduler.get_last_sl() == [0.05, 0.05]
 
 
-@mended
+@fixed
 def loading_a_scheduler_gives_the_groups_their_levels(library):
     _, sparsifier = made(library)
     scheduler = library.LambdaSL(sparsifier, tenth, last_epoch=4)
@@ -360,7 +360,7 @@ def loading_a_scheduler_gives_the_groups_their_levels(library):
     assert [g["sparsity_level"] for g in other.groups] == [0.25, 0.25]
 
 
-@mended
+@fixed
 def a_schedule_of_no_length_is_refused_before_the_sparsifier_is_touched(library):
     _, sparsifier = made(library)
     with pytest.raises(ZeroDivisionError):
@@ -371,7 +371,7 @@ def a_schedule_of_no_length_is_refused_before_the_sparsifier_is_touched(library)
 # --- compilers ------------------------------------------------------------------------------------------------------------
 
 
-@mended
+@fixed
 def a_prepared_model_is_compiled_as_one_graph(library):
     torch._dynamo.reset()
     model, sparsifier = made(library)
@@ -382,15 +382,15 @@ def a_prepared_model_is_compiled_as_one_graph(library):
     assert torch.equal(compiled(x), model(x))
 
 
-@pytest.mark.parametrize("name", MENDED)
-def test_mended(name):
-    MENDED[name](ours)
+@pytest.mark.parametrize("name", FIXED)
+def test_fixed(name):
+    FIXED[name](ours)
 
 
-@pytest.mark.parametrize("name", MENDED)
+@pytest.mark.parametrize("name", FIXED)
 def test_torch_has_the_defect(name):
     with pytest.raises((Exception, pytest.fail.Exception)):
-        MENDED[name](theirs)
+        FIXED[name](theirs)
 
 
 # --- what only ours can be asked --------------------------------------------------------------------------------------------
@@ -483,10 +483,10 @@ def model(n):
     return model, sparsifier
 model(8)[1].step()
 compile_now()
-model(512)[1].step()  # loads the compiled loops, whose compiler takes some 100 MB once
+model(512)[1].step()  # loads the compiled loops: the compiler needs about 100 MB once
 big, sparsifier = model(8192)
 for _ in range(2):
-    open("/proc/self/clear_refs", "w").write("5")  # the peak so far is forgotten
+    open("/proc/self/clear_refs", "w").write("5")  # resets the peak memory
     base = peak()
     sparsifier.step()
     print((peak() - base) / big[0].weight.numel())
@@ -498,4 +498,4 @@ for _ in range(2):
 def test_a_step_needs_little_memory_beside_the_mask(settings):
     code = PEAK.replace("{settings}", repr(settings))
     first, second = map(float, subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.split())
-    assert max(first, second) < 1.6  # 1.5, and the slabs and samples, which do not grow with the tensor
+    assert max(first, second) < 1.6  # 1.5 plus buffers whose size does not depend on the tensor

@@ -1,4 +1,4 @@
-"""What docs/from-torch-ao.md calls the same is the same: both columns of its table are run and their masks compared."""
+"""Runs both columns of the table in docs/from-torch-ao.md and compares their masks."""
 
 import copy
 import re

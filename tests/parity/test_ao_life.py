@@ -1,4 +1,4 @@
-"""What befalls sparsifiers in real programs: shared layers, subclasses, states of other models, settings that are wrong."""
+"""Sparsifiers in real programs: shared layers, subclasses, states of other models, wrong settings."""
 
 import copy
 
@@ -43,7 +43,7 @@ def test_a_wrong_setting_of_the_second_tensor_leaves_the_mask_of_the_first(wrong
 
 
 class OldFashioned(WeightNormSparsifier):
-    """Says itself what its state is, as sparsifiers written for torch do."""
+    """Defines its own `__getstate__`, as sparsifiers written for torch do."""
 
     def __getstate__(self):
         return {"defaults": self.defaults, "state": self.state, "groups": self.groups, "norm_fn": self.norm_fn}
@@ -82,7 +82,7 @@ def test_a_sparsifier_that_goes_on_with_a_smaller_model_reloads_its_own_state():
 
 def test_what_is_no_state_is_said_to_be_none():
     _, sparsifier = prepared()
-    with pytest.raises(KeyError, match="no state of a sparsifier"):
+    with pytest.raises(KeyError, match="needs the keys 'state' and 'groups'"):
         sparsifier.load_state_dict({})
 
 
@@ -107,7 +107,7 @@ def test_the_state_of_a_scheduler_for_another_number_of_groups_is_refused():
     state = CubicSL(prepared()[1]).state_dict()
     one = WeightNormSparsifier()
     one.prepare(nn.Sequential(nn.Linear(8, 8)), None)
-    with pytest.raises(ValueError, match="1 groups, and this state of a scheduler is for 2"):
+    with pytest.raises(ValueError, match="1 groups, and this state_dict is for 2"):
         CubicSL(one).load_state_dict(state)
 
 

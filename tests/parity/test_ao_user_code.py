@@ -1,4 +1,4 @@
-"""Code that people have for torch.ao.pruning: subclasses, training, compilers, quantization. It runs here as it is."""
+"""User code for torch.ao.pruning runs unchanged: subclasses, training, compilers, quantization."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_parametrization_and_a_mask_of_the_users_own(library):
     assert torch.equal(model[0].weight.detach(), 2 * dense * mask)
     sparsifier.step()
     assert int((model[0].weight == 0).sum()) == 128
-    assert not model[0].weight[0].any()  # what is pruned scores lowest
+    assert not model[0].weight[0].any()  # pruned elements score lowest
 
 
 @BOTH
@@ -135,7 +135,7 @@ def test_a_scheduler_of_the_users_own(library):
 
 @BOTH
 def test_a_mask_sparsifier_as_in_the_pruning_tutorial(library):
-    """Prepare, train with a cubic schedule, squash: the model ends dense in form and sparse in value."""
+    """Prepares, trains with a cubic schedule and squashes; the result is a plain model with sparse weights."""
     model, sparsifier = net(), library.WeightNormSparsifier(sparsity_level=0.75)
     sparsifier.prepare(model, [{"tensor_fqn": "0.weight"}, {"tensor_fqn": "2.weight", "sparsity_level": 0.5}])
     scheduler = library.CubicSL(sparsifier, delta_t=1, total_t=5)
@@ -160,7 +160,7 @@ def test_a_squashed_model_is_a_dense_one():
     wanted, memory = model(x), parameter.data_ptr()
     sparsifier.squash_mask()
     assert torch.equal(model(x), wanted)
-    assert model[0].weight is parameter  # so that optimizers go on
+    assert model[0].weight is parameter  # the same object, which optimizers hold
     assert parameter.data_ptr() == memory
     assert [type(layer) for layer in model] == [nn.Linear, nn.ReLU, nn.Linear]
     assert set(vars(model[0])) == set(vars(nn.Linear(1, 1)))

@@ -1,4 +1,4 @@
-"""The data sparsifiers next to torch's: the same masks, configs, container, state formats and text, from the same data."""
+"""Compares data sparsifiers with torch's on the same data: masks, configs, container, state formats and repr."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCKS = [(1, 1), (1, 4), (4, 1), (2, 3), (16, 16)]
 
 
 def pair(*data: tuple[str, Any], **settings: Any) -> tuple[ours.DataNormSparsifier, theirs.DataNormSparsifier]:
-    """Two sparsifiers on equal data: (ours, torch's)."""
+    """Makes two sparsifiers on equal data: ours and torch's."""
     return (
         ours.DataNormSparsifier(data_list=copy.deepcopy(list(data)), **settings),
         theirs.DataNormSparsifier(data_list=copy.deepcopy(list(data)), **settings),
@@ -33,7 +33,7 @@ def pair(*data: tuple[str, Any], **settings: Any) -> tuple[ours.DataNormSparsifi
 
 
 def assert_same(mine: Any, other: Any) -> None:
-    """Everything that a user can see, except the dtype of a mask and the shape that torch gives the masks of 1-D data."""
+    """Compares all public state, except the dtype of masks and the shape of torch's masks of 1-D data."""
     assert list(mine.state) == list(other.state)
     assert dict(mine.data_groups) == dict(other.data_groups)
     assert mine.defaults == other.defaults
@@ -86,7 +86,7 @@ def test_masks_equal_torch_at_every_level_block_and_number_of_zeros(shape, norm)
 def test_masks_equal_torch_for_random_shapes_blocks_and_levels(rows, cols, block, level, share, norm, seed):
     data = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
     if data.numel() == 1:
-        data = torch.randn(1, 2)  # torch cannot
+        data = torch.randn(1, 2)  # torch fails on a tensor of one element
     mine, other = pair(
         ("w", data),
         sparsity_level=level,
@@ -219,7 +219,7 @@ def test_a_subclass_of_the_norm_sparsifier_may_read_its_settings_in_its_own_way(
 
 
 class Doubled(nn.Module):
-    """A parametrization of the user's own: the masked value times two."""
+    """A custom parametrization: two times the masked value."""
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is broken in torch's data sparsifiers and holds here. Where the defect can be shown, torch is run next to ours."""
+"""Defects of torch's data sparsifiers that are fixed here, with a run of torch's where it shows the defect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .conftest import distinct
 
 
 class KeepsFirst(BaseDataSparsifier):
-    """Keeps the first `keep` rows, times a factor that is an attribute of the class alone."""
+    """Keeps the first `keep` rows, times a factor that is a class attribute."""
 
     def __init__(self, data_list: list[tuple[str, Any]] | None = None, keep: int = 1, note: str = "") -> None:
         super().__init__(data_list=data_list, keep=keep)
@@ -112,7 +112,7 @@ def test_a_level_below_zero_prunes_nothing():
     mine.step()
     other.step()
     assert mine.get_mask("w").all()
-    assert not other.get_mask("w").all()  # torch cuts its sorted list from the wrong end
+    assert not other.get_mask("w").all()  # torch slices its sorted list from the wrong end
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_loading_without_strictness_leaves_data_of_the_same_name_alone():
 
 
 class Halved(nn.Module):
-    """A parametrization of the user's own."""
+    """A custom parametrization."""
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__()

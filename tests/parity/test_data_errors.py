@@ -1,4 +1,4 @@
-"""Bad input to the data sparsifiers: the error types of torch, with a sentence to act on, and nothing changed."""
+"""Wrong input to data sparsifiers raises the error types of torch with a helpful message, and changes nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def made(library: Any = ours, **settings: Any) -> Any:
 
 
 def looks(sparsifier: Any) -> Any:
-    """All there is to a sparsifier, to compare."""
+    """Returns the complete state of a sparsifier for comparison."""
     held = {key: (id(value), value.tolist()) for key, value in sparsifier._container.state_dict(keep_vars=True).items()}
     masks = {name: (id(state["mask"]), state["mask"].tolist()) for name, state in sparsifier.state.items()}
     return held, masks, {name: dict(config) for name, config in sparsifier.data_groups.items()}
@@ -76,7 +76,7 @@ def test_a_shape_that_the_old_mask_does_not_fit(library):
     sparsifier = made(library)
     before = looks(sparsifier)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if library is theirs else "error")  # torch says that it replaces, and then does not
+        warnings.simplefilter("ignore" if library is theirs else "error")  # torch warns of a replacement that it does not make
         with pytest.raises(AssertionError):
             sparsifier.add_data("weight", torch.ones(2, 2))
     assert looks(sparsifier) == before
@@ -147,7 +147,7 @@ def test_data_with_more_than_two_long_axes(library):
     sparsifier = made(library)
     sparsifier.add_data("cube", torch.ones(2, 3, 4))
     before = looks(sparsifier)
-    with pytest.raises(ValueError, match=r"2-D|two axes"):
+    with pytest.raises(ValueError, match=r"2-D|two dimensions"):
         sparsifier.step()
     if library is ours:
         assert looks(sparsifier) == before

@@ -1,4 +1,4 @@
-"""`post_training_sparse_quantize` on real models, both orders, next to torch's result."""
+"""Compares `post_training_sparse_quantize` with torch's on real models, in both orders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIRST = pytest.mark.parametrize("first", [True, False], ids=["sparsify first", "
 
 @pytest.fixture(autouse=True)
 def quantization_of_torch_may_warn() -> Iterator[None]:
-    """torch says at every quantized tensor, and at `prepare` and `convert`, that it will drop them some day."""
+    """Ignores the deprecation warnings of torch's quantization."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*quantiz", category=Warning)
         yield
@@ -125,7 +125,7 @@ def test_names_that_would_be_one_without_dots_stay_two(first):
     for module in (model.a_b, model.a["b"]):
         assert type(module) is quantized.Embedding
         rows = module.weight().int_repr()
-        assert (rows == rows[:, :1]).all(1).sum() == len(rows) / 2  # zeros, or what is nearest to zero in that row
+        assert (rows == rows[:, :1]).all(1).sum() == len(rows) / 2  # zero, or the value nearest to zero in that row
 
 
 @FIRST

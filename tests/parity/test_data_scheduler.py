@@ -1,4 +1,4 @@
-"""`BaseDataScheduler` next to torch's, and where torch's breaks: rebuilding, pickling, loading."""
+"""Compares `BaseDataScheduler` with torch's, and tests what torch's cannot: rebuilding, pickling, loading."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIBRARIES = pytest.mark.parametrize(
 
 
 def tenths(base: type) -> Any:
-    """A schedule in closed form: a tenth of the target for each step, up to the target."""
+    """Makes a closed-form schedule: a tenth of the target more at each step, up to the target."""
 
     class Tenths(base):
         def get_schedule_param(self) -> dict[str, float]:
@@ -37,7 +37,7 @@ def tenths(base: type) -> Any:
 
 
 class Halves(our_schedulers.BaseDataScheduler):
-    """A chained schedule: half of the value before."""
+    """A chained schedule: half of the previous value."""
 
     def get_schedule_param(self) -> dict[str, float]:
         if self.last_epoch == 0:
@@ -46,7 +46,7 @@ class Halves(our_schedulers.BaseDataScheduler):
 
 
 class Tenths(tenths(our_schedulers.BaseDataScheduler)):
-    """At the top of the module, so that it can be pickled."""
+    """Defined at module level, so that it can be pickled."""
 
 
 def made(sparsifiers: Any = our_sparsifiers) -> Any:
@@ -94,7 +94,7 @@ def test_signature_and_arguments(schedulers, sparsifiers):
     with pytest.raises(NotImplementedError):
         schedulers.BaseDataScheduler(sparsifier, "sparsity_level")
     if schedulers is our_schedulers:
-        assert "step" not in vars(sparsifier)  # left as it was
+        assert "step" not in vars(sparsifier)  # unchanged
 
 
 @LIBRARIES
@@ -140,7 +140,7 @@ def test_a_scheduler_made_anew_in_the_middle_keeps_its_targets():
         again = kind(sparsifier, "sparsity_level", last_epoch=5)
         told[schedulers] = again.base_param, levels(sparsifier)
     assert told[our_schedulers] == ({"a": 0.8, "b": 0.8}, [pytest.approx(0.48)] * 2)
-    assert told[their_schedulers][0] == {"a": 0.4, "b": 0.4}  # the level of the moment, taken for the target
+    assert told[their_schedulers][0] == {"a": 0.4, "b": 0.4}  # torch takes the current level as the target
 
 
 def test_a_level_that_the_user_sets_in_the_middle_is_the_new_target():

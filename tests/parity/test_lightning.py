@@ -1,4 +1,4 @@
-"""The Lightning callbacks in a real `Trainer.fit`, next to torch's own on the same seed."""
+"""Lightning callbacks in a real `Trainer.fit`: ours beside torch's, and Lightning's ModelPruning on our module."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import Tensor, nn
 from torch.ao.pruning._experimental import data_scheduler as their_schedulers
 from torch.ao.pruning._experimental import data_sparsifier as their_sparsifiers
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.data import DataLoader, TensorDataset
 
+from secateur.drop_in import prune as our_prune
 from secateur.drop_in.ao_pruning._experimental import data_scheduler as our_schedulers
 from secateur.drop_in.ao_pruning._experimental import data_sparsifier as our_sparsifiers
 
@@ -30,7 +32,7 @@ LEVEL = {"sparsity_level": 0.2, "sparse_block_shape": (1, 4), "zeros_per_block":
 
 
 def doubling(base: type) -> Any:
-    """The level twice as high after each epoch."""
+    """Makes a scheduler class that doubles the level after each epoch."""
 
     class Doubling(base):
         def __init__(self, data_sparsifier, schedule_param="sparsity_level", gamma=2, last_epoch=-1, verbose=False):
@@ -45,7 +47,7 @@ def doubling(base: type) -> Any:
 
 
 def fit(callback: Any, package: str, folder: Path, epochs: int = 2) -> Any:
-    """Train a small network for some epochs; its callbacks are those of the library under test."""
+    """Trains a small network with this callback."""
     pl: Any = importlib.import_module(package)
 
     class Small(pl.LightningModule):
@@ -147,6 +149,82 @@ def test_a_module_that_has_no_model_is_told_so():
     pl: Any = importlib.import_module("pytorch_lightning")
     with pytest.raises(AttributeError, match=r"self\.model"):
         post_training(ours=True).on_fit_end(None, pl.LightningModule())
+
+
+# --- ModelPruning -----------------------------------------------------------------------------------------------------
+
+PACKAGES = ["pytorch_lightning", "lightning.pytorch"]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "global l1": {"pruning_fn": "l1_unstructured", "use_global_unstructured": True},
+    "global random": {"pruning_fn": "random_unstructured", "use_global_unstructured": True},
+    "local l1": {"pruning_fn": "l1_unstructured", "use_global_unstructured": False},
+    "local random": {"pruning_fn": "random_unstructured", "use_global_unstructured": False},
+    "channels": {"pruning_fn": "ln_structured", "use_global_unstructured": False, "pruning_dim": 0, "pruning_norm": 2},
+    "random channels": {"pruning_fn": "random_structured", "use_global_unstructured": False, "pruning_dim": 1},
+}
+
+
+def put_in_place(monkeypatch: pytest.MonkeyPatch, package: str) -> Any:
+    """Makes the callback of this package use our module instead of torch's."""
+    module = importlib.import_module(f"{package}.callbacks.pruning")
+    monkeypatch.setattr(module, "pytorch_prune", our_prune)
+    for table in ("_PYTORCH_PRUNING_FUNCTIONS", "_PYTORCH_PRUNING_METHOD"):
+        names = {key: value.__name__ for key, value in vars(module)[table].items()}
+        monkeypatch.setattr(module, table, {key: getattr(our_prune, name) for key, name in names.items()})
+    return module
+
+
+def weights(module: Any) -> list[Tensor]:
+    return [parameter.detach() for parameter in module.model.parameters()]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_model_pruning_gives_the_same_weights_with_ours_in_place(settings, package, tmp_path, monkeypatch):
+    pytest.importorskip(package)
+    module = importlib.import_module(f"{package}.callbacks.pruning")
+    # Pruned once, because a second round of torch's ranks the weights of the last forward pass and ours the current ones.
+    arguments = {"amount": 0.5, "apply_pruning": lambda epoch: epoch == 0, **SETTINGS[settings]}
+    expected = weights(fit(module.ModelPruning(**arguments), package, tmp_path, epochs=3))
+    put_in_place(monkeypatch, package)
+    found = fit(module.ModelPruning(**arguments), package, tmp_path, epochs=3)
+    assert not our_prune.is_pruned(found)
+    for mine, other in zip(weights(found), expected, strict=True):
+        assert torch.equal(mine, other)
+        assert (mine == 0).any()
+
+
+@pytest.mark.parametrize("method", ["L1Unstructured", "RandomUnstructured"])
+@pytest.mark.parametrize("package", PACKAGES)
+def test_model_pruning_accepts_our_classes(method, package, tmp_path):
+    pytest.importorskip(package)
+    module = importlib.import_module(f"{package}.callbacks.pruning")
+    found = []
+    for library in (our_prune, torch.nn.utils.prune):
+        callback = module.ModelPruning(getattr(library, method), amount=0.3, use_global_unstructured=True)
+        found.append(weights(fit(callback, package, tmp_path, epochs=3)))
+    for mine, other in zip(*found, strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("lottery", [False, True])
+def test_rounds_of_model_pruning_compound(lottery, tmp_path, monkeypatch):
+    module = put_in_place(monkeypatch, "pytorch_lightning")
+    callback = module.ModelPruning(
+        "l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=lottery, make_pruning_permanent=False
+    )
+    trained = fit(callback, "pytorch_lightning", tmp_path, epochs=3)
+    layers = [layer for layer in trained.model.modules() if isinstance(layer, nn.Linear)]
+    kept = sum(int(layer.weight_mask.sum()) for layer in layers)
+    assert kept == sum(layer.weight_mask.numel() for layer in layers) / 8
+    assert torch.nn.utils.prune.is_pruned(trained)
+    checkpoint: dict[str, Any] = {}
+    callback._make_pruning_permanent = True
+    callback.on_save_checkpoint(None, trained, checkpoint)
+    assert checkpoint["state_dict"].keys() == {"model.0.weight", "model.2.0.weight"}
+    callback.on_train_end(None, trained)
+    assert not torch.nn.utils.prune.is_pruned(trained)
+    assert sum(int((weight != 0).sum()) for weight in weights(trained)) == kept
 
 
 def test_lightning_is_not_imported_with_the_sparsifiers():

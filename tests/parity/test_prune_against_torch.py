@@ -1,4 +1,4 @@
-"""`drop_in.prune` against the installed `torch.nn.utils.prune`: same call, same seed, same everything."""
+"""Compares `drop_in.prune` with the installed `torch.nn.utils.prune`: the same calls with the same seeds."""
 
 from __future__ import annotations
 
@@ -76,6 +76,57 @@ def test_state_forward_backward_and_remove(twins, module, method):
     assert torch.equal(mine.weight.grad, other.weight.grad)
 
 
+EMPTY = {
+    "no outputs": lambda: nn.Linear(4, 0),
+    "no inputs": lambda: nn.Linear(0, 4),
+    "neither": lambda: nn.Linear(0, 0),
+    "no filters": lambda: nn.Conv1d(2, 0, 1),
+}
+ON_EMPTY = {
+    "l1": lambda p, m, amount, dim: p.l1_unstructured(m, "weight", amount),
+    "random": lambda p, m, amount, dim: p.random_unstructured(m, "weight", amount),
+    "ln": lambda p, m, amount, dim: p.ln_structured(m, "weight", amount, 2, dim),
+    "random-structured": lambda p, m, amount, dim: p.random_structured(m, "weight", amount, dim),
+    "global": lambda p, m, amount, dim: p.global_unstructured([(m, "weight")], p.L1Unstructured, amount=amount),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("amount", [0, 0.5, 1.0, 1])
+@pytest.mark.parametrize("method", ON_EMPTY)
+@pytest.mark.parametrize("module", EMPTY)
+def test_empty_tensors(module, method, amount, dim):
+    ends = []
+    for library in (ours, theirs):
+        made = EMPTY[module]()
+        try:
+            ON_EMPTY[method](library, made, amount, dim)
+        except Exception as error:
+            ends.append(type(error))
+        else:
+            ends.append({name: (tensor.shape, tensor.dtype) for name, tensor in made.state_dict().items()})
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("method", [*METHODS, "global", "global-random", "global-none", "global-all"])
+def test_pruning_on_top_of_a_mask_with_other_values_than_0_and_1(twins, method):
+    def call(p, m):
+        mask = torch.ones(8, 12)
+        mask[0], mask[1, 0], mask[2, 1] = 0.5, 0, 2
+        p.custom_from_mask(m, "weight", mask)
+        if method in METHODS:
+            METHODS[method](p, m)
+        else:
+            kind = p.RandomUnstructured if method == "global-random" else p.L1Unstructured
+            amount = {"global-none": 0, "global-all": 1.0}.get(method, 0.4)
+            p.global_unstructured([(m, "weight"), (m, "bias")], kind, amount=amount)
+
+    mine, other = twins(nn.Linear(12, 8))
+    both(call, mine, other)
+    assert_same_state(mine, other)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("method", [m for m in METHODS if m != "random"])
 def test_dtypes(twins, method, dtype):
@@ -110,7 +161,7 @@ def test_low_precision_draws_differ_only_among_equal_draws(dtype):
     assert draws[masks[0] != masks[1]].unique().numel() <= 1
 
 
-@pytest.mark.parametrize("second", [m for m in METHODS if m != "ln--inf"])  # a masked channel: norms of 0, all equal
+@pytest.mark.parametrize("second", [m for m in METHODS if m != "ln--inf"])  # masked channels all have norm 0
 @pytest.mark.parametrize("first", ["identity", "random", "l1", "custom", "ln-2-0", "random-structured-last"])
 def test_two_calls_compound(twins, first, second):
     mine, other = twins(nn.Conv2d(4, 6, 3))
@@ -184,7 +235,7 @@ def test_global(method, dtypes):
     other = copy.deepcopy(mine)
     both(GLOBAL[method], mine, other)
     assert_same_state(mine, other)
-    both(GLOBAL["l1"], mine, other)  # on what is left
+    both(GLOBAL["l1"], mine, other)  # on what the first call left
     both(GLOBAL["random"], mine, other)
     assert_same_state(mine, other)
     both(lambda p, m: p.remove(m[0], "weight"), mine, other)

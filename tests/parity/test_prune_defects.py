@@ -1,4 +1,4 @@
-"""The defects of torch.nn.utils.prune that are mended here. Each test holds for ours and fails on torch's own."""
+"""Defects of torch.nn.utils.prune that are fixed here. Each test in `FIXED` passes for ours and fails for torch's."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch import nn
 
 from secateur.drop_in import prune as ours
 
-MENDED = {}
+FIXED = {}
 
 
-def mended(test):
-    MENDED[test.__name__] = test
+def fixed(test):
+    FIXED[test.__name__] = test
     return test
 
 
@@ -28,7 +28,7 @@ def is_fresh(module, name="weight"):
     return torch.equal(getattr(module, name), getattr(module, name + "_mask") * getattr(module, name + "_orig"))
 
 
-@mended
+@fixed
 def deepcopy_of_a_pruned_model_is_independent(prune):
     model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4))
     prune.l1_unstructured(model[0], "weight", 0.5)
@@ -46,7 +46,7 @@ def deepcopy_of_a_pruned_model_is_independent(prune):
     assert new[1].weight_hh_l0.dtype == torch.float64
 
 
-@mended
+@fixed
 def weight_is_fresh_after_an_optimizer_step(prune):
     module = prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
@@ -55,14 +55,14 @@ def weight_is_fresh_after_an_optimizer_step(prune):
     assert is_fresh(module)
 
 
-@mended
+@fixed
 def weight_is_fresh_after_load_state_dict(prune):
     a, b = (prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5) for _ in range(2))
     nn.Sequential(a).load_state_dict(nn.Sequential(b).state_dict())
     assert torch.equal(a.weight, b.weight)
 
 
-@mended
+@fixed
 def weight_follows_the_module_to_another_dtype(prune):
     model = nn.Sequential(prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5)).to(torch.float64)
     assert model[0].weight.dtype == torch.float64
@@ -70,14 +70,14 @@ def weight_follows_the_module_to_another_dtype(prune):
     assert model[0].weight_orig.grad is not None
 
 
-@mended
+@fixed
 def weight_leads_to_the_original_after_unpickling(prune):
     module = pickle.loads(pickle.dumps(prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5)))
     module.forward(torch.ones(1, 4)).sum().backward()
     assert module.weight_orig.grad is not None
 
 
-@mended
+@fixed
 def second_call_ranks_the_weights_as_they_are_now(prune):
     module = nn.Linear(4, 1, bias=False)
     module.weight.data = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
@@ -88,7 +88,7 @@ def second_call_ranks_the_weights_as_they_are_now(prune):
     assert module.weight_mask.tolist() == [[0.0, 1.0, 1.0, 0.0]]
 
 
-@mended
+@fixed
 def failed_second_call_restores_hook_and_state(prune):
     module = prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5)
     with pytest.raises(ValueError, match="amount"):
@@ -97,7 +97,7 @@ def failed_second_call_restores_hook_and_state(prune):
     prune.remove(module, "weight")
 
 
-@mended
+@fixed
 def failed_third_call_is_not_in_the_container(prune):
     module = nn.Linear(4, 4)
     for _ in range(2):
@@ -109,7 +109,7 @@ def failed_third_call_is_not_in_the_container(prune):
     assert hook in module._forward_pre_hooks.values()
 
 
-@mended
+@fixed
 def failed_global_call_prunes_nothing(prune):
     good, bad = nn.Linear(4, 4), nn.Linear(4, 4)
     bad.register_buffer("table", torch.ones(2))
@@ -118,7 +118,7 @@ def failed_global_call_prunes_nothing(prune):
     assert not prune.is_pruned(good)
 
 
-@mended
+@fixed
 def a_missing_bias_is_refused_before_anything_changes(prune):
     module = nn.Linear(4, 4, bias=False)
     with pytest.raises(TypeError):
@@ -126,7 +126,7 @@ def a_missing_bias_is_refused_before_anything_changes(prune):
     assert list(module._parameters) == ["weight", "bias"]
 
 
-@mended
+@fixed
 def a_pruned_recurrent_layer_can_be_copied(prune):
     module = prune.l1_unstructured(nn.LSTM(4, 4), "weight_hh_l0", 0.5)
     new = copy.deepcopy(module)
@@ -135,7 +135,7 @@ def a_pruned_recurrent_layer_can_be_copied(prune):
     assert torch.equal(new(x)[0], module(x)[0])
 
 
-@mended
+@fixed
 def attention_output_projection_trains(prune):
     module = nn.MultiheadAttention(8, 2)
     prune.l1_unstructured(module.out_proj, "weight", 0.5)
@@ -144,21 +144,21 @@ def attention_output_projection_trains(prune):
     for _ in range(3):
         before = module.out_proj.weight_orig.detach().clone()
         optimizer.zero_grad()
-        for _ in range(2):  # accumulation: the projection is never called, so its graph must be renewed in between
+        for _ in range(2):  # accumulation: the projection is never called, so its graph is renewed after each backward pass
             module(x, x, x)[0].pow(2).sum().backward()
         optimizer.step()
         assert is_fresh(module.out_proj)
         assert not torch.equal(module.out_proj.weight_orig, before)
 
 
-@mended
+@fixed
 def global_pruning_takes_a_generator(prune):
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
     prune.global_unstructured(((layer, "weight") for layer in layers), prune.L1Unstructured, amount=0.5)
     assert sum(int((layer.weight_mask == 0).sum()) for layer in layers) == 16
 
 
-@mended
+@fixed
 def hooks_hold_no_masks(prune):
     layers = [nn.Linear(100, 100, bias=False) for _ in range(4)]
     for _ in range(5):
@@ -166,10 +166,10 @@ def hooks_hold_no_masks(prune):
     (hook,) = layers[0]._forward_pre_hooks.values()
     assert len(hook) == 5
     assert all(method.mask is None for method in hook)
-    assert len(pickle.dumps(layers[0])) < 2.2 * 40_000  # weight and mask, and no product
+    assert len(pickle.dumps(layers[0])) < 2.2 * 40_000  # weight and mask, without their product
 
 
-@mended
+@fixed
 def given_masks_are_not_kept(prune):
     module = nn.Linear(100, 100, bias=False)
     for step in range(3):
@@ -183,7 +183,7 @@ def given_masks_are_not_kept(prune):
     assert reference() is None
 
 
-@mended
+@fixed
 def global_scores_of_another_shape_are_refused(prune):
     module = nn.Linear(4, 4)
     with pytest.raises(AssertionError):
@@ -192,13 +192,13 @@ def global_scores_of_another_shape_are_refused(prune):
         )
 
 
-@mended
+@fixed
 def a_misspelt_scores_key_is_refused(prune):
     with pytest.raises(TypeError):
         prune.global_unstructured([(nn.Linear(4, 4), "weight")], prune.L1Unstructured, {"typo": 1}, amount=0.5)
 
 
-@mended
+@fixed
 def container_does_not_write_into_the_mask_it_is_given(prune):
     method = prune.L1Unstructured(2)
     method._tensor_name = "t"
@@ -207,7 +207,7 @@ def container_does_not_write_into_the_mask_it_is_given(prune):
     assert given.sum() == 8
 
 
-@mended
+@fixed
 def parameters_keep_their_order(prune):
     module = nn.Linear(4, 2)
     prune.l1_unstructured(module, "weight", 0.5)
@@ -217,7 +217,7 @@ def parameters_keep_their_order(prune):
     assert [name for name, _ in module.named_parameters()] == ["weight", "bias"]
 
 
-@mended
+@fixed
 def an_optimizer_checkpoint_fits_after_prune_and_remove(prune):
     a, b = nn.Linear(4, 2), nn.Linear(4, 2)
     first = torch.optim.Adam(a.parameters())
@@ -231,7 +231,7 @@ def an_optimizer_checkpoint_fits_after_prune_and_remove(prune):
     second.step()
 
 
-@mended
+@fixed
 def equal_scores_go_from_the_lowest_index(prune):
     module = nn.Linear(4, 1, bias=False)
     module.weight.data.fill_(1.0)
@@ -239,7 +239,7 @@ def equal_scores_go_from_the_lowest_index(prune):
     assert module.weight_mask.tolist() == [[0.0, 0.0, 1.0, 1.0]]
 
 
-@mended
+@fixed
 def nan_is_an_error_that_names_the_tensor(prune):
     module = nn.Linear(4, 4)
     module.weight.data[0, 0] = float("nan")
@@ -253,7 +253,7 @@ def nan_is_an_error_that_names_the_tensor(prune):
     assert not prune.is_pruned(module)
 
 
-@mended
+@fixed
 def a_channels_last_weight_can_be_pruned(prune):
     module = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
     prune.l1_unstructured(module, "weight", 0.5)
@@ -261,22 +261,22 @@ def a_channels_last_weight_can_be_pruned(prune):
     assert int((module.weight_mask == 0).sum()) == 162
 
 
-@mended
+@fixed
 def a_shared_graph_transform_can_be_copied(prune):
     model = nn.Sequential(prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5), nn.ReLU())
     x = torch.randn(2, 8)
     assert torch.equal(copy.deepcopy(torch.fx.symbolic_trace(model))(x), model(x))
 
 
-@pytest.mark.parametrize("name", MENDED)
-def test_mended(name):
-    MENDED[name](ours)
+@pytest.mark.parametrize("name", FIXED)
+def test_fixed(name):
+    FIXED[name](ours)
 
 
-@pytest.mark.parametrize("name", MENDED)
+@pytest.mark.parametrize("name", FIXED)
 def test_torch_has_the_defect(name):
     with pytest.raises((Exception, pytest.fail.Exception)):
-        MENDED[name](theirs)
+        FIXED[name](theirs)
 
 
 PEAK = """
@@ -298,7 +298,7 @@ def test_global_pruning_needs_no_copy_of_the_weights():
     for library in ("secateur.drop_in", "torch.nn.utils"):
         code = PEAK.format(library=library)
         growth[library] = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
-    assert growth["secateur.drop_in"] < 3  # mask and masked weight are one each, as the contract has it
+    assert growth["secateur.drop_in"] < 3  # mask and masked weight take one each, as in torch
     assert growth["torch.nn.utils"] > 2 * growth["secateur.drop_in"]
 
 

@@ -1,4 +1,4 @@
-"""Code that users have written for torch.nn.utils.prune, with the import changed."""
+"""User code for torch.nn.utils.prune runs with only the import changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATH = "secateur.drop_in.prune"
 
 
 class EveryOther(prune.BasePruningMethod):
-    """The method of torch's pruning tutorial."""
+    """Prunes every other element, as the method in torch's pruning tutorial does."""
 
     PRUNING_TYPE = "unstructured"
 
@@ -37,7 +37,7 @@ def every_other(module, name):
 
 
 class Below(prune.BasePruningMethod):
-    """Writes into the mask it was given, as user code does."""
+    """Writes to the mask that it receives, as user code does."""
 
     PRUNING_TYPE = "unstructured"
 
@@ -66,7 +66,7 @@ class FirstRows(prune.BasePruningMethod):
 
 
 class Gentler(prune.L1Unstructured):
-    """Calls the method it extends."""
+    """Calls the method of its base class."""
 
     def compute_mask(self, t, default_mask):
         mask = super().compute_mask(t, default_mask)
@@ -75,7 +75,7 @@ class Gentler(prune.L1Unstructured):
 
 
 class Scaled(prune.L1Unstructured):
-    """Has its own idea of how a mask is applied."""
+    """Overrides `apply_mask`."""
 
     def apply_mask(self, module):
         return super().apply_mask(module) * 2
@@ -362,7 +362,7 @@ def test_masks_have_memory_of_their_own(amount):
         module = nn.Linear(4, 6)
         call(module)
         assert module.weight_mask.is_contiguous()
-        module.weight_mask[0, 0] = 5  # would be everywhere in a broadcast mask
+        module.weight_mask[0, 0] = 5  # would change every element of an expanded mask
         assert int((module.weight_mask == 5).sum()) == 1
 
 

@@ -1,4 +1,4 @@
-"""The structured pruner does what torch's does where torch is right: names, states, masks, shapes, outputs."""
+"""Compares the structured pruner with torch's where torch's is correct: names, states, masks, shapes, outputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def module(library, name):
 
 
 def twins(layers, config, level=0.5, kind="SaliencyPruner", **settings):
-    """The same model twice, prepared and stepped by each library."""
+    """Prepares and steps a copy of the model with each library."""
     made = []
     for library in (ours, theirs):
         torch.manual_seed(0)
@@ -126,7 +126,7 @@ def test_models_and_pruners_have_the_same_state():
 
 @pytest.mark.parametrize("x", [torch.randn(2, 8), torch.randn(2, 8, 8)], ids=["rows", "seq==features"])
 def test_masked_models_give_the_same(x):
-    """On rows; where torch puts the bias on the sequence, ours does not."""
+    """Equal on rows. On sequences torch adds the bias along the wrong dimension."""
     (mine, _), (other, _) = twins(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), ["0.weight"])
     same = torch.allclose(mine(x.double()), other(x.double()))
     assert same is (x.dim() == 2)
@@ -157,7 +157,7 @@ CASES = {
     ("name", "prune_bias"),
     [
         (name, prune_bias) for name in CASES for prune_bias in (True, False) if prune_bias or name != "head"
-    ],  # torch loses it there
+    ],  # torch loses the bias there
 )
 def test_pruned_models_are_the_same(name, prune_bias):
     layers, config, shape = CASES[name]
@@ -174,7 +174,7 @@ def test_pruned_models_are_the_same(name, prune_bias):
 
 
 class BottomHalf:
-    """Masks the second half of every gate, as a pruner of one's own would."""
+    """A user-defined pruner that masks the second half of every gate."""
 
     def update_mask(self, module, tensor_name, **kwargs):
         for one in module.parametrizations[tensor_name]:
@@ -219,7 +219,7 @@ def test_recurrent_layers_get_the_same_weights(norm):
 def test_returned_units_of_a_recurrent_layer_go():
     torch.manual_seed(0)
     model = Model()
-    pruner = ours.LSTMSaliencyPruner({"sparsity_level": 0.5})
+    pruner = ours.SaliencyPruner({"sparsity_level": 0.5})
     pruner.prepare(model, [{"tensor_fqn": f"lstm.weight_{k}_l{i}"} for i in (0, 1) for k in ("ih", "hh")])
     pruner.step()
     x, kept = torch.randn(1, 8), model.lstm.parametrizations.weight_hh_l0[0].mask[:6]

@@ -1,4 +1,4 @@
-"""Defects of torch's structured pruner that are mended here. Each test holds for ours and fails on torch's own."""
+"""Defects of torch's structured pruner that are fixed here. Each test in `FIXED` passes for ours and fails for torch's."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import nn
 
 import secateur.drop_in.ao_pruning._experimental.pruner as ours
 
-MENDED = {}
+FIXED = {}
 
 
-def mended(test):
-    MENDED[test.__name__] = test
+def fixed(test):
+    FIXED[test.__name__] = test
     return test
 
 
 class Net(nn.Module):
-    """Layers, and how they are put together."""
+    """A module with these layers and this forward function."""
 
     def __init__(self, forward, **layers):
         super().__init__()
@@ -54,7 +54,7 @@ def rows(*shape):
 
 
 def prepared(library, model, layers, kind="SaliencyPruner", **settings):
-    """A double-precision model in which no statistic has its trivial value, with half of the rows of these layers masked."""
+    """Prepares a double-precision copy with random BatchNorm statistics, and masks half of the rows of these layers."""
     torch.manual_seed(0)
     model = copy.deepcopy(model).double().eval()
     for module in model.modules():
@@ -70,7 +70,7 @@ def prepared(library, model, layers, kind="SaliencyPruner", **settings):
 
 
 def shrinks_exactly(library, model, layers, x, smaller=True, **settings):
-    """prune() gives what the masked model gave, with fewer parameters."""
+    """Asserts that prune() keeps the output of the masked model and removes parameters."""
     model, pruner = prepared(library, model, layers, **settings)
     before, size = model(x), sum(p.numel() for p in model.parameters())
     pruned = pruner.prune()
@@ -82,14 +82,14 @@ def shrinks_exactly(library, model, layers, x, smaller=True, **settings):
 # --- the bias of a prepared layer -------------------------------------------------------------------------------------
 
 
-@mended
+@fixed
 def a_bias_gets_its_gradient(library):
     model, _ = prepared(library, nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), ["0.weight"])
     model(rows()).sum().backward()
     assert model[0]._bias.grad.count_nonzero() > 0
 
 
-@mended
+@fixed
 def a_frozen_bias_stays_frozen(library):
     layer = nn.Linear(8, 8)
     layer.bias.requires_grad_(False)
@@ -98,7 +98,7 @@ def a_frozen_bias_stays_frozen(library):
     assert not pruner.prune().get_submodule("0").bias.requires_grad
 
 
-@mended
+@fixed
 def a_forward_pass_leaves_the_values_of_a_bias_alone(library):
     model, _ = prepared(library, nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), ["0.weight"])
     before = model[0]._bias.clone()
@@ -106,7 +106,7 @@ def a_forward_pass_leaves_the_values_of_a_bias_alone(library):
     assert torch.equal(model[0]._bias, before)
 
 
-@mended
+@fixed
 def a_bias_belongs_to_the_features_of_a_sequence(library):
     plain = nn.Sequential(nn.Linear(8, 6)).double()
     model, _ = prepared(library, plain, ["0.weight"], sparsity_level=0.0)
@@ -114,7 +114,7 @@ def a_bias_belongs_to_the_features_of_a_sequence(library):
     torch.testing.assert_close(model(x), plain(x))
 
 
-@mended
+@fixed
 def unbatched_inputs_run(library):
     for plain, x in ((nn.Linear(8, 6), rows(8)), (nn.Conv2d(3, 5, 1), rows(3, 4, 4))):
         model, _ = prepared(library, nn.Sequential(plain), ["0.weight"], sparsity_level=0.0)
@@ -150,14 +150,14 @@ def _chain(name):
         pruned = shrinks_exactly(library, model, ["0.weight"], x())
         assert len(pruned.get_submodule("0").weight) == model[0].weight.shape[0] // 2
 
-    MENDED[f"units_before_{name}_go"] = test
+    FIXED[f"units_before_{name}_go"] = test
 
 
 for _name in CHAINS:
     _chain(_name)
 
 
-@mended
+@fixed
 def every_reader_of_a_layer_follows(library):
     model = Net(lambda s, x: s.b(s.a(x)) + s.c(s.a(x)), a=nn.Conv2d(3, 8, 1), b=nn.Conv2d(8, 4, 1), c=nn.Conv2d(8, 4, 1))
     twice = Net(lambda s, x: s.b(y := s.a(x)) + s.c(y), a=model.a, b=model.b, c=model.c)
@@ -165,7 +165,7 @@ def every_reader_of_a_layer_follows(library):
         shrinks_exactly(library, one, ["a.weight"], images())
 
 
-@mended
+@fixed
 def both_sides_of_a_sum_lose_what_both_have_masked(library):
     layers = {"a": nn.Conv2d(3, 8, 1), "b": nn.Conv2d(3, 8, 1), "c": nn.Conv2d(8, 4, 1)}
     layers["b"].weight.data = layers["a"].weight.data * 2
@@ -173,7 +173,7 @@ def both_sides_of_a_sum_lose_what_both_have_masked(library):
     shrinks_exactly(library, model, ["a.weight", "b.weight"], images())
 
 
-@mended
+@fixed
 def the_parts_of_a_concatenation_go_one_by_one(library):
     model = Net(
         lambda s, x: s.c(torch.cat([s.a(x), s.b(x)], 1)), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(3, 6, 1), c=nn.Conv2d(10, 4, 1)
@@ -182,7 +182,7 @@ def the_parts_of_a_concatenation_go_one_by_one(library):
     assert pruned.c.in_channels == 5
 
 
-@mended
+@fixed
 def a_grouped_convolution_loses_the_same_channels_in_each_group(library):
     first = nn.Conv2d(3, 8, 1)
     first.weight.data[[0, 1, 4, 5]] *= 0.01
@@ -191,14 +191,14 @@ def a_grouped_convolution_loses_the_same_channels_in_each_group(library):
     assert pruned.get_submodule("1").weight.shape == (6, 2, 1, 1)
 
 
-@mended
+@fixed
 def a_separable_block_loses_what_its_depthwise_layer_has_masked(library):
     block = [nn.BatchNorm2d(8), nn.ReLU6(), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8), nn.ReLU6()]
     model = nn.Sequential(nn.Conv2d(3, 8, 1), *block, nn.Conv2d(8, 4, 1))
     assert shrinks_exactly(library, model, ["3.weight"], images()).get_submodule("0").out_channels == 4
 
 
-@mended
+@fixed
 def a_unit_that_a_masked_layer_multiplies_goes(library):
     def gated(s, x):
         y = F.silu(s.a(x))
@@ -213,11 +213,11 @@ def a_unit_that_a_masked_layer_multiplies_goes(library):
     assert shrinks_exactly(library, Net(gated, **layers), ["a.weight"], images()).out.in_channels == 4
 
 
-@mended
+@fixed
 def a_unit_that_something_else_makes_stays_even_if_these_inputs_do_not_show_it(library):
     layers = {"a": nn.Conv2d(3, 8, 1), "b": nn.Conv2d(3, 8, 1), "c": nn.Conv2d(8, 4, 1)}
     layers["b"].weight.data.abs_()
-    layers["b"].bias.data.fill_(-100.0)  # shut for any ordinary input
+    layers["b"].bias.data.fill_(-100.0)  # the ReLU after it is zero for ordinary inputs
     model, pruner = prepared(library, Net(lambda s, x: s.c(F.relu(s.a(x) + s.b(x))), **layers), ["a.weight"])
     loud = images().abs() * 1000
     model(images())
@@ -227,7 +227,7 @@ def a_unit_that_something_else_makes_stays_even_if_these_inputs_do_not_show_it(l
         torch.testing.assert_close(pruner.prune()(loud), before)
 
 
-@mended
+@fixed
 def under_padding_units_go_whose_constant_an_activation_shuts(library):
     shift = nn.BatchNorm2d(8)
     model, pruner = prepared(
@@ -245,7 +245,7 @@ def under_padding_units_go_whose_constant_an_activation_shuts(library):
     assert pruned.get_submodule("3").in_channels == 6
 
 
-@mended
+@fixed
 def a_constant_that_an_average_with_padding_changes_keeps_its_unit(library):
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.AvgPool2d(3, 1, 1), nn.ReLU(), nn.Conv2d(8, 4, 1))
     with warnings.catch_warnings():
@@ -253,13 +253,13 @@ def a_constant_that_an_average_with_padding_changes_keeps_its_unit(library):
         shrinks_exactly(library, model, ["0.weight"], images(), smaller=False, prune_bias=False)
 
 
-@mended
+@fixed
 def a_pool_after_a_layer_without_bias_has_no_constant(library):
     model = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
     shrinks_exactly(library, model, ["0.weight"], images(), prune_bias=False)
 
 
-@mended
+@fixed
 def the_last_layer_keeps_the_bias_of_what_it_keeps(library):
     for plain, x in ((nn.Linear(8, 8), rows()), (nn.Conv2d(3, 8, 1), images())):
         model, pruner = prepared(library, nn.Sequential(plain), ["0.weight"], prune_bias=False)
@@ -267,7 +267,7 @@ def the_last_layer_keeps_the_bias_of_what_it_keeps(library):
         torch.testing.assert_close(pruner.prune()(x), expected)
 
 
-@mended
+@fixed
 def layers_may_differ_in_prune_bias(library):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     for first, second in ((False, True), (True, False)):
@@ -275,7 +275,7 @@ def layers_may_differ_in_prune_bias(library):
         shrinks_exactly(library, model, config, rows())
 
 
-@mended
+@fixed
 def a_failing_conversion_leaves_the_model_as_it_was(library):
     def fail(*_):
         raise ValueError("no")
@@ -304,10 +304,10 @@ HIDDEN = ["rnn.weight_ih_l0", "rnn.weight_hh_l0"]
 
 def _recurrent(name, layers=None, kind=nn.LSTM, **settings):
     def test(library):
-        pruned = shrinks_exactly(library, Recurrent(kind, **settings), layers, rows(5, 2, 8), kind="LSTMSaliencyPruner")
+        pruned = shrinks_exactly(library, Recurrent(kind, **settings), layers, rows(5, 2, 8))
         assert pruned.rnn.hidden_size == 4
 
-    MENDED[f"units_of_{name}_go"] = test
+    FIXED[f"units_of_{name}_go"] = test
 
 
 _recurrent("an_lstm", HIDDEN)
@@ -318,18 +318,18 @@ _recurrent("an_lstm_of_two_layers", [*HIDDEN, "rnn.weight_ih_l1", "rnn.weight_hh
 _recurrent("a_gru", HIDDEN, kind=nn.GRU)
 
 
-@mended
+@fixed
 def an_lstm_needs_no_config(library):
     model = Recurrent(num_layers=2)
     model.head = nn.Identity()
-    model, pruner = prepared(library, model, None, kind="LSTMSaliencyPruner")
+    model, pruner = prepared(library, model, None)
     assert [group["tensor_name"] for group in pruner.groups] == [f"weight_{k}_l{i}" for i in (0, 1) for k in ("ih", "hh")]
     x = rows(5, 2, 8)
     before, kept = model(x), model.rnn.parametrizations.weight_ih_l0[0].mask[:8]
     torch.testing.assert_close(pruner.prune()(x), before[..., kept], rtol=1e-9, atol=1e-9)
 
 
-@mended
+@fixed
 def one_masked_matrix_of_an_lstm_is_no_reason_to_fail(library):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -339,14 +339,14 @@ def one_masked_matrix_of_an_lstm_is_no_reason_to_fail(library):
 # --- life with masks --------------------------------------------------------------------------------------------------
 
 
-@mended
+@fixed
 def a_prepared_model_loads_what_it_saved(library):
     for plain, name in ((nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), "0.weight"), (Recurrent(), HIDDEN[0])):
         model, _ = prepared(library, plain, [name])
         model.load_state_dict(model.state_dict())
 
 
-@mended
+@fixed
 def prepared_models_and_pruners_can_be_pickled(library):
     model, pruner = prepared(library, nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), ["0.weight"])
     x = rows()
@@ -355,7 +355,7 @@ def prepared_models_and_pruners_can_be_pickled(library):
     torch.testing.assert_close(again.prune()(x), model(x), rtol=1e-9, atol=1e-9)
 
 
-@mended
+@fixed
 def filters_nearest_to_all_others_are_pruned_once(library):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 10, 1, bias=False), nn.Conv2d(10, 2, 1))
@@ -367,13 +367,13 @@ def filters_nearest_to_all_others_are_pruned_once(library):
         assert int((~model[0].parametrizations.weight[0].mask).sum()) == 3
 
 
-@pytest.mark.parametrize("name", MENDED)
-def test_mended(name):
-    MENDED[name](ours)
+@pytest.mark.parametrize("name", FIXED)
+def test_fixed(name):
+    FIXED[name](ours)
 
 
-@pytest.mark.parametrize("name", MENDED)
+@pytest.mark.parametrize("name", FIXED)
 @pytest.mark.filterwarnings("ignore")
 def test_torch_has_the_defect(name):
     with pytest.raises((Exception, pytest.fail.Exception)):
-        MENDED[name](theirs)
+        FIXED[name](theirs)

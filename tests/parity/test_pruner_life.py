@@ -1,4 +1,4 @@
-"""The life of a structurally pruned model: copies, compilation, patterns of one's own, errors that leave it as it was."""
+"""Structurally pruned models in use: copies, compilation, custom patterns, and errors that change nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def prepared(model, *names, **settings):
 
 
 def picture(model):
-    """Everything that an error must not change."""
+    """Returns everything that an error must not change."""
     return [
         (type(m), {k: v for k, v in vars(m).items() if not isinstance(v, dict)}, dict(m._parameters), list(m._forward_hooks))
         for m in model.modules()
@@ -95,7 +95,7 @@ def test_nothing_of_the_pruner_is_left():
     assert not model[0]._forward_hooks
     assert not hasattr(model[0], "prune_bias")
     assert type(model[0]) is nn.Conv2d
-    assert model[0].weight is first  # so that an optimizer that holds them notices
+    assert model[0].weight is first  # the same object, which optimizers hold
     assert model[0].bias is second
 
 
@@ -192,7 +192,7 @@ def test_a_model_that_was_never_called_says_so_and_is_left_alone():
         pruner.prune()
     assert same(before, picture(model))
     with pytest.raises(TypeError):
-        model(ROWS)  # a call that fails says nothing about inputs
+        model(ROWS)  # a call that fails does not record inputs
     model(ROWS, scale=2.0)
     pruner.prune()
     assert model.b.in_features == 3
@@ -230,7 +230,7 @@ def test_a_function_of_ones_own_is_called_with_the_chain():
     pruner.step()
     expected = model(ROWS)
     torch.testing.assert_close(pruner.prune()(ROWS), expected)
-    assert seen[-1] == tuple(model)  # before that, on a copy
+    assert seen[-1] == tuple(model)  # the call before that was on a copy
     assert model[2].in_features == 3
 
 
@@ -336,5 +336,5 @@ def test_a_step_without_a_sparsity_level_says_which_tensor_wants_one(pruner):
 def test_a_sparsity_level_that_is_no_share_is_told_with_its_tensor(pruner, level):
     made = pruner({"sparsity_level": level})
     made.prepare(linear(), None)
-    with pytest.raises(ValueError, match=r"of '0\.weight' is the share of its rows to prune"):
+    with pytest.raises(ValueError, match=r"for '0\.weight' must be the fraction of its rows to prune"):
         made.step()

@@ -1,1 +1,1 @@
-"""Drop-ins: the interfaces people have code for, on this package's own engine."""
+"""Drop-in replacements for pruning interfaces of torch, on this package's engine."""

@@ -1,6 +1,6 @@
-"""What pruning does to a module: which of its tensors can be pruned, and how original, mask and hook are put in place.
+"""Changes to a module: which of its tensors can be pruned, and how original, mask and hook are put in place.
 
-Every change is all or nothing.
+Every change is made completely or not at all.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
+from torch.nn.utils.prune import BasePruningMethod
 
 from .._tree import Packed
-from ._upkeep import MaskHook, hooks, keep_fresh, write
+from ._upkeep import hooks, keep_fresh, write
 
 
 def kind(module: nn.Module) -> str:
-    """What an error calls the module."""
+    """Returns the name of a module in error messages."""
     return type(module).__name__
 
 
-def hook_of(module: nn.Module, name: str) -> MaskHook | None:
-    """The hook that prunes this tensor, if there is one."""
+def hook_of(module: nn.Module, name: str) -> BasePruningMethod | None:
+    """Returns the hook that prunes this tensor, ours or torch's, or None."""
     found = [hook for hook in hooks(module) if hook._tensor_name == name]
     if len(found) > 1:
         raise AssertionError(f"{name!r} of {kind(module)} has {len(found)} pruning hooks; put them in one PruningContainer")
     return found[0] if found else None
 
 
-def parameter_to_prune(module: nn.Module, name: str, old: MaskHook | None) -> nn.Parameter:
-    """The parameter that is, or is to be, under the mask; an error that says what is there instead."""
+def parameter_to_prune(module: nn.Module, name: str, old: BasePruningMethod | None) -> nn.Parameter:
+    """Returns the parameter that the mask belongs to. Raises an error that names what `name` is if it cannot be pruned."""
     if old is not None:
         return getattr(module, name + "_orig")
     found = module._parameters.get(name)
@@ -45,7 +46,7 @@ def parameter_to_prune(module: nn.Module, name: str, old: MaskHook | None) -> nn
         raise RuntimeError(f"{where} is sharded (a DTensor); prune it before fully_shard, or use secateur.prune_")
     for taken in (name + "_orig", name + "_mask"):
         if hasattr(module, taken):
-            raise KeyError(f"{kind(module)} has {taken!r} already, and pruning {name!r} needs that name")
+            raise KeyError(f"{kind(module)} already has {taken!r}, and pruning {name!r} needs that name")
     return found
 
 
@@ -63,18 +64,15 @@ def _not_a_parameter(module: nn.Module, name: str, where: str) -> Exception:
     if {name + "_g", name + "_v"} <= module._parameters.keys():
         return TypeError(f"{where} is computed by weight_norm; prune {name + '_v'!r}, or call remove_weight_norm first")
     if name + "_orig" in module._parameters:
-        return TypeError(
-            f"{where} is computed from {name + '_orig'!r} by something else, such as spectral_norm or torch's own prune; "
-            "remove that first"
-        )
+        return TypeError(f"{where} is computed from {name + '_orig'!r}, by spectral_norm for example; remove that first")
     if isinstance(module, Packed):
-        return TypeError(f"{where} is packed, since the layer is compressed; call secateur.decompress_ on the model first")
+        return TypeError(f"{where} is packed because the layer is compressed; call secateur.decompress_ on the model first")
     what = "a buffer" if name in module._buffers else f"a {type(getattr(module, name)).__name__}"
     return TypeError(f"{where} is {what}, not a parameter; only parameters can be pruned")
 
 
-def commit(module: nn.Module, name: str, old: MaskHook | None, hook: MaskHook, mask: Tensor) -> None:
-    """Put original, mask, hook and masked attribute in place."""
+def commit(module: nn.Module, name: str, old: BasePruningMethod | None, hook: BasePruningMethod, mask: Tensor) -> None:
+    """Puts original, mask, hook and masked attribute in place."""
     if old is None:
         rename(module._parameters, name, name + "_orig")
         module.register_forward_pre_hook(hook)
@@ -87,7 +85,7 @@ def commit(module: nn.Module, name: str, old: MaskHook | None, hook: MaskHook, m
 
 
 def rename(entries: dict[str, Any], old: str, new: str) -> None:
-    """Another key in the same place: optimizers and checkpoints go by the order of parameters."""
+    """Renames a key without moving it: optimizers and checkpoints depend on the order of parameters."""
     renamed = [(new if key == old else key, value) for key, value in entries.items()]
     entries.clear()
     entries.update(renamed)
@@ -95,7 +93,7 @@ def rename(entries: dict[str, Any], old: str, new: str) -> None:
 
 @contextmanager
 def all_or_nothing(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """If the body raises, every module and its pruning hooks are as they were before."""
+    """Restores every module and its pruning hooks if the body raises."""
     things = [thing for module in modules for thing in (module, *hooks(module))]
     before = [(thing, dict(vars(thing)), _contents(thing)) for thing in things]
     try:

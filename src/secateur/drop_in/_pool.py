@@ -1,4 +1,4 @@
-"""The pool of a global call: tensors of many modules that compete as if they were one, where they lie."""
+"""Tensors of many modules that a global call ranks together, without copying them into one vector."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from ._module import hook_of, kind, parameter_to_prune
 
 
 class Member:
-    """One tensor in the pool: its scores, and which of its elements are still in play (None: all)."""
+    """One tensor of the pool: its scores, and which of its elements can still be pruned (`in_play`; None means all)."""
 
     def __init__(self, at: int, module: nn.Module, name: str, scores: Tensor | None) -> None:
         old = hook_of(module, name)
         original = parameter_to_prune(module, name, old)
         if scores is not None and scores.shape != original.shape:
-            raise AssertionError(
+            error = AssertionError if scores.numel() == original.numel() else IndexError  # as torch where torch raises
+            raise error(
                 f"the importance_scores of parameters[{at}], {name!r} of {kind(module)}, have shape {tuple(scores.shape)} "
                 f"and the tensor {tuple(original.shape)}; give one score for each element"
             )
@@ -36,20 +37,23 @@ class Member:
         self.dtype = original.dtype
 
     def allowed(self) -> Tensor:
-        """What may still be kept."""
+        """Returns True for every element that may be kept."""
         return torch.ones_like(self.scores, dtype=torch.bool) if self.in_play is None else self.in_play
 
     def mask_with(self, part: Tensor) -> Tensor:
-        """The new mask, from what was decided on all elements, or on those in play in their order."""
+        """Returns the new mask from a decision on all elements, or on those in play in their order.
+
+        As in torch the new mask is a product with the old one, so an entry that is neither 0 nor 1 is squared.
+        """
         if self.in_play is None or self.mask is None:
             return part.reshape(self.scores.shape).to(dtype=self.dtype, copy=True)
         mask = self.mask.to(dtype=self.dtype, copy=True)
         mask[self.in_play] = (part[self.in_play] if part.shape == mask.shape else part).to(mask)
-        return mask
+        return mask.mul_(self.mask)
 
 
 def keep_largest_of(pool: Sequence[Member], drop: int) -> list[Tensor]:
-    """Bool masks that leave out the `drop` smallest magnitudes still in play."""
+    """Returns bool masks without the `drop` smallest magnitudes that are in play."""
     held = any(one.in_play is not None for one in pool)
     kept = select(
         {one.title: Scores.magnitude(_matrix(one.scores)) for one in pool},
@@ -67,18 +71,18 @@ def _matrix(tensor: Tensor) -> Tensor:
 
 
 def ranks_in_place(pool: Sequence[Member]) -> bool:
-    """Integers, and float64 beside narrower floats, have no threshold that compares exactly: they need one vector."""
+    """Returns whether one threshold compares exactly in all dtypes: not for integers, nor for float64 beside other floats."""
     kinds = {one.scores.dtype for one in pool}
     return all(kind.is_floating_point or kind.is_complex for kind in kinds) and not (len(kinds) > 1 and torch.float64 in kinds)
 
 
 def one_vector(pool: Sequence[Member], *, values: bool) -> Tensor:
-    """The scores still in play, one after the other; without values just their number, dtype and device."""
+    """Concatenates the scores in play. Without `values` only the length, dtype and device of the result are meaningful."""
     devices = {str(one.scores.device) for one in pool}
     if len(devices) > 1:
         raise TypeError(
-            f"the tensors lie on {' and '.join(sorted(devices))}, and this method needs them in one vector; "
-            "put them on one device (L1Unstructured takes several)"
+            f"the tensors are on {' and '.join(sorted(devices))}, and this method needs them in one vector; "
+            "move them to one device (L1Unstructured accepts several)"
         )
     if values:
         return torch.cat([one.scores.reshape(-1) if one.in_play is None else one.scores[one.in_play] for one in pool])
@@ -87,11 +91,11 @@ def one_vector(pool: Sequence[Member], *, values: bool) -> Tensor:
 
 
 def warn_of_strays(given: Mapping[Any, Tensor], pairs: Sequence[tuple[nn.Module, str]]) -> None:
-    """Scores for a tensor that is not pruned are not used, and a misspelt name should not pass in silence."""
+    """Warns of scores for a tensor that is not pruned, since the name may be misspelt. Raises on a malformed key."""
     known = {(id(module), name) for module, name in pairs}
     for key in given:
         if not (isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], nn.Module)):
-            raise TypeError(f"importance_scores has the key {key!r}; its keys are (module, name) pairs")
+            raise TypeError(f"importance_scores has the key {key!r}; keys must be (module, name) pairs")
         if (id(key[0]), key[1]) not in known:
             warnings.warn(
                 f"importance_scores for {key[1]!r} of {kind(key[0])} are not used: it is not among the parameters to prune",

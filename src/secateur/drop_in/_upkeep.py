@@ -1,11 +1,11 @@
-"""Keeps the masked attribute of a pruned module true: `module.weight` equals `weight_mask * weight_orig`.
+"""Keeps the masked attribute of a pruned module up to date: `module.weight` equals `weight_mask * weight_orig`.
 
-The contract of nn.utils.prune makes that attribute a plain tensor, written by a forward-pre-hook. Between two calls of the
-module it would go stale, so it is also written after an optimizer's step, `load_state_dict`, `.to()` and its kin, a copy and
-an unpickling. A module whose parent reads the weight without calling the module (`MultiheadAttention.out_proj`) is served
-by the same writes: each of them gives the attribute a graph of its own, and a new one when a backward pass used it up.
+In torch that attribute is a plain tensor, written by a forward-pre-hook, so it is out of date between two calls of the module.
+Here it is also written after an optimizer's step, `load_state_dict`, `.to()` and similar methods, copying and unpickling. The
+same writes serve a module whose parent reads the weight without calling the module (`MultiheadAttention.out_proj`): each write
+gives the attribute an autograd graph of its own, and a new one after a backward pass has used it.
 
-Not seen until the next call: an update by hand through `.data`, and what a torch.func transform left behind.
+Two changes are not seen until the next call: an update by hand through `.data`, and the result of a torch.func transform.
 """
 
 from __future__ import annotations
@@ -18,43 +18,31 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import unserializable_hook
 
 _pruned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-class MaskHook:
-    """The forward-pre-hook that writes mask × original to the attribute of the module it was put on."""
-
-    _tensor_name: str
-
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        """Write the masked tensor to the module."""
-        setattr(module, self._tensor_name, self.apply_mask(module))
-
-    def apply_mask(self, module: nn.Module) -> Tensor:
-        """The masked tensor, with a graph that leads to the original."""
-        if self._tensor_name is None:
-            raise AssertionError(f"{type(self).__name__} was not applied to {module} yet: it does not know its tensor")
-        original = getattr(module, self._tensor_name + "_orig")
-        return getattr(module, self._tensor_name + "_mask").to(dtype=original.dtype) * original
+def hooks(module: nn.Module) -> Iterator[BasePruningMethod]:
+    """Yields the pruning hooks of a module, one for each pruned tensor, ours and torch's."""
+    return (hook for hook in list(module._forward_pre_hooks.values()) if isinstance(hook, BasePruningMethod))
 
 
-def hooks(module: nn.Module) -> Iterator[MaskHook]:
-    """The pruning hooks of a module, one for each pruned tensor."""
-    return (hook for hook in list(module._forward_pre_hooks.values()) if isinstance(hook, MaskHook))
+def _active(module: nn.Module) -> list[BasePruningMethod]:
+    """Returns the hooks whose tensor is still pruned: the `remove` method of a hook leaves the hook in place."""
+    return [hook for hook in hooks(module) if hook._tensor_name + "_orig" in module._parameters]
 
 
 def refresh(module: nn.Module, *_: Any) -> None:
-    """Write every masked attribute of a module anew. (Also a load_state_dict post-hook, hence the arguments.)"""
-    for hook in hooks(module):
-        if hook._tensor_name + "_orig" in module._parameters:  # not so when the method's own `remove` was called
-            write(module, hook)
+    """Writes every masked attribute of a module. (Also a load_state_dict post-hook, hence the extra arguments.)"""
+    for hook in _active(module):
+        write(module, hook)
 
 
-def write(module: nn.Module, hook: MaskHook) -> None:
-    """Write one masked attribute, outside of a call: with a graph whatever the grad mode, renewed once it is used up."""
+def write(module: nn.Module, hook: BasePruningMethod) -> None:
+    """Writes one masked attribute outside of a call: with a graph in any grad mode, renewed after a backward pass."""
     with torch.enable_grad():
         hook(module, ())
     product = vars(module).get(hook._tensor_name)
@@ -70,16 +58,16 @@ def write(module: nn.Module, hook: MaskHook) -> None:
 
 
 def keep_fresh(module: nn.Module) -> None:
-    """Have the masked attributes of a module written whenever what they are made of changes.
+    """Writes the masked attributes of a module from now on whenever a mask or an original may have changed.
 
-    torch has no hook for `.to()`, for copying and for pickling, but all three look on the instance first. The class of the
-    module stays what it is, because code asks `type(module) is nn.Linear`.
+    torch has no hook for `.to()`, copying and pickling, but looks up all three on the instance first. The class of the module
+    does not change, because code asks `type(module) is nn.Linear`.
     """
     _watch_optimizers()
     _pruned.add(module)
     if refresh not in module._load_state_dict_post_hooks.values():
         module.register_load_state_dict_post_hook(refresh)
-    owner = functools.partial(_alive, weakref.ref(module))  # weak: a cycle would keep the memory of a dead model
+    owner = functools.partial(_alive, weakref.ref(module))  # weak: a reference cycle would delay freeing the model
 
     def apply(fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         module = owner()
@@ -88,7 +76,7 @@ def keep_fresh(module: nn.Module) -> None:
         return result
 
     def reduce(protocol: Any) -> tuple[Any, ...]:
-        make, arguments, state = _parts(owner(), protocol)
+        make, arguments, state = _reduced(owner(), protocol)
         return _make, (make, arguments), state
 
     vars(module).update(_apply=apply, __deepcopy__=lambda memo: _deepcopy(owner(), memo), __reduce_ex__=reduce)
@@ -98,8 +86,8 @@ _ON_INSTANCE = ("_apply", "__deepcopy__", "__reduce_ex__")
 
 
 def let_go(module: nn.Module) -> None:
-    """Undo `keep_fresh`, if nothing of the module is pruned any more."""
-    if any(hooks(module)):
+    """Undoes `keep_fresh` if no tensor of the module is pruned any more."""
+    if _active(module):
         return
     _pruned.discard(module)
     for key in [key for key, hook in module._load_state_dict_post_hooks.items() if hook is refresh]:
@@ -111,20 +99,20 @@ def let_go(module: nn.Module) -> None:
 def _alive(reference: weakref.ref[nn.Module]) -> nn.Module:
     module = reference()
     if module is None:
-        raise ReferenceError("the pruned module this shallow copy was made of is gone; use copy.deepcopy instead of copy.copy")
+        raise ReferenceError("this is a shallow copy of a pruned module that no longer exists; make it with copy.deepcopy")
     return module
 
 
-def _parts(module: nn.Module, protocol: Any) -> tuple[Any, Any, Any]:
-    """What a copy of the module is made from, without what can be made again."""
+def _reduced(module: nn.Module, protocol: Any) -> tuple[Any, Any, Any]:
+    """Returns what `__reduce_ex__` of the class returns, without the attributes that are written again after copying."""
     parts: Any = type(module).__reduce_ex__(module, protocol)
     make, arguments, state = parts[:3]
-    again = {hook._tensor_name for hook in hooks(module)} | set(_ON_INSTANCE)
-    return make, arguments, {key: value for key, value in state.items() if key not in again}
+    rewritten = {hook._tensor_name for hook in hooks(module)} | set(_ON_INSTANCE)
+    return make, arguments, {key: value for key, value in state.items() if key not in rewritten}
 
 
 def _make(make: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:
-    """A module that is about to be given its state, by copy or pickle, and then keeps itself fresh."""
+    """Creates the module for copy or pickle, which then set its state with `_restore`."""
     module = make(*arguments)
     vars(module)["__setstate__"] = functools.partial(_restore, module)
     return module
@@ -138,7 +126,7 @@ def _restore(module: nn.Module, state: dict[str, Any]) -> None:
 
 
 def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    for hook in hooks(module):  # a tensor with a graph cannot be copied; wherever it is held, refresh puts the copy's own
+    for hook in hooks(module):  # a tensor with a graph cannot be copied; refresh writes the copy's own
         product = vars(module).get(hook._tensor_name)
         if isinstance(product, Tensor):
             memo[id(product)] = product.detach()
@@ -147,7 +135,7 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         keep_fresh(new)
         refresh(new)
     else:
-        make, arguments, state = _parts(module, 4)
+        make, arguments, state = _reduced(module, 4)
         new = memo[id(module)] = make(*copy.deepcopy(arguments, memo))
         _restore(new, copy.deepcopy(state, memo))
     return new
@@ -163,5 +151,5 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         return
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for module in list(_pruned):
-        if any(id(module._parameters.get(hook._tensor_name + "_orig")) in stepped for hook in hooks(module)):
+        if any(id(module._parameters[hook._tensor_name + "_orig"]) in stepped for hook in _active(module)):
             refresh(module)

@@ -1,4 +1,4 @@
-"""Compression: which layers, in which format, decided by the clock on the inputs that the layers really get."""
+"""`compress_`: measures the sparse formats on the inputs that each layer receives and replaces layers where one pays off."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .._tree import nearest, slots
+from .._tree import nearest
 from .find import Zeros, zeros_of
 from .formats import FORMATS, Format, Use, as_matrix
 from .gpu.present import why_none
 from .layers import KINDS, Compressed, arguments_of, why_not
-from .result import Compression, Row
+from .restore import places, ties
+from .result import Compression, LayerResult
 from .timing import call, cold_for, for_inference, in_graphs, interleaved
 
-MARGIN = 0.95  # a format must take at most this part of the dense time, or it is not worth the change
+MARGIN = 0.95  # a format is used only if it takes at most this fraction of the dense time (or bytes)
 SHAPES = 4  # distinct input shapes of one layer that are measured
-LARGE = 24 << 20  # bytes of weights from which on a model's layers find their weights in memory, not in cache
+LARGE = 24 << 20  # bytes of weights above which layers read their weights from memory, not from the cache
 
 
 @dataclass
-class Seen:
-    """The inputs that a layer got: one of each shape, and how often."""
+class RecordedInputs:
+    """The inputs that a layer received: one tensor for each shape and dtype, and how often each occurred."""
 
     inputs: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
     calls: Counter[tuple[Any, ...]] = field(default_factory=Counter)
 
-    def note(self, x: Tensor) -> None:
+    def add(self, x: Tensor) -> None:
         key = (tuple(x.shape), x.dtype)
         self.calls[key] += 1
         if key not in self.inputs and len(self.inputs) < SHAPES:
@@ -39,12 +40,22 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What was found out about one layer; `form` is None where it stays dense."""
+class FormatChoice:
+    """The decision for one layer. `form` is None if the layer stays dense."""
 
-    row: Row
+    row: LayerResult
     form: Format | None = None
     options: tuple[int, ...] = ()
+
+
+@dataclass
+class Request:
+    """The arguments of one `compress_` call, and the choices made so far, which layers of equal shape and pattern share."""
+
+    objective: str
+    store: torch.dtype | None
+    cold: Tensor | None
+    twins: dict[Any, FormatChoice] = field(default_factory=dict)
 
 
 def compress_(
@@ -55,67 +66,76 @@ def compress_(
     threads: int | None = None,
     store: torch.dtype | None = None,
 ) -> Compression:
-    """Put pruned layers into the sparse format that runs fastest (or is smallest) on these inputs; the others stay dense.
+    """Replaces pruned layers, in place, by layers in the sparse format that measures fastest (or smallest) on these inputs.
 
-    Every candidate is timed against the dense layer, in turns, at the shapes that `example_inputs` produce, with `threads`
-    threads (as many as torch has, if not given). `store=torch.bfloat16` lets float32 weights be stored in half the bytes;
-    they are then rounded. The result prints as a table. When anything raises, the model is as it was.
+    Args:
+        model: a model with pruned `Linear`, `Conv1d`, `Conv2d` or `Embedding` layers. Other layers stay as they are.
+        example_inputs: a tensor, a tuple of arguments or a mapping of keyword arguments. Formats are timed at the shapes
+            that these produce in each layer, in alternation with the dense layer.
+        objective: "speed" takes the fastest format, "size" the one with the fewest bytes. A layer stays dense if no format
+            saves at least 5 %.
+        threads: the number of CPU threads to measure with. Default: torch's current number.
+        store: `torch.bfloat16` or `torch.float16` stores float32 weights in half the bytes, rounded. Default: the weight's
+            own dtype.
+
+    Returns:
+        A `Compression` with one row per layer: `print` it, or read `metrics()`. `undo_(model)` puts the dense layers back.
+
+    If anything raises, the model is left unchanged.
     """
     _check(model, objective, threads, store)
-    kinds = tuple(KINDS)  # layers of a kind derived from these have a line in the table, and stay
+    kinds = tuple(KINDS)  # subclasses of these stay dense, but have a row in the table
     layers = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
-    tied, modes = ties(model), {name: layer.training for name, layer in layers.items()}
+    modes = {name: layer.training for name, layer in layers.items()}
     with for_inference(model, threads):
         seen = _record(model, example_inputs, layers)
         large = sum(parameter.nbytes for parameter in model.parameters()) > LARGE
-        cold = cold_for(model) if large else None
-        twins: dict[Any, Choice] = {}
-        choices = {
-            name: _choose(name, layer, seen[name], tied.get(id(layer.weight), ()), twins, objective, cold, store)
-            for name, layer in layers.items()
-        }
-        built: dict[str, Compressed] = {}
-        for name, choice in choices.items():
-            if choice.form is None:
-                continue
-            new = _built(layers[name], choice, seen[name], tied.get(id(layers[name].weight), ()), store)
-            if new is not None:
-                built[name], choices[name] = new, replace(choice, row=replace(choice.row, after=new.bytes()))
-            else:
-                choices[name] = Choice(choice.row.left("the format cannot hold its numbers"))
+        request = Request(objective, store, cold_for(model) if large else None)
+        choices, built = _choose_all(layers, seen, ties(model), request)
         ignored = _swap(model, {id(layers[name]): new for name, new in built.items()}, example_inputs)
     for name, new in built.items():
         new.train(modes[name])
         if id(new) in ignored:
-            choices[name] = Choice(choices[name].row.left("the model reads its weight without calling it"))
-    held = [_held(name, layer) for name, layer in model.named_modules() if isinstance(layer, Compressed) and name not in built]
-    kept = sum(row.after for row in held)
+            choices[name] = FormatChoice(choices[name].row.left("the model reads its weight without calling the layer"))
+    used = {name: new for name, new in built.items() if id(new) not in ignored}
+    return _result(model, layers, choices, used, objective, threads or torch.get_num_threads())
+
+
+def _choose_all(
+    layers: dict[str, Any], seen: dict[str, RecordedInputs], tied: dict[int, tuple[str, ...]], request: Request
+) -> tuple[dict[str, FormatChoice], dict[str, Compressed]]:
+    """Returns the choice for each layer, and the compressed layers for those that get a format."""
+    names = {name: tied.get(id(layer.weight), ()) for name, layer in layers.items()}
+    choices = {name: _choose(name, layer, seen[name], names[name], request) for name, layer in layers.items()}
+    built: dict[str, Compressed] = {}
+    for name, choice in choices.items():
+        if choice.form is None:
+            continue
+        new = _built(layers[name], choice.form, choice.options, seen[name], names[name], request.store)
+        if new is None:
+            choices[name] = FormatChoice(choice.row.left("the format cannot hold its values"))
+        else:
+            built[name], choices[name] = new, replace(choice, row=replace(choice.row, after=new.bytes()))
+    return choices, built
+
+
+def _result(
+    model: nn.Module,
+    layers: dict[str, nn.Module],
+    choices: dict[str, FormatChoice],
+    used: dict[str, Compressed],
+    objective: str,
+    threads: int,
+) -> Compression:
+    """Returns the table of all layers, those that were compressed by an earlier call included."""
+    earlier = [
+        _earlier_row(name, layer) for name, layer in model.named_modules() if isinstance(layer, Compressed) and name not in used
+    ]
+    kept = sum(row.after for row in earlier)
     before = _bytes(layers.values()) + kept
-    after = _bytes(layers.values(), model) + sum(new.bytes() for new in built.values() if id(new) not in ignored) + kept
-    rows = [*held, *(choice.row for choice in choices.values())]
-    return Compression(rows, objective, threads or torch.get_num_threads(), before, after)
-
-
-def decompress_(model: nn.Module) -> nn.Module:
-    """Put the dense layers back, with the weights that they had, bit for bit; tied weights are tied again. Gives the model."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"decompress_ takes a torch.nn.Module, not {type(model).__name__}")
-    dense = dict(model.named_parameters(remove_duplicate=False))
-    shared: dict[tuple[str, ...], list[nn.Parameter]] = {}
-    restored: dict[int, nn.Module] = {}
-    for module in model.modules():
-        if isinstance(module, Compressed):
-            others = [dense[name] for name in module.tied if name in dense] + shared.setdefault(module.tied, [])
-            same = next((each for each in others if same_bits(each, module.weight.to(module.dtype))), None)
-            restored[id(module)] = layer = module.restored(same)
-            if module.tied:
-                shared[module.tied].append(layer.weight)  # type: ignore[arg-type]
-    if id(model) in restored:
-        raise ValueError("this is a compressed layer by itself; decompress_ takes the model that holds it")
-    for parent, attribute, child in places(model):
-        if id(child) in restored:
-            parent._modules[attribute] = restored[id(child)]
-    return model
+    after = _bytes(layers.values(), model) + sum(new.bytes() for new in used.values()) + kept
+    rows = [*earlier, *(choice.row for choice in choices.values())]
+    return Compression(rows, objective, threads, before, after, tuple(used))
 
 
 def _check(model: Any, objective: str, threads: Any, store: Any) -> None:
@@ -124,46 +144,30 @@ def _check(model: Any, objective: str, threads: Any, store: Any) -> None:
     if objective not in ("speed", "size"):
         raise ValueError(f"objective is 'speed' or 'size', not {objective!r}.{nearest(str(objective), ['speed', 'size'])}")
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
-        raise ValueError(f"threads is a whole number from 1 on, not {threads!r}")
+        raise ValueError(f"threads must be an integer of at least 1, not {threads!r}")
     if store not in (None, torch.bfloat16, torch.float16):
         raise ValueError(
-            f"store is torch.bfloat16 or torch.float16, or nothing to keep the dtype of the weights, not {store!r}"
+            f"store must be torch.bfloat16 or torch.float16, or None to keep the dtype of the weights, not {store!r}"
         )
     if name := next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta), None):
-        raise ValueError(f"{name!r} is on the meta device: it has no values to pack or to measure with; load its values first")
+        raise ValueError(f"{name!r} is on the meta device and has no values to pack or to measure with; load its values first")
     if type(model) in KINDS:
         raise ValueError(
-            f"this {type(model).__name__} is the model itself, so nothing can be put in its place: wrap it in nn.Sequential"
+            f"the model is a single {type(model).__name__}, which cannot be replaced in place; wrap it in nn.Sequential"
         )
 
 
-def same_bits(parameter: Tensor, weight: Tensor) -> bool:
-    """Equal bit for bit, so that -0.0 is not 0.0 and NaN is itself."""
-    if parameter.shape != weight.shape or parameter.dtype != weight.dtype:
-        return False
-    kind = torch.int32 if weight.dtype == torch.float32 else torch.int16
-    return torch.equal(parameter.detach().contiguous().view(kind), weight.to(parameter.device).contiguous().view(kind))
-
-
-def ties(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """For each weight that several modules own, or owned before some of them were compressed, all of its names."""
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    before = {layer.tied for layer in model.modules() if isinstance(layer, Compressed)}
-    found = {id(weights[name]): names for names in before for name in names if name in weights}
-    return {id(slot.tensor): (slot.name, *slot.also) for slot in slots(model) if len(slot.owners) > 1} | found
-
-
-def _record(model: nn.Module, example_inputs: Any, layers: dict[str, nn.Module]) -> dict[str, Seen]:
-    """Run the model once and note what each layer gets, after the hooks that it has (gates) have had their say."""
-    seen = {name: Seen() for name in layers}
+def _record(model: nn.Module, example_inputs: Any, layers: dict[str, nn.Module]) -> dict[str, RecordedInputs]:
+    """Runs the model once and records what each layer receives after its own pre-hooks (such as gates)."""
+    seen = {name: RecordedInputs() for name in layers}
     handles = []
     try:
         for name, layer in layers.items():
 
-            def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: Seen = seen[name]) -> None:
+            def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], to: RecordedInputs = seen[name]) -> None:
                 x = args[0] if args else next(iter(kwargs.values()), None)
                 if isinstance(x, Tensor):
-                    notes.note(x)
+                    to.add(x)
 
             handles.append(layer.register_forward_pre_hook(note, with_kwargs=True))
         call(model, example_inputs)
@@ -173,111 +177,128 @@ def _record(model: nn.Module, example_inputs: Any, layers: dict[str, nn.Module])
     return seen
 
 
-def _use_of(layer: Any, seen: Seen) -> Use:
+def _use_of(layer: Any, seen: RecordedInputs) -> Use:
     kind = KINDS[type(layer)]
-    rows = []
-    for shape, _ in seen.inputs:
-        places = shape[0] if kind == "conv" and len(shape) == len(layer.weight.shape) else 1
-        if kind == "linear":
-            places = torch.Size(shape[:-1]).numel()
-        elif kind == "embedding":
-            places = torch.Size(shape).numel()
-        else:
-            places *= torch.Size(shape[-(layer.weight.dim() - 2) :]).numel()
-        rows.append(places)
+    rows = tuple(_input_rows(kind, layer.weight.dim(), torch.Size(shape)) for shape, _ in seen.inputs)
     zeros = [float((x == 0).float().mean()) for x in seen.inputs.values() if x.numel()]
-    return Use(kind, layer.weight.device.type, tuple(rows), min(zeros, default=0.0))
+    return Use(kind, layer.weight.device.type, rows, min(zeros, default=0.0))
 
 
-def _choose(
-    name: str, layer: Any, seen: Seen, tied: tuple[str, ...], twins: dict[Any, Choice], objective: str, cold: Tensor | None,
-    store: torch.dtype | None,
-) -> Choice:  # fmt: skip
+def _input_rows(kind: str, weight_dims: int, shape: torch.Size) -> int:
+    """Returns the number of input rows in an input of this shape (positions, for a convolution)."""
+    if kind == "linear":
+        return torch.Size(shape[:-1]).numel()
+    if kind == "embedding":
+        return shape.numel()
+    batch = shape[0] if len(shape) == weight_dims else 1
+    return batch * torch.Size(shape[-(weight_dims - 2) :]).numel()
+
+
+def _choose(name: str, layer: Any, seen: RecordedInputs, tied: tuple[str, ...], request: Request) -> FormatChoice:
+    """Returns the choice for one layer, measured or taken from a layer of equal shape, pattern and inputs."""
     before = layer.weight.nbytes if "weight" in layer._parameters else 0
-    row = Row(name, type(layer).__name__, before=before, after=before)
+    row = LayerResult(name, type(layer).__name__, before=before, after=before)
     if reason := why_not(layer):
-        return Choice(row.left(reason))
+        return FormatChoice(row.left(reason))
     weight = layer.weight.detach()
     matrix = as_matrix(weight, getattr(layer, "groups", 1))
     found = zeros_of(weight.flatten(1))
     row = row.found(found)
     if not seen.inputs:
-        return Choice(row.left("the example inputs never reach it"))
-    if objective == "size" and tied:
-        return Choice(row.left(f"it shares its weight ({', '.join(tied)}), which stays dense for the others"))
+        return FormatChoice(row.left("the model does not call it with these example inputs"))
+    if request.objective == "size" and tied:
+        return FormatChoice(row.left(f"it shares its weight ({', '.join(tied)}), which stays in memory for the other layers"))
     use = _use_of(layer, seen)
     if found.sparsity == 0 and use.input_zeros < 0.25:
-        return Choice(row.left("no weight is zero"))
+        return FormatChoice(row.left("no weight is zero"))
     like = (type(layer), str(arguments_of(layer)), weight.dtype, weight.device, tuple(seen.inputs))
     key = (*like, found.pattern, round(found.sparsity, 2), round(use.input_zeros, 1))
-    if (twin := twins.get(key)) is not None:
-        return Choice(twin.row.as_twin(row), twin.form, twin.options)
-    twins[key] = choice = _measure(row, layer, matrix, found, use, seen, objective, cold, store)
+    if (twin := request.twins.get(key)) is not None:
+        return FormatChoice(twin.row.as_twin(row), twin.form, twin.options)
+    request.twins[key] = choice = _measure(row, layer, matrix, found, use, seen, request)
     return choice
 
 
 def _measure(
-    row: Row, layer: Any, matrix: Tensor, found: Zeros, use: Use, seen: Seen, objective: str, cold: Tensor | None,
-    store: torch.dtype | None,
-) -> Choice:  # fmt: skip
-    """Build each candidate, drop those that are wrong or far off, time the rest in turns with the dense layer."""
-    kept: list[tuple[Format, tuple[int, ...], Compressed]] = []
-    for form in FORMATS.values():
-        for options in form.fits(matrix, found, use):
-            candidate = Compressed(layer, form, options, store=store).eval()
-            if _agrees(layer, candidate, seen, store):
-                kept.append((form, options, candidate))
-    if not kept:
-        return Choice(row.left("no format fits here" + (why_none(matrix.dtype) if use.device == "cuda" else "")))
-    quick = [_seconds([layer, each], seen, cold, seconds=0.0)[1] for _, _, each in kept] if len(kept) > 2 else []
-    if objective == "speed" and quick:
-        kept = [each for each, took in zip(kept, quick) if took < 1.5 * min(quick)]
-    dense, *times = _seconds([layer, *(each for _, _, each in kept)], seen, cold, seconds=0.15)
-    sizes = [each.bytes() for _, _, each in kept]
-    best = min(range(len(kept)), key=lambda i: sizes[i] if objective == "size" else times[i])
-    form, options, _ = kept[best]
+    row: LayerResult, layer: Any, matrix: Tensor, found: Zeros, use: Use, seen: RecordedInputs, request: Request
+) -> FormatChoice:
+    """Times the candidates in alternation with the dense layer and chooses the best."""
+    candidates = _candidates(layer, matrix, found, use, seen, request.store)
+    if not candidates:
+        return FormatChoice(row.left("no format fits" + (why_none(matrix.dtype) if use.device == "cuda" else "")))
+    fast = request.objective == "speed"
+    if fast and len(candidates) > 2:
+        candidates = _without_slow(layer, candidates, seen, request.cold)
+    dense, *times = _seconds([layer, *candidates], seen, request.cold, seconds=0.15)
+    sizes = [each.bytes() for each in candidates]
+    best = min(range(len(candidates)), key=lambda i: times[i] if fast else sizes[i])
+    form, options = FORMATS[candidates[best].form], candidates[best].options
     row = row.timed(form.name, options, dense, times[best], sizes[best])
-    if objective == "speed" and times[best] > MARGIN * dense:
-        return Choice(row.left("dense is faster here"))
-    if objective == "size" and sizes[best] > MARGIN * row.before:
-        return Choice(row.left("dense is smaller here"))
-    return Choice(row, form, options)
+    if fast and times[best] > MARGIN * dense:
+        return FormatChoice(row.left("dense is faster here"))
+    if not fast and sizes[best] > MARGIN * row.before:
+        return FormatChoice(row.left("dense is smaller here"))
+    return FormatChoice(row, form, options)
 
 
-def _built(layer: Any, choice: Choice, seen: Seen, tied: tuple[str, ...], store: torch.dtype | None) -> Compressed | None:
-    """The new layer. A format that was chosen on a twin may not hold this one's numbers: None then."""
-    assert choice.form is not None
+def _candidates(
+    layer: Any, matrix: Tensor, found: Zeros, use: Use, seen: RecordedInputs, store: torch.dtype | None
+) -> list[Compressed]:
+    """Returns the layer in every format that fits and gives the same outputs."""
+    built = (
+        Compressed(layer, form, options, store=store).eval()
+        for form in FORMATS.values()
+        for options in form.fits(matrix, found, use)
+    )
+    return [candidate for candidate in built if _agrees(layer, candidate, seen, store)]
+
+
+def _without_slow(
+    layer: nn.Module, candidates: list[Compressed], seen: RecordedInputs, cold: Tensor | None
+) -> list[Compressed]:
+    """Drops the candidates that a short measurement finds more than 1.5 times slower than the fastest."""
+    quick = [_seconds([layer, each], seen, cold, seconds=0.0)[1] for each in candidates]
+    return [each for each, took in zip(candidates, quick) if took < 1.5 * min(quick)]
+
+
+def _built(
+    layer: Any, form: Format, options: tuple[int, ...], seen: RecordedInputs, tied: tuple[str, ...], store: torch.dtype | None
+) -> Compressed | None:
+    """Returns the compressed layer, or None if the format, which was measured on another layer, cannot hold this one."""
     try:
-        new = Compressed(layer, choice.form, choice.options, tied, store)
+        new = Compressed(layer, form, options, tied, store)
     except ValueError:
         return None
     return new if _agrees(layer, new, seen, store) else None
 
 
 def _bytes(layers: Iterable[nn.Module], still_in: nn.Module | None = None) -> int:
-    """Bytes of the dense weights of these layers, each once; only of those that the model holds, if one is given."""
+    """Returns the bytes of the dense weights of these layers, each counted once.
+
+    With `still_in`, only weights that this model still holds are counted.
+    """
     weights = {id(w): w.nbytes for layer in layers if (w := layer._parameters.get("weight")) is not None}
     there = weights.keys() if still_in is None else {id(parameter) for parameter in still_in.parameters()}
     return sum(size for key, size in weights.items() if key in there)
 
 
-def _held(name: str, layer: Compressed) -> Row:
-    """The row of a layer that was compressed before, which stays as it is."""
+def _earlier_row(name: str, layer: Compressed) -> LayerResult:
+    """Returns the row of a layer that an earlier call compressed and that stays as it is."""
     weight = layer.weight
-    row = Row(name, layer.stood.__name__, before=weight.numel() * layer.dtype.itemsize, reason="compressed before")
+    row = LayerResult(name, layer.stood.__name__, before=weight.numel() * layer.dtype.itemsize, reason="compressed before")
     return row.found(zeros_of(weight.flatten(1))).timed(layer.form, layer.options, None, None, layer.bytes())
 
 
-def _plain(layer: nn.Module, x: Tensor) -> Tensor:
-    """The layer without its hooks, which the inputs have been through already."""
+def _without_hooks(layer: nn.Module, x: Tensor) -> Tensor:
+    """Runs the layer without its hooks, which the recorded inputs have passed already."""
     return layer.forward(x)
 
 
-def _agrees(layer: nn.Module, candidate: Compressed, seen: Seen, store: torch.dtype | None) -> bool:
-    """Whether the candidate computes what the layer does, as far as its dtype can say."""
+def _agrees(layer: nn.Module, candidate: Compressed, seen: RecordedInputs, store: torch.dtype | None) -> bool:
+    """Returns True if the candidate's outputs equal the layer's within the precision of its dtype."""
     half = store is not None or candidate.dtype != torch.float32
     for x in seen.inputs.values():
-        expected, got = _plain(layer, x).float(), _plain(candidate, x).float()
+        expected, got = _without_hooks(layer, x).float(), _without_hooks(candidate, x).float()
         if expected.shape != got.shape:
             return False
         scale = float(expected.abs().nan_to_num(0, 0, 0).max()) if expected.numel() else 0.0
@@ -287,30 +308,28 @@ def _agrees(layer: nn.Module, candidate: Compressed, seen: Seen, store: torch.dt
     return True
 
 
-def _seconds(layers: list[nn.Module], seen: Seen, cold: Tensor | None, seconds: float) -> list[float]:
-    """Seconds of each layer, over all that it got in one call of the model. The best round counts: the rest is noise."""
+def _seconds(layers: list[nn.Module], seen: RecordedInputs, cold: Tensor | None, seconds: float) -> list[float]:
+    """Returns the seconds that each layer takes during one call of the model, over all recorded inputs.
+
+    The best round counts, because other programs can only make a round slower.
+    """
     total = [0.0] * len(layers)
     for key, x in seen.inputs.items():
-        runs = [lambda layer=layer, x=x: _plain(layer, x) for layer in layers]
+        runs = [lambda layer=layer, x=x: _without_hooks(layer, x) for layer in layers]
         clock, rounds = in_graphs if x.is_cuda else interleaved, (3, 100) if not seconds else (7, 200)
-        for i, timing in enumerate(clock(runs, seconds=seconds, rounds=rounds, cold=cold)):
-            total[i] += timing.best * seen.calls[key]
+        for i, times in enumerate(clock(runs, seconds=seconds, rounds=rounds, cold=cold)):
+            total[i] += times.best * seen.calls[key]
     return total
 
 
-# ---------------------------------------------------------------- the change
-
-
-def places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Every module but the model itself: what holds it, under which name, and the module."""
-    parents = {id(module): module for module in model.modules()}.values()
-    return [(parent, name, child) for parent in parents for name, child in parent._modules.items() if child is not None]
+# ---------------------------------------------------------------- replacing layers
 
 
 def _swap(model: nn.Module, new: dict[int, Compressed], example_inputs: Any) -> set[int]:
-    """Put the new layers in, everywhere; those that the model then does not call go out again (their ids are returned).
+    """Puts the compressed layers in place of the dense ones (`new` is keyed by their ids) and runs the model once.
 
-    Some containers read the weights of their layers and compute with those. If the model does not run, all is undone.
+    Some containers read the weights of their layers instead of calling them. Layers that the model does not call become
+    dense again; the ids of their compressed layers are returned. If the run raises, every layer becomes dense again.
     """
     spots = [(parent, name, child) for parent, name, child in places(model) if id(child) in new]
     try:
@@ -331,7 +350,10 @@ def _swap(model: nn.Module, new: dict[int, Compressed], example_inputs: Any) -> 
 
 @contextmanager
 def _watched(layers: list[Compressed]) -> Iterator[set[int]]:
-    """The ids of those that are called meanwhile. No hooks, since containers look for hooks and change their ways."""
+    """Collects the ids of the layers that are called inside the context.
+
+    It replaces `forward` instead of adding hooks, because some containers behave differently when their layers have hooks.
+    """
     called: set[int] = set()
     try:
         for layer in layers:

@@ -1,7 +1,7 @@
-"""What a format is, the list of them, and the operators that run them.
+"""The `Format` record, the table of all formats, and the operators (`torch.ops.secateur`) that run them.
 
-A format packs a matrix into named plain tensors and computes with those. Everything else (operators, modules, the chooser)
-knows formats only through this list, so one for another device joins by adding a line to it.
+A format packs a matrix into named plain tensors and computes with those. The operators, the modules and the chooser know
+formats only through the table `FORMATS`, so adding a format means adding one entry.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from torch.utils.flop_counter import register_flop_formula
 from .find import Zeros
 
 Buffers = Sequence[Tensor]
-Options = Sequence[int]
+FormatOptions = Sequence[int]
 
 
 @dataclass(frozen=True)
 class Use:
-    """How a layer was used: its kind, the rows of its inputs (positions, for a convolution), the part of them that is zero."""
+    """How the model calls a layer."""
 
     kind: str  # "linear", "conv" or "embedding"
     device: str
-    rows: tuple[int, ...]
-    input_zeros: float = 0.0
+    rows: tuple[int, ...]  # input rows (output positions of a convolution) of each distinct input shape
+    input_zeros: float = 0.0  # fraction of input elements that are zero
 
 
 @dataclass(frozen=True)
 class Window:
-    """How a convolution moves over its input, always in two dimensions."""
+    """Kernel size, stride, padding and dilation of a convolution, always in two dimensions."""
 
     kernel: tuple[int, int]
     stride: tuple[int, int]
@@ -44,6 +44,7 @@ class Window:
 
     @lru_cache(maxsize=256)  # noqa: B019 - windows are few and small
     def out(self, height: int, width: int) -> tuple[int, int]:
+        """Returns the output height and width for an input of this height and width."""
         sizes = zip((height, width), self.kernel, self.stride, self.padding, self.dilation)
         y, x = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
         return y, x
@@ -51,37 +52,63 @@ class Window:
 
 @dataclass(frozen=True)
 class Format:
-    """One way to hold a matrix.
+    """One way to store a sparse matrix and to multiply with it.
 
-    `fits` gives the options worth a try, none if the format does not fit; `store` is the dtype asked for the values. `linear`
-    and `conv` return None where they cannot run here (no kernels, another device); the matrix is then unpacked for the call.
-    `allowed` lists all that `fits` may give: options from a file are not believed.
+    `fits` yields the options worth measuring for a layer, and nothing if the format does not suit it. `pack` turns a matrix
+    into the tensors named in `buffers`, and `unpack` restores it. `linear` and `conv` return None if no kernel can run the
+    call (for example on another device); the caller then unpacks the matrix and uses torch's dense operator. `allowed` lists
+    every tuple that `fits` may yield, so that options read from a file can be checked.
     """
 
     name: str
     buffers: tuple[str, ...]
     fits: Callable[[Tensor, Zeros, Use], Iterable[tuple[int, ...]]]
-    pack: Callable[[Tensor, Options], tuple[Tensor, ...]]
-    unpack: Callable[[Buffers, int, int, Options], Tensor]
-    linear: Callable[[Tensor, Buffers, Tensor | None, int, Options], Tensor | None]
-    conv: Callable[[Tensor, Buffers, Tensor | None, int, Options, Window], Tensor | None] | None = None
-    embedding: Callable[[Tensor, Buffers, int, Options], Tensor] | None = None
+    pack: Callable[[Tensor, FormatOptions], tuple[Tensor, ...]]
+    unpack: Callable[[Buffers, int, int, FormatOptions], Tensor]
+    linear: Callable[[Tensor, Buffers, Tensor | None, int, FormatOptions], Tensor | None]
+    conv: Callable[[Tensor, Buffers, Tensor | None, int, FormatOptions, Window], Tensor | None] | None = None
+    embedding: Callable[[Tensor, Buffers, int, FormatOptions], Tensor] | None = None
     allowed: tuple[tuple[int, ...], ...] = ((),)
 
 
-FORMATS: dict[str, Format] = {}
+# Former names of formats, which saved files, exported programs and pickled models may still contain.
+FORMER_NAMES = {
+    "mosaic": "amx_tiles",
+    "bricks": "sparse24_mma",
+    "lists": "padded_rows",
+    "squares": "dense_blocks",
+    "skips": "input_sparse",
+}
+
+
+class _Formats(dict[str, Format]):
+    """The formats by name. Indexing also accepts former names; iteration yields the current names only."""
+
+    def __missing__(self, name: str) -> Format:
+        if name not in FORMER_NAMES:
+            raise KeyError(name)
+        return self[FORMER_NAMES[name]]
+
+
+FORMATS: dict[str, Format] = _Formats()
 
 
 def register(form: Format) -> Format:
+    """Adds a format to the table and returns it."""
     FORMATS[form.name] = form
     return form
+
+
+def find_format(name: str) -> Format | None:
+    """Returns the format with this current or former name, or None if there is none."""
+    return FORMATS.get(FORMER_NAMES.get(name, name))
 
 
 # ---------------------------------------------------------------- grouped convolutions
 
 
 def as_matrix(weight: Tensor, groups: int = 1) -> Tensor:
-    """The matrix of a layer. A grouped convolution becomes one matrix with the groups along its diagonal: zeros are free."""
+    """Returns a layer's weight as a matrix. The groups of a convolution become blocks along the diagonal of one matrix."""
     rows = weight.flatten(1)
     if groups == 1:
         return rows
@@ -89,7 +116,7 @@ def as_matrix(weight: Tensor, groups: int = 1) -> Tensor:
 
 
 def as_weight(matrix: Tensor, shape: Sequence[int], groups: int = 1) -> Tensor:
-    """The other way round."""
+    """Undoes `as_matrix`."""
     if groups > 1:
         height, width = shape[0] // groups, matrix.shape[1] // groups
         matrix = torch.cat([matrix[g * height : (g + 1) * height, g * width : (g + 1) * width] for g in range(groups)])
@@ -103,7 +130,7 @@ _HELD = "str format, int rows, int columns, int[] options"
 for _signature in (
     f"linear(Tensor x, Tensor[] buffers, Tensor? bias, {_HELD}) -> Tensor",
     f"conv(Tensor x, Tensor[] buffers, Tensor? bias, {_HELD}, int[] window) -> Tensor",
-    # The same with gradients for x and bias: apart, since the bookkeeping takes as long as a small layer.
+    # Versions with gradients for x and bias are separate operators, because autograd's overhead is as long as a small layer.
     f"linear_grad(Tensor x, Tensor[] buffers, Tensor? bias, {_HELD}) -> Tensor",
     f"conv_grad(Tensor x, Tensor[] buffers, Tensor? bias, {_HELD}, int[] window) -> Tensor",
     f"embedding(Tensor x, Tensor[] buffers, {_HELD}) -> Tensor",
@@ -112,26 +139,32 @@ for _signature in (
     _LIBRARY.define(_signature, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def linear(x: Tensor, buffers: Buffers, bias: Tensor | None, form: str, rows: int, columns: int, options: Options) -> Tensor:
+def linear(
+    x: Tensor, buffers: Buffers, bias: Tensor | None, form: str, rows: int, columns: int, options: FormatOptions
+) -> Tensor:
+    """Returns x @ matrix.T + bias for a packed matrix of shape [rows, columns]."""
     shape = x.shape
     if not shape or shape[-1] != columns:
-        raise ValueError(f"the compressed layer takes {columns} features in the last dimension, and got {tuple(shape)}")
-    if bias is not None and bias.numel() != rows:  # kernels read as many as there are rows
+        raise ValueError(
+            f"expected an input with {columns} features in the last dimension for this compressed layer, "
+            f"got shape {tuple(shape)}"
+        )
+    if bias is not None and bias.numel() != rows:  # kernels read `rows` elements
         bias = bias.expand(rows)
     flat = x if len(shape) == 2 else x.reshape(-1, columns)
     y = None if 0 in shape else FORMATS[form].linear(flat, buffers, bias, rows, options)
     if y is None:
-        y = F.linear(flat, *_as_seen(x, FORMATS[form].unpack(buffers, rows, columns, options), bias))
+        y = F.linear(flat, *_in_input_dtype(x, FORMATS[form].unpack(buffers, rows, columns, options), bias))
     return y if len(shape) == 2 else y.reshape(*shape[:-1], rows)
 
 
-def _as_seen(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias in the dtype of the inputs; whole numbers are left to torch, which refuses them."""
+def _in_input_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Casts weight and bias to the input's dtype. Integer inputs are passed on as they are, so that torch raises its error."""
     dtype = x.dtype if x.is_floating_point() else weight.dtype
     return weight.to(dtype), bias if bias is None else bias.to(dtype)
 
 
-def _linear_fake(x: Tensor, buffers: Buffers, bias: Any, form: str, rows: int, columns: int, options: Options) -> Tensor:
+def _linear_fake(x: Tensor, buffers: Buffers, bias: Any, form: str, rows: int, columns: int, options: FormatOptions) -> Tensor:
     return x.new_empty(*x.shape[:-1], rows)
 
 
@@ -152,32 +185,38 @@ def conv(
     form: str,
     rows: int,
     columns: int,
-    options: Options,
+    options: FormatOptions,
     window: Sequence[int],
 ) -> Tensor:
+    """Returns the 2d convolution of x with a packed matrix of shape [out channels, in channels * kernel size]."""
     move, run = _window(window), FORMATS[form].conv
     channels = columns // (move.kernel[0] * move.kernel[1])
     if x.dim() != 4 or x.shape[1] != channels:
-        raise ValueError(f"the compressed convolution takes [batch, {channels}, height, width], and got {tuple(x.shape)}")
+        raise ValueError(
+            f"expected an input of shape [batch, {channels}, height, width] for this compressed convolution, "
+            f"got {tuple(x.shape)}"
+        )
     if bias is not None and bias.numel() != rows:
         bias = bias.expand(rows)
     y = run(x, buffers, bias, rows, options, move) if run is not None and x.numel() else None
     if y is None:
         weight = FORMATS[form].unpack(buffers, rows, columns, options).reshape(rows, channels, *move.kernel)
-        y = F.conv2d(x, *_as_seen(x, weight, bias), move.stride, move.padding, move.dilation)
+        y = F.conv2d(x, *_in_input_dtype(x, weight, bias), move.stride, move.padding, move.dilation)
     return y.contiguous()
 
 
 def _conv_fake(
-    x: Tensor, buffers: Buffers, bias: Any, form: str, rows: int, columns: int, options: Options, window: Sequence[int]
+    x: Tensor, buffers: Buffers, bias: Any, form: str, rows: int, columns: int, options: FormatOptions, window: Sequence[int]
 ) -> Tensor:
     return x.new_empty(x.shape[0], rows, *_window(window).out(x.shape[2], x.shape[3]))
 
 
-def _embedding(x: Tensor, buffers: Buffers, form: str, rows: int, columns: int, options: Options) -> Tensor:
-    inside = ((x >= 0) & (x < rows)).all()  # a wrong number would read the buffers somewhere else, without a word
+def _embedding(x: Tensor, buffers: Buffers, form: str, rows: int, columns: int, options: FormatOptions) -> Tensor:
+    inside = ((x >= 0) & (x < rows)).all()  # an index out of range would read other rows' values without an error
     if x.is_cpu and not inside:
-        raise IndexError(f"the compressed embedding has rows 0 to {rows - 1}, and got {int(x.min())} to {int(x.max())}")
+        raise IndexError(
+            f"expected indices from 0 to {rows - 1} for this compressed embedding, got {int(x.min())} to {int(x.max())}"
+        )
     torch._assert_async(inside)
     look_up = FORMATS[form].embedding
     if look_up is None:
@@ -185,18 +224,18 @@ def _embedding(x: Tensor, buffers: Buffers, form: str, rows: int, columns: int, 
     return look_up(x.reshape(-1), buffers, columns, options).reshape(*x.shape, columns)
 
 
-def _embedding_fake(x: Tensor, buffers: Buffers, form: str, rows: int, columns: int, options: Options) -> Tensor:
-    return buffers[0].new_empty(*x.shape, columns)  # by custom, the first buffer holds the values
+def _embedding_fake(x: Tensor, buffers: Buffers, form: str, rows: int, columns: int, options: FormatOptions) -> Tensor:
+    return buffers[0].new_empty(*x.shape, columns)  # by convention, the first buffer holds the values
 
 
 # ---------------------------------------------------------------- gradients of inputs and biases; packed weights have none
 
 
-def _unpack(buffers: Buffers, form: str, rows: int, columns: int, options: Options) -> Tensor:
+def _unpack(buffers: Buffers, form: str, rows: int, columns: int, options: FormatOptions) -> Tensor:
     return FORMATS[form].unpack(buffers, rows, columns, options)
 
 
-def _unpack_fake(buffers: Buffers, form: str, rows: int, columns: int, options: Options) -> Tensor:
+def _unpack_fake(buffers: Buffers, form: str, rows: int, columns: int, options: FormatOptions) -> Tensor:
     return buffers[0].new_empty(rows, columns)
 
 
@@ -211,21 +250,21 @@ def _dense(ctx: Any, grad: Tensor) -> Tensor:
     return torch.ops.secateur.unpack(list(ctx.saved_tensors), form, rows, columns, options).to(grad.dtype)
 
 
-def _nothing(rest: Sequence[Any]) -> list[Any]:
-    """No gradients for what is no tensor. torch takes an empty list for a list of tensors, of which none is none."""
+def _no_gradients(rest: Sequence[Any]) -> list[Any]:
+    """Gradients for non-tensor arguments: None, or [] where torch takes the argument for a list of tensors."""
     return [[] if each == [] else None for each in rest]
 
 
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     bias = grad.flatten(0, -2).sum(0) if ctx.bias else None
-    return (grad @ _dense(ctx, grad), [None] * len(ctx.saved_tensors), bias, *_nothing(ctx.rest))
+    return (grad @ _dense(ctx, grad), [None] * len(ctx.saved_tensors), bias, *_no_gradients(ctx.rest))
 
 
 def _conv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     move = _window(ctx.rest[-1])
     weight = _dense(ctx, grad).reshape(grad.shape[1], ctx.shape[1], *move.kernel)
     x = conv2d_input(ctx.shape, weight, grad, move.stride, move.padding, move.dilation)  # type: ignore[arg-type]
-    return (x, [None] * len(ctx.saved_tensors), grad.sum((0, 2, 3)) if ctx.bias else None, *_nothing(ctx.rest))
+    return (x, [None] * len(ctx.saved_tensors), grad.sum((0, 2, 3)) if ctx.bias else None, *_no_gradients(ctx.rest))
 
 
 for _name, _body, _fake in (
@@ -246,6 +285,6 @@ torch.library.register_autograd("secateur::conv_grad", _conv_backward, setup_con
     [getattr(torch.ops.secateur, name) for name in ("linear", "linear_grad", "conv", "conv_grad")], get_raw=True
 )
 def _flops(x: Tensor, buffers: Buffers, bias: Any, form: str, rows: int, *_: Any, out_val: Tensor, **__: Any) -> int:
-    """For torch's counter: a product and a sum for each stored value and position; whole numbers are pairs of values."""
+    """FLOPs for torch's counter: two for each stored value and output position. Integer buffers hold pairs of values."""
     pairs = 1 if buffers[0].is_floating_point() else 2
     return 2 * pairs * buffers[0].numel() * (out_val.numel() // rows)

@@ -1,4 +1,4 @@
-"""A layer whose weight is held in a sparse format: plain buffers and one operator. And the way back to the dense layer."""
+"""`Compressed`: a layer whose weight is stored in a sparse format, as plain buffers. It can restore its dense layer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ KINDS: dict[type[nn.Module], str] = {nn.Linear: "linear", nn.Conv1d: "conv", nn.
 HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
          "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks", "_is_full_backward_hook")  # fmt: skip
 TENSORS = ("_parameters", "_buffers", "_modules")
-WIDE = 1 << 24  # numbers in the matrix of a grouped convolution, which is made for a moment with all the zeros between groups
+WIDE = 1 << 24  # largest block-diagonal matrix of a grouped convolution, which is built during packing with all its zeros
 
 
 class Compressed(Packed):
-    """Stands where a Linear, Conv1d, Conv2d or Embedding stood. For inference; `decompress_` puts the dense layer back.
+    """Replaces a Linear, Conv1d, Conv2d or Embedding for inference; `decompress_` puts the dense layer back.
 
-    The packed weight is in plain buffers, which move, copy and save as buffers do. `load_state_dict` also takes the dense
-    weight (and packs it). Reading `.weight` unpacks it, each time.
+    The packed weight is stored in plain buffers, which are moved, copied and saved like other buffers. `load_state_dict` also
+    accepts the dense weight and packs it. Reading `.weight` unpacks it each time.
     """
 
     bias: nn.Parameter | None
@@ -37,7 +37,7 @@ class Compressed(Packed):
         weight: Tensor = layer.weight.detach()
         self.kind, self.stood, self.arguments = KINDS[type(layer)], type(layer), arguments_of(layer)
         self.form, self.options, self.shape, self.tied = form.name, options, tuple(weight.shape), tied
-        for name in self.arguments.keys() - {"bias"}:  # models ask their layers for in_features and the like
+        for name in self.arguments.keys() - {"bias"}:  # models may read in_features and similar attributes
             setattr(self, name, self.arguments[name])
         self.groups: int = self.arguments.get("groups", 1)
         self.window = window_of(layer) if self.kind == "conv" else []
@@ -49,14 +49,14 @@ class Compressed(Packed):
         bias = getattr(layer, "bias", None)
         self.register_parameter("bias", bias)
         self.names = form.buffers
-        for hooks in HOOKS:  # the same tables, so that gates stay and handles still remove what they registered
+        for hooks in HOOKS:  # the same dictionaries, so that gates stay active and hook handles can still remove them
             setattr(self, hooks, getattr(layer, hooks))
-        # What else the layer carries (names that users gave it, hooks of its state dict) waits here for its return.
+        # Other attributes of the layer (set by users, or hooks of its state dict) are kept for the restored layer.
         own = {*HOOKS, *TENSORS, "training", "_compiled_call_impl"}
         self.carried = {name: value for name, value in vars(layer).items() if name not in own}
         self.train(layer.training)
 
-    @torch.inference_mode(mode=False)  # buffers that are made for inference alone could never be called with gradients
+    @torch.inference_mode(mode=False)  # inference tensors could not be used in calls with gradients later
     @torch.no_grad()
     def _hold(self, weight: Tensor, store: Any = None) -> None:
         form = FORMATS[self.form]
@@ -66,41 +66,45 @@ class Compressed(Packed):
         self.register_buffer("minus", negative_zeros(weight))
 
     def buffers_in_order(self) -> list[Tensor]:
+        """Returns the format's buffers in the order that the format declares."""
         return [self.get_buffer(name) for name in self.names]
 
     def forward(self, input: Tensor) -> Tensor:  # the name that the dense layers have
         if self.training:
             raise RuntimeError(
-                "a compressed layer is for inference and was called in train mode: call model.eval(), or "
-                "secateur.decompress_(model) to train it again"
+                "a compressed layer was called in train mode, but it supports inference only; call model.eval(), or "
+                "secateur.decompress_(model) to train the model again"
             )
         if _AUTOCAST() and self.kind != "embedding":
             input = autocast(input)
         held: Any = list(map(self._buffers.__getitem__, self.names))
         bias = self._parameters["bias"]
         shape = self.form, self.rows, self.columns, self.options
-        # Nobody watches: the function itself, since the way through the dispatcher takes as long as a small layer.
-        plain = alone(input)
-        if plain and self.kind == "linear":
+        # Fast path: the function itself, because torch's dispatcher takes as long as a small layer.
+        direct = can_skip_dispatcher(input)
+        if direct and self.kind == "linear":
             return linear(input, held, bias, *shape)
         if not torch.compiler.is_compiling() and (transformed() or input.is_nested):
             return self._dense(input)
-        # torch.jit.trace looks again without gradients at what it has seen with them.
+        # torch.jit.trace checks a trace made with gradients by running it again without, so it needs the same operator.
         ops, grad = torch.ops.secateur, torch.is_grad_enabled() or _TRACER() is not None
         if self.kind == "linear":
             return (ops.linear_grad if grad else ops.linear)(input, held, bias, *shape)
         if self.kind == "embedding":
             return ops.embedding(input, held, *shape).to(self.dtype)
+        return self._convolve(conv if direct else ops.conv_grad if grad else ops.conv, input, held, bias, shape)
+
+    def _convolve(self, run: Any, input: Tensor, held: Any, bias: Tensor | None, shape: tuple[Any, ...]) -> Tensor:
+        """Runs a 2d convolution on an input with or without a batch dimension, of one or two spatial dimensions."""
         flat = self.stood is nn.Conv1d
         dims = 2 if flat else 3
         batched = input.unsqueeze(0) if input.dim() == dims else input
-        run = conv if plain else ops.conv_grad if grad else ops.conv
         y = run(batched.unsqueeze(2) if flat else batched, held, bias, *shape, self.window)
         y = y.squeeze(2) if flat else y
         return y.squeeze(0) if input.dim() == dims else y
 
     def _dense(self, input: Tensor) -> Tensor:
-        """With the weight unpacked, by operators for which torch knows all that vmap, derivatives and nested tensors ask."""
+        """Unpacks the weight and uses torch's own operators, which support vmap, torch.func and nested tensors."""
         weight, bias = self.weight.to(self.dtype if self.kind == "embedding" else input.dtype), self._parameters["bias"]
         bias = bias if bias is None else bias.to(input.dtype)
         if self.kind == "embedding":
@@ -113,7 +117,7 @@ class Compressed(Packed):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, unpacked now: exact where the values are stored in their own dtype."""
+        """The dense weight, unpacked at each access. Exact, unless the values are stored in a smaller dtype (`store=`)."""
         matrix = FORMATS[self.form].unpack(self.buffers_in_order(), self.rows, self.columns, self.options)
         weight = as_weight(matrix, self.shape, self.groups)
         if self.minus is not None:
@@ -122,7 +126,7 @@ class Compressed(Packed):
         return weight
 
     def restored(self, weight: nn.Parameter | None = None) -> nn.Module:
-        """The dense layer again, with this weight if it is given (a tied one)."""
+        """Returns the dense layer, with this weight if given (a tied one)."""
         layer = self.stood(**self.arguments, device="meta")
         if weight is None:
             with torch.inference_mode(mode=False):
@@ -136,32 +140,23 @@ class Compressed(Packed):
         return layer.train(self.training)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Compressed:
-        """`.to(dtype)` and its like: the dense layer would have that dtype now, whatever the values are stored in."""
+        """Applies `.to(dtype)` and similar calls, and updates the dtype that the dense layer would have."""
         super()._apply(fn, recurse)
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.get_buffer(self.names[0]).device)).dtype
         return self
 
     def bytes(self) -> int:
+        """Returns the bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self.buffers())
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:  # type: ignore[override]
         weight = state_dict.pop(f"{prefix}weight", None)
         if weight is not None:
-            if tuple(weight.shape) != self.shape:
-                raise ValueError(f"{prefix}weight is {tuple(weight.shape)} in the state dict and {self.shape} in the model")
-            old = self.get_buffer(self.names[0])
-            half = old.is_floating_point() and old.dtype != self.dtype
-            try:
-                device = weight.device if old.is_meta else old.device  # nothing can be packed where there are no numbers
-                self._hold(weight.detach().to(device, self.dtype), old.dtype if half else None)
-            except ValueError as error:
-                raise ValueError(
-                    f"{prefix}weight cannot be held as {self.form}: {error}; decompress_ the model first"
-                ) from None
+            self._hold_dense(weight, f"{prefix}weight")
             state_dict.update({f"{prefix}{name}": buffer for name, buffer in self._buffers.items() if buffer is not None})
         else:
             self._check(state_dict, prefix)
-        for name in (*self.names, "minus"):  # other zeros, other sizes
+        for name in (*self.names, "minus"):  # buffers of another sparsity have other sizes
             new, now = state_dict.get(f"{prefix}{name}"), self._buffers.get(name)
             if new is not None and (now is None or new.shape != now.shape):
                 device = self.get_buffer(self.names[0]).device
@@ -170,13 +165,29 @@ class Compressed(Packed):
                 self.register_buffer(name, None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
+    def _hold_dense(self, weight: Tensor, name: str) -> None:
+        """Packs a dense weight from a state dict, in the dtype in which this layer stores its values."""
+        if tuple(weight.shape) != self.shape:
+            raise ValueError(f"{name} has shape {tuple(weight.shape)} in the state dict and {self.shape} in the model")
+        old = self.get_buffer(self.names[0])
+        half = old.is_floating_point() and old.dtype != self.dtype
+        device = weight.device if old.is_meta else old.device  # packing needs values, which meta tensors lack
+        try:
+            self._hold(weight.detach().to(device, self.dtype), old.dtype if half else None)
+        except ValueError as error:
+            raise ValueError(
+                f"{name} cannot be stored in the format {self.form}: {error}; call decompress_ on the model first"
+            ) from None
+
     def _check(self, state_dict: Any, prefix: str) -> None:
-        """Refuse buffers of another format or damaged ones: kernels believe the numbers in them. The same if only some are
-        given, which are to go with those that are here."""
+        """Raises ValueError for damaged buffers or those of another format, because kernels use their contents as addresses.
+
+        Buffers that the state dict does not contain are taken from the layer.
+        """
         keys = {name: f"{prefix}{name}" for name in (*self.names, "minus") if f"{prefix}{name}" in state_dict}
         own = self.buffers_in_order()
         try:
-            for key in keys.values():  # with assign=True they are taken as they lie
+            for key in keys.values():  # assign=True would keep their strides
                 state_dict[key] = state_dict[key].contiguous()
             given = [state_dict[keys[name]] if name in keys else now for name, now in zip(self.names, own)]
             if not all(each.is_meta for each in given) and not self._fit(given, own):
@@ -186,14 +197,16 @@ class Compressed(Packed):
         except (RuntimeError, IndexError, TypeError, ValueError, AttributeError):
             options = "x".join(map(str, self.options))
             raise ValueError(
-                f"{prefix[:-1] or 'this layer'} is {self.form} {options}".rstrip()
-                + f" of {self.rows}x{self.columns} in the model, and its "
-                "buffers in the state dict are not: load the dense weight, or compress both models the same way"
+                f"the buffers of {prefix[:-1] or 'this layer'} in the state dict do not match the model, where it is in the "
+                + f"format {self.form} {options}".rstrip()
+                + f" with {self.rows}x{self.columns} weights; load the dense weight, or compress both models the same way"
             ) from None
 
     def _fit(self, given: list[Tensor], own: list[Tensor]) -> bool:
-        """Whether these are the buffers that packing makes of the places which they name. The values there do not matter, and
-        some may have become zero since."""
+        """Returns True if packing a matrix that is nonzero at the places these buffers name gives the same buffers.
+
+        The values do not matter, since some may have become zero.
+        """
         if any(a.dtype != b.dtype and not (a.is_floating_point() and b.is_floating_point()) for a, b in zip(given, own)):
             return False
         (values, *rest), form, size = given, FORMATS[self.form], (self.rows, self.columns)
@@ -201,9 +214,13 @@ class Compressed(Packed):
         rest = [each.to(device) for each in rest]
         if not own[0].is_meta and values.shape == own[0].shape and all(map(torch.equal, rest, own[1:])):
             return True
-        if self.names[0] != "values":  # a library's own form, of which only the sizes are known
+        if self.names[0] != "values":  # a library's own packed form, of which only the sizes can be checked
             return form.unpack([values.to(device), *rest], *size, self.options).shape == size
-        pairs = not values.is_floating_point()
+        return self._repacks(values, rest, device)
+
+    def _repacks(self, values: Tensor, rest: list[Tensor], device: torch.device) -> bool:
+        """Returns True if unpacking these buffers with ones as values, and packing the result, gives the same buffers."""
+        form, size, pairs = FORMATS[self.form], (self.rows, self.columns), not values.is_floating_point()
         ones = torch.ones(values.numel() * (2 if pairs else 1), dtype=torch.bfloat16 if pairs else torch.uint8, device=device)
         places = form.unpack([ones.view(values.dtype) if pairs else ones.view(values.shape), *rest], *size, self.options)
         again, *others = form.pack(places, self.options)
@@ -218,17 +235,19 @@ _AUTOCAST, _GRAD = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
 _LEVEL = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 
 
-def alone(x: Tensor) -> bool:
-    """Whether nothing looks at operators as they run (a compiler, a dispatch mode, a tracer) or changes what they mean
-    (gradients, torch.func), so that the plain function does. All in one place: a call that other layers have driven out of
-    the cache takes its time from how much code it touches."""
+def can_skip_dispatcher(x: Tensor) -> bool:
+    """Returns True if no compiler, dispatch mode, tracer, autograd or torch.func transform is active.
+
+    The Python function then gives the same result as the operator, and is faster. All checks are in one function, because
+    the time of a call with cold caches depends on how much code it touches.
+    """
     if is_dynamo_compiling() or _GRAD() or _MODES() or _LEVEL() is not None or forward_ad._current_level >= 0:
         return False
     return type(x) is Tensor and _TRACER() is None and not x.is_neg() and not x.is_nested
 
 
 def autocast(x: Tensor) -> Tensor:
-    """In the dtype that torch's own layers compute with here."""
+    """Casts the input to the dtype that torch's own layers would use under autocast."""
     device = x.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return x
@@ -236,12 +255,12 @@ def autocast(x: Tensor) -> Tensor:
 
 
 def transformed() -> bool:
-    """Whether the call is inside vmap or torch.func's derivatives, or carries tangents along."""
+    """Returns True inside vmap, a torch.func transform or forward-mode differentiation."""
     return _LEVEL() is not None or forward_ad._current_level >= 0
 
 
 def arguments_of(layer: nn.Module) -> dict[str, Any]:
-    """What the layer's constructor needs to build its like."""
+    """Returns the arguments with which the layer's class builds an equal layer."""
     if isinstance(layer, nn.Linear):
         return {"in_features": layer.in_features, "out_features": layer.out_features, "bias": layer.bias is not None}
     if isinstance(layer, nn.Embedding):
@@ -254,7 +273,7 @@ def arguments_of(layer: nn.Module) -> dict[str, Any]:
 
 
 def window_of(layer: Any) -> list[int]:
-    """Kernel, stride, padding and dilation as pairs; a Conv1d is a Conv2d over one line."""
+    """Returns kernel size, stride, padding and dilation as pairs; a Conv1d is a Conv2d with height 1."""
     padding = layer.padding
     if isinstance(padding, str):
         around = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size)]
@@ -266,11 +285,11 @@ def window_of(layer: Any) -> list[int]:
 
 
 def why_not(layer: nn.Module) -> str | None:
-    """Why this layer cannot be compressed whatever its zeros are; None if it can."""
+    """Returns why this layer cannot be compressed, whatever its zeros are, or None if it can."""
     if "weight" not in layer._parameters:
-        return "its weight is computed (a parametrization); remove that first"
+        return "its weight is computed by a parametrization; remove that first"
     if type(layer) not in KINDS:
-        return f"{type(layer).__name__} is not a layer that can be compressed"
+        return f"{type(layer).__name__} is not a layer type that can be compressed"
     weight: Any = layer._parameters["weight"]
     if weight is None or weight.layout != torch.strided or type(weight.data) is not Tensor:
         return "its weight is not a plain dense tensor"
@@ -281,12 +300,18 @@ def why_not(layer: nn.Module) -> str | None:
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}; float32, float16 and bfloat16 can be compressed"
     if isinstance(layer, nn.Conv1d | nn.Conv2d):
-        if layer.groups > 1 and weight.numel() * layer.groups > WIDE:
-            return f"its {layer.groups} groups side by side make a matrix of {weight.numel() * layer.groups:,} numbers"
-        if layer.padding_mode != "zeros":
-            return f"it pads with {layer.padding_mode!r}; only zeros can be compressed"
-        if layer.padding == "same" and any(d * (k - 1) % 2 for d, k in zip(layer.dilation, layer.kernel_size)):
-            return "its padding is not the same on both sides"
+        return _why_not_conv(layer)
     if isinstance(layer, nn.Embedding) and layer.max_norm is not None:
         return "it rescales its rows (max_norm)"
+    return None
+
+
+def _why_not_conv(layer: nn.Conv1d | nn.Conv2d) -> str | None:
+    size = layer.weight.numel() * layer.groups
+    if layer.groups > 1 and size > WIDE:
+        return f"its {layer.groups} groups as one block-diagonal matrix would have {size:,} elements"
+    if layer.padding_mode != "zeros":
+        return f"it pads with {layer.padding_mode!r}; only padding with zeros is supported"
+    if layer.padding == "same" and any(d * (k - 1) % 2 for d, k in zip(layer.dilation, layer.kernel_size)):
+        return "its padding differs between the two sides"
     return None

@@ -1,7 +1,8 @@
-"""Pairs of bfloat16 for CPUs that multiply two at once (avx512bf16): the tiled format over pairs of columns.
+"""The format `pairs`: the tiled format over pairs of bfloat16 columns, for CPUs that multiply pairs (avx512bf16).
 
-Option 2 is 0 for pairs side by side (blocks of even width), 1 for two of four: each group of four inputs is laid out as its
-six possible pairs, so that two weights of a group are one pair wherever they are.
+The options are the number of rows that share a list of columns, and a mode. Mode 0 pairs neighbouring columns (blocks of even
+width). Mode 1 is for 2:4: each group of four inputs is stored as its six possible pairs, so that the two weights of a group
+form one pair wherever they are.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .find import Zeros, fill
-from .formats import Buffers, Format, Options, Use, register
+from .formats import Buffers, Format, FormatOptions, Use, register
 from .native import build
 from .tiled import TILED, product
 
@@ -35,8 +36,7 @@ def _fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
 
 
 def _paired(matrix: Tensor) -> Tensor:
-    """Pairs of columns as one number of four bytes. A slice that begins, or has lines, at an odd place is copied: torch refuses
-    to see pairs there."""
+    """Views pairs of columns as int32. Slices with an odd offset or row stride are copied, because torch cannot view them."""
     whole = matrix.contiguous()
     odd = (whole.storage_offset() | whole.stride(0)) & 1
     return (whole.clone(memory_format=torch.contiguous_format) if odd else whole).view(torch.int32)
@@ -48,30 +48,30 @@ def _places(device: torch.device) -> Tensor:
 
 
 def _six(matrix: Tensor) -> Tensor:
-    """Each group of four columns as its six pairs."""
+    """Returns each group of four columns as its six pairs."""
     rows, columns = matrix.shape
     return _paired(matrix.view(rows, columns // 4, 4)[..., _places(matrix.device)].reshape(rows, columns * 3))
 
 
 def _one_of_six(matrix: Tensor) -> Tensor:
-    """The same for weights: the first pair that holds all that a group has; the other five are zero."""
+    """Returns each group of four weights as six pairs: the first that holds all nonzeros of the group, and five zeros."""
     rows, columns = matrix.shape
     kept = (matrix != 0).view(rows, columns // 4, 4)
     if int(kept.sum(-1).max()) > 2:
-        raise ValueError("a group of four columns holds more than two weights, so it is no pair")
+        raise ValueError("a group of four columns holds more than two weights, so it is not a pair")
     holds = torch.stack([kept[..., i].int() + kept[..., j] for i, j in SIX], -1)
-    first = holds.argmax(-1, keepdim=True)  # with no weight at all, a pair of zeros
+    first = holds.argmax(-1, keepdim=True)  # a group without weights becomes a pair of zeros
     pairs = _six(matrix).view(rows, columns // 4, 6)
     return torch.zeros_like(pairs).scatter_(-1, first, pairs.gather(-1, first)).view(rows, -1)
 
 
-def _pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
+def _pack(matrix: Tensor, options: FormatOptions) -> tuple[Tensor, ...]:
     height, mode = options
-    matrix = matrix + 0.0  # -0.0 becomes 0.0: pairs are told from nothing by their bits
+    matrix = matrix + 0.0  # turns -0.0 into 0.0, because a pair is recognized as empty by its bits
     return TILED.pack(_one_of_six(matrix) if mode else _paired(matrix), (height,))
 
 
-def _unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
+def _unpack(buffers: Buffers, rows: int, columns: int, options: FormatOptions) -> Tensor:
     height, mode = options
     wide = TILED.unpack(buffers, rows, columns // 4 * 6 if mode else columns // 2, (height,))
     if not mode:
@@ -83,11 +83,11 @@ def _unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tens
     return groups.view(rows, columns)
 
 
-def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
+def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions) -> Tensor | None:
     if not (x.is_cpu and buffers[0].is_cpu) or x.dtype != torch.bfloat16 or build.target() is None:
         return None
     height, mode = options
-    seen = _paired(x).view(torch.float32)  # moved as bits, never computed with
+    seen = _paired(x).view(torch.float32)  # only moved as bits; no arithmetic is done in float32
     return product(seen, buffers, bias, rows, height, "six" if mode else "float32", "pair").to(x.dtype)
 
 

@@ -1,18 +1,24 @@
-"""What compression did, as a table."""
+"""`Compression`, the result of `compress_`: a table with one row per layer, its numbers, and the way back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import html
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import nn
 
 from .._tree import nearest
 from .find import Zeros
+from .layers import Compressed
+from .restore import restore_
 from .timing import spell
 
 
 @dataclass(frozen=True)
-class Row:
-    """One layer: the pattern found, the format chosen or the reason why not, seconds per call of the model, bytes."""
+class LayerResult:
+    """One layer: the pattern of its zeros, the chosen format or the reason to stay dense, seconds per model call, bytes."""
 
     layer: str
     kind: str
@@ -25,20 +31,20 @@ class Row:
     after: int = 0
     reason: str = ""
 
-    def found(self, zeros: Zeros) -> Row:
+    def found(self, zeros: Zeros) -> LayerResult:
         return replace(self, pattern=zeros.pattern, sparsity=zeros.sparsity)
 
-    def left(self, reason: str) -> Row:
-        """Dense, and why. Times stay, to be read; the format that lost is named in the reason."""
-        lost = f" ({self.format} was the best of the others)" if self.format else ""
-        return replace(self, format=None, reason=reason + lost, after=self.before)
+    def left(self, reason: str) -> LayerResult:
+        """Marks the layer as dense, with the reason. It keeps the measured times and names the best format in the reason."""
+        best = f" ({self.format} was the best format)" if self.format else ""
+        return replace(self, format=None, reason=reason + best, after=self.before)
 
-    def timed(self, form: str, options: Sequence[int], dense: float | None, sparse: float | None, size: int) -> Row:
+    def timed(self, form: str, options: Sequence[int], dense: float | None, sparse: float | None, size: int) -> LayerResult:
         name = form + (f" {'x'.join(map(str, options))}" if options else "")
         return replace(self, format=name, dense_seconds=dense, sparse_seconds=sparse, after=size)
 
-    def as_twin(self, other: Row) -> Row:
-        """This row's decision and times for another layer of the same shape, pattern and inputs."""
+    def as_twin(self, other: LayerResult) -> LayerResult:
+        """Returns this row's decision and times for another layer of the same shape, pattern and inputs."""
         after = self.after if self.format else other.before
         reason = self.reason or f"measured on {self.layer}"
         return replace(self, layer=other.layer, sparsity=other.sparsity, before=other.before, after=after, reason=reason)
@@ -46,15 +52,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Compression:
-    """One row for each layer. `print` shows the table."""
+    """What `compress_` did, one row per layer. `print` shows it as a table; `result["layer.name"]` is one row."""
 
-    rows: list[Row]
+    rows: list[LayerResult]
     objective: str
     threads: int
-    before: int  # bytes of the weights of these layers, a shared one counted once
+    before: int  # bytes of the weights of these layers, shared weights counted once
     after: int
+    replaced: tuple[str, ...] = ()  # names of the layers that this call compressed
 
-    def __getitem__(self, layer: str) -> Row:
+    def __getitem__(self, layer: str) -> LayerResult:
         for row in self.rows:
             if row.layer == layer:
                 return row
@@ -62,33 +69,63 @@ class Compression:
 
     @property
     def compressed(self) -> list[str]:
-        """The layers that are in a sparse format now."""
+        """The names of the layers that are in a sparse format, those from earlier calls included."""
         return [row.layer for row in self.rows if row.format]
 
     @property
     def speedup(self) -> float:
-        """Dense time over the time now, of all the layers that were measured."""
+        """Time before over time after, summed over all layers that were measured."""
         timed = [row for row in self.rows if row.dense_seconds is not None]
         now = sum((row.sparse_seconds if row.format else row.dense_seconds) or 0.0 for row in timed)
         return sum(row.dense_seconds or 0.0 for row in timed) / now if now else 1.0
 
-    def __str__(self) -> str:
-        head = ("layer", "kind", "zeros", "pattern", "format", "dense", "sparse", "ratio", "bytes", "now", "")
-        lines = [head, *(_cells(row) for row in self.rows)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-        right = {2, 5, 6, 7, 8, 9}
-        table = [
-            "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths))) for line in lines
-        ]
+    def metrics(self) -> dict[str, float]:
+        """Returns the totals as a flat dictionary of numbers."""
+        return {
+            "layers": len(self.rows),
+            "compressed": len(self.compressed),
+            "bytes_before": self.before,
+            "bytes_after": self.after,
+            "speedup": self.speedup,
+            "threads": self.threads,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as plain Python values that `json.dumps` accepts."""
+        return {"objective": self.objective, **self.metrics(), "rows": [asdict(row) for row in self.rows]}
+
+    def undo_(self, model: nn.Module) -> nn.Module:
+        """Puts the dense layers back in place of the layers that this call compressed, and returns the model.
+
+        Layers from earlier calls stay compressed; `decompress_(model)` restores those too.
+        """
+        there = {name for name, module in model.named_modules() if isinstance(module, Compressed)}
+        if missing := [name for name in self.replaced if name not in there]:
+            raise ValueError(
+                f"{', '.join(map(repr, missing[:3]))} of this result are not compressed in the model: the result was undone "
+                "already, or belongs to another model"
+            )
+        return restore_(model, self.replaced)
+
+    def _summary(self) -> str:
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
-        end = (
+        return (
             f"{len(self.compressed)} of {len(self.rows)} layers compressed for {self.objective}, {threads}: "
             f"{self.before:,} bytes of weights are now {self.after:,}; measured layers {self.speedup:.2f}x"
         )
-        return "\n".join([*(line.rstrip() for line in table), end])
+
+    def __str__(self) -> str:
+        return "\n".join([*text_table(_HEADER, map(_cells, self.rows), right=_RIGHT), self._summary()])
+
+    def _repr_html_(self) -> str:
+        return html_table(self._summary(), _HEADER, map(_cells, self.rows))
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+_HEADER = ("layer", "kind", "zeros", "pattern", "format", "dense", "sparse", "ratio", "bytes", "now", "")
+_RIGHT = {2, 5, 6, 7, 8, 9}  # columns of numbers
+
+
+def _cells(row: LayerResult) -> tuple[str, ...]:
     dense, sparse = row.dense_seconds, row.sparse_seconds
     return (
         row.layer,
@@ -103,3 +140,24 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.after:,}",
         row.reason,
     )
+
+
+def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: set[int]) -> list[str]:
+    """Returns the lines of a table, with the columns in `right` aligned to the right."""
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    padded = (
+        [cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths))]
+        for line in lines
+    )
+    return ["  ".join(cells).rstrip() for cells in padded]
+
+
+def html_table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns an HTML table with escaped cells."""
+
+    def line(cells: Iterable[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    body = "".join(line(cells, "td") for cells in rows)
+    return f"<table><caption>{html.escape(caption)}</caption><thead>{line(header, 'th')}</thead><tbody>{body}</tbody></table>"

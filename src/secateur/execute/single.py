@@ -1,7 +1,7 @@
-"""Formats for one row of inputs at a time (and a few more): what counts is how few bytes a weight takes.
+"""Formats for one input row (up to four), where the time is that of reading the weights from memory.
 
-gather: any pattern; bitmask: up to about 80 % zeros; runs: blocks along a row; panels: blocks of rows; columns: a dense
-weight whose inputs are mostly zero (gates). Values may be stored in half precision; sums are always float32.
+`gather`: any pattern; `bitmask`: up to about 80 % zeros; `runs`: blocks along a row; `panels`: blocks of rows; `columns`: a
+dense weight whose inputs are partly zero (`gate_`). Values may be stored in half precision; sums are always float32.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .find import Zeros, fill, owners, pack_bits, unpack_bits
-from .formats import Buffers, Format, Options, Use, register
+from ..masks import pack_bits, unpack_bits
+from .find import Zeros, fill, owners
+from .formats import Buffers, Format, FormatOptions, Use, register
 from .native import build
 from .native.build import Kernel
 from .tiled import DTYPES, as_float, kernels_for, scratch
 
-FEW = 4  # rows of input up to which these formats are tried
-GROUP = 8
-COLUMNS = 1 << 16  # column numbers have two bytes
+FEW = 4  # input rows up to which these formats are tried
+GROUP = 8  # weights that a vector instruction multiplies at once
+COLUMNS = 1 << 16  # most columns, because column numbers have two bytes
 
 
 def _here(use: Use, *features: str) -> bool:
@@ -29,8 +30,10 @@ def _here(use: Use, *features: str) -> bool:
 
 
 def _by_rows(kernel: Kernel, held: Sequence[int], x: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """Run the kernel on each row of inputs, as float32 padded to whole groups of columns: the addresses of inputs, bias and
-    results go before what is held."""
+    """Runs the kernel on each input row, converted to float32 and padded to whole groups of columns.
+
+    `held` are the kernel's arguments after the addresses of inputs, bias and results.
+    """
     (batch, columns), threads = x.shape, torch.get_num_threads()
     more = -columns % GROUP
     plain = x.dtype == torch.float32
@@ -48,7 +51,7 @@ def _starts(counts: Tensor) -> Tensor:
 
 
 def _unsigned(numbers: Tensor) -> Tensor:
-    """Two-byte numbers as int64; torch stores them signed."""
+    """Returns two-byte numbers, which torch stores with a sign, as int64 without one."""
     return numbers.long() & 0xFFFF
 
 
@@ -60,13 +63,13 @@ def _gather_fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, 
         yield ()
 
 
-def _gather_pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
+def _gather_pack(matrix: Tensor, options: FormatOptions) -> tuple[Tensor, ...]:
     row, column = (matrix != 0).nonzero(as_tuple=True)
     counts = torch.bincount(row, minlength=len(matrix))
     place = torch.arange(len(row), device=row.device)
     rank = place - (counts.cumsum(0) - counts)[row]
     leader = column[place - rank % GROUP] if len(row) else column
-    far = (column - leader) // 256  # a byte does not reach: the rest of the eight starts another group
+    far = (column - leader) // 256  # columns more than a byte away start another group
     new = torch.ones(len(row), dtype=torch.bool, device=row.device)
     new[1:] = (rank % GROUP == 0)[1:] | (far[1:] != far[:-1]) | (row[1:] != row[:-1])
     group = new.cumsum(0) - 1
@@ -80,17 +83,17 @@ def _gather_pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
     return values.flatten(), index.flatten(), first, _starts(torch.bincount(row[begins], minlength=len(matrix)))
 
 
-def _gather_unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
+def _gather_unpack(buffers: Buffers, rows: int, columns: int, options: FormatOptions) -> Tensor:
     values, index, first, starts = buffers
     row = owners(starts, len(first))
     column = _unsigned(first).unsqueeze(1) + index.view(-1, GROUP)
     matrix = torch.zeros(rows, columns, dtype=values.dtype, device=values.device)
-    kept = values.view(-1, GROUP) != 0  # the rest fills up groups
+    kept = values.view(-1, GROUP) != 0  # the others are padding
     matrix[row.unsqueeze(1).expand_as(column)[kept], column[kept]] = values.view(-1, GROUP)[kept]
     return matrix
 
 
-def _gather_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
+def _gather_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions) -> Tensor | None:
     values = buffers[0]
     if not kernels_for(x, values):
         return None
@@ -109,14 +112,14 @@ def _runs_fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ..
         yield ()
 
 
-def _runs_pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
+def _runs_pack(matrix: Tensor, options: FormatOptions) -> tuple[Tensor, ...]:
     rows, columns = matrix.shape
     parts = F.pad(matrix, (0, -columns % GROUP)).view(rows, -1, GROUP)
     row, part = (parts != 0).any(-1).nonzero(as_tuple=True)
     return parts[row, part].flatten(), (part * GROUP).to(torch.int16), _starts(torch.bincount(row, minlength=rows))
 
 
-def _runs_unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
+def _runs_unpack(buffers: Buffers, rows: int, columns: int, options: FormatOptions) -> Tensor:
     values, first, starts = buffers
     parts = torch.zeros(rows, -(-columns // GROUP), GROUP, dtype=values.dtype, device=values.device)
     row = owners(starts, len(first))
@@ -124,7 +127,7 @@ def _runs_unpack(buffers: Buffers, rows: int, columns: int, options: Options) ->
     return parts.flatten(1)[:, :columns].contiguous()
 
 
-def _runs_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
+def _runs_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions) -> Tensor | None:
     values = buffers[0]
     if not kernels_for(x, values):
         return None
@@ -141,7 +144,7 @@ def _panels_fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, 
         yield from ((height,) for height in (16, 8) if fill(matrix != 0, height, 1) > 0.6)
 
 
-def _panels_pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
+def _panels_pack(matrix: Tensor, options: FormatOptions) -> tuple[Tensor, ...]:
     (height,) = options
     tall = matrix.reshape(-1, height, matrix.shape[1])
     panel, column = (tall != 0).any(1).nonzero(as_tuple=True)
@@ -149,7 +152,7 @@ def _panels_pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
     return tall[panel, :, column].flatten(), column.to(torch.int16), _starts(counts)
 
 
-def _panels_unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
+def _panels_unpack(buffers: Buffers, rows: int, columns: int, options: FormatOptions) -> Tensor:
     (height,), (values, index, starts) = options, buffers
     panel = owners(starts, len(index))
     tall = torch.zeros(rows // height, columns, height, dtype=values.dtype, device=values.device)
@@ -157,7 +160,7 @@ def _panels_unpack(buffers: Buffers, rows: int, columns: int, options: Options) 
     return tall.transpose(1, 2).reshape(rows, columns)
 
 
-def _panels_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
+def _panels_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions) -> Tensor | None:
     (height,), values = options, buffers[0]
     if not kernels_for(x, values):
         return None
@@ -180,35 +183,35 @@ def _bitmask_fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int,
         yield ()
 
 
-def _bitmask_pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
+def _bitmask_pack(matrix: Tensor, options: FormatOptions) -> tuple[Tensor, ...]:
     kept = matrix != 0
-    values = F.pad(matrix[kept], (0, 16))  # room to read over the end
-    return values, _turns(pack_bits(kept)), F.pad(kept.sum(1).cumsum(0), (1, 0))
+    values = F.pad(matrix[kept], (0, 16))  # the kernel reads up to 16 values past the end
+    return values, _interleave(pack_bits(kept)), F.pad(kept.sum(1).cumsum(0), (1, 0))
 
 
-def _turns(masks: Tensor) -> Tensor:
-    """Bytes of four rows in turns, which is how the kernel reads them; rows that are left over stay as they are."""
+def _interleave(masks: Tensor) -> Tensor:
+    """Interleaves the bytes of every four rows, as the kernel reads them. Up to three rows at the end stay as they are."""
     whole = len(masks) // 4 * 4
     four = masks[:whole].view(-1, 4, masks.shape[1]).transpose(1, 2).reshape(whole, masks.shape[1])
     return torch.cat([four, masks[whole:]])
 
 
-def _in_rows(masks: Tensor) -> Tensor:
+def _deinterleave(masks: Tensor) -> Tensor:
     whole = len(masks) // 4 * 4
     rows = masks[:whole].view(-1, masks.shape[1], 4).transpose(1, 2).reshape(whole, masks.shape[1])
     return torch.cat([rows, masks[whole:]])
 
 
-def _bitmask_unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
+def _bitmask_unpack(buffers: Buffers, rows: int, columns: int, options: FormatOptions) -> Tensor:
     values, masks, _ = buffers
     matrix = torch.zeros(rows, columns, dtype=values.dtype, device=values.device)
-    matrix[unpack_bits(_in_rows(masks), columns)] = values[:-16]
+    matrix[unpack_bits(_deinterleave(masks), columns)] = values[:-16]
     return matrix
 
 
 @cache
 def _table(kind: str) -> Tensor:
-    """How the values of a group are spread over its eight lanes, for each of the 256 masks."""
+    """Returns, for each of the 256 masks, how the packed values of a group are moved to its eight lanes."""
     table = torch.zeros(256, 8, dtype=torch.int64, device="cpu")
     for mask in range(256):
         taken = 0
@@ -216,13 +219,13 @@ def _table(kind: str) -> Tensor:
             there = mask >> lane & 1
             if kind == "float32":
                 table[mask, lane] = taken if there else 0x80000000
-            else:  # four bytes of a shuffle: two zeros, then the value's two bytes; 0x80 makes a zero
+            else:  # indices of a byte shuffle: two zero bytes, then the value's two bytes; 0x80 stands for zero
                 table[mask, lane] = 0x8080 | (2 * taken << 16) | (2 * taken + 1 << 24) if there else 0x80808080
             taken += there
     return torch.where(table >= 1 << 31, table - (1 << 32), table).to(torch.int32).contiguous()
 
 
-def _bitmask_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
+def _bitmask_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions) -> Tensor | None:
     values, masks, _ = buffers
     if not kernels_for(x, values) or values.dtype == torch.float16 or not build.has("avx2"):
         return None
@@ -231,11 +234,11 @@ def _bitmask_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int,
     return _by_rows(build.kernel("single.bitmask", kind), held, x, bias, rows)
 
 
-def _bitmask_embedding(x: Tensor, buffers: Buffers, columns: int, options: Options) -> Tensor:
+def _bitmask_embedding(x: Tensor, buffers: Buffers, columns: int, options: FormatOptions) -> Tensor:
     values, masks, starts = buffers
-    four = x // 4 * 4  # where the bytes of this row begin, and how far apart they are
-    whole = four + 4 <= len(masks)
-    step = torch.where(whole, 4, 1).unsqueeze(1)
+    four = x // 4 * 4
+    whole = four + 4 <= len(masks)  # the row is in an interleaved group of four
+    step = torch.where(whole, 4, 1).unsqueeze(1)  # distance between two bytes of the row
     begin = torch.where(whole, four * masks.shape[1] + x % 4, x * masks.shape[1]).unsqueeze(1)
     own = masks.flatten()[begin + step * torch.arange(masks.shape[1], device=x.device)]
     kept = unpack_bits(own, columns)
@@ -258,15 +261,15 @@ def _columns_fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int,
         yield ()
 
 
-def _columns_pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
+def _columns_pack(matrix: Tensor, options: FormatOptions) -> tuple[Tensor, ...]:
     return (matrix.t().contiguous(),)
 
 
-def _columns_unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
+def _columns_unpack(buffers: Buffers, rows: int, columns: int, options: FormatOptions) -> Tensor:
     return buffers[0].t().contiguous()
 
 
-def _columns_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
+def _columns_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions) -> Tensor | None:
     (weight,) = buffers
     if len(x) != 1 or not kernels_for(x, weight):
         return F.linear(x, weight.t().to(x.dtype), bias)

@@ -1,6 +1,7 @@
-"""The tiled format: any pattern, any number of input rows from about eight on, linear layers and convolutions.
+"""The format `tiled`: any pattern, about eight or more input rows, for linear layers and convolutions.
 
-Columns come in blocks of 192 with a byte for the place in the block; `height` rows share a list of columns (1 or 4).
+Columns are grouped in blocks of 192, and a column is stored as one byte, its place in the block. `height` rows (1 or 4) share
+a list of columns.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .find import Zeros, fill
-from .formats import Buffers, Format, Options, Use, Window, register
+from .formats import Buffers, Format, FormatOptions, Use, Window, register
 from .native import build
 
-WIDTH = 192  # columns of a block (a byte counts those of a row): with 32 positions, most of the first-level cache
-CHUNK = 256  # rows that are worked on together: their sums stay in the second-level cache
-LINE = 16  # floats of a line of the cache
-LAYING = 0.06  # laying inputs out, as a part of the time to multiply them with all rows
+WIDTH = 192  # columns of a block (a row's count must fit in a byte); with 32 positions, these inputs fill most of the L1 cache
+CHUNK = 256  # rows that are processed together, so that their sums stay in the L2 cache
+LINE = 16  # floats of a cache line
+REPACKING = 0.06  # time to repack the inputs, as a fraction of the time to multiply them with all rows
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _MINE = threading.local()
 
 
 def scratch(floats: int) -> Tensor:
-    """Memory that a call may write over, kept from call to call: fresh pages would cost more than the product."""
+    """Returns scratch memory that this thread reuses in every call, because new pages would take longer than the product."""
     held: Tensor | None = getattr(_MINE, "memory", None)
     if held is None or held.numel() < floats:
         held = _MINE.memory = torch.empty(floats, dtype=torch.float32, device="cpu")
@@ -41,20 +42,21 @@ def no_bias(rows: int) -> Tensor:
 
 
 def as_float(bias: Tensor | None, rows: int) -> Tensor:
-    """As kernels read it. They take its address, so one on another device must not get this far."""
+    """Returns the bias as contiguous float32 on the CPU, whose address kernels can read. Zeros if there is no bias."""
     if bias is None:
         return no_bias(rows)
     if not bias.is_cpu:
-        raise RuntimeError(f"the bias is on {bias.device} and the inputs are on the CPU: move the model with .to()")
+        raise RuntimeError(f"the bias is on {bias.device} and the inputs are on the CPU; move the model with .to()")
     return bias if bias.dtype == torch.float32 and bias.is_contiguous() else bias.float().contiguous()
 
 
 def kernels_for(x: Tensor, values: Tensor) -> bool:
-    return x.is_cpu and values.is_cpu and _are_computed(x.dtype, values.dtype)
+    """Returns True if the CPU kernels can multiply these tensors."""
+    return x.is_cpu and values.is_cpu and _dtypes_work(x.dtype, values.dtype)
 
 
 @cache
-def _are_computed(*dtypes: torch.dtype) -> bool:
+def _dtypes_work(*dtypes: torch.dtype) -> bool:
     if build.target() is None or not DTYPES.keys() >= {*dtypes}:
         return False
     return torch.float16 not in dtypes or build.reads_halves()
@@ -69,7 +71,7 @@ def _fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
         yield (4,)
 
 
-def _pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
+def _pack(matrix: Tensor, options: FormatOptions) -> tuple[Tensor, ...]:
     (height,) = options
     rows, columns = matrix.shape
     panels, blocks, per_chunk = rows // height, -(-columns // WIDTH), CHUNK // height
@@ -84,7 +86,7 @@ def _pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
     counts, order = cells.sort(dim=-1, descending=True, stable=True)
     ends = counts.flatten().cumsum(0)
     begins = torch.empty_like(cells).scatter_(2, order, (ends - counts.flatten()).view_as(counts))
-    begins = begins.transpose(1, 2).reshape(-1)  # where each list (panel, block) goes; `lengths` says where it comes from
+    begins = begins.transpose(1, 2).reshape(-1)  # new position of each list (panel, block); `lengths` gives the old one
     shift = begins - (lengths.flatten().cumsum(0) - lengths.flatten())
     place = torch.arange(len(panel), device=panel.device) + shift.repeat_interleave(lengths.flatten())
     index = matrix.new_empty(len(panel), dtype=torch.uint8)
@@ -97,7 +99,7 @@ def _pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
     return values.flatten(), index, counts.flatten().to(torch.uint8), order.flatten().to(torch.uint8), used, starts.contiguous()
 
 
-def _unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
+def _unpack(buffers: Buffers, rows: int, columns: int, options: FormatOptions) -> Tensor:
     (height,) = options
     values, index, counts, order, *_ = buffers
     panels, blocks, per_chunk = rows // height, -(-columns // WIDTH), CHUNK // height
@@ -111,21 +113,25 @@ def _unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tens
 
 
 def _tile_of(positions: int, height: int) -> int:
-    """How many positions at a time: wide tiles use a weight more often, narrow ones waste less at the end and leave room in
-    cache and registers. The same for any number of threads, so that sums come out the same."""
+    """Returns the number of positions in a tile.
+
+    Wide tiles use each loaded weight more often; narrow ones waste less at the end and need less cache and fewer registers.
+    The answer does not depend on the number of threads, so that results do not either.
+    """
     if build.has("avx512f"):
-        cost = {8: 3.0, 16: 1.5, 32: 1.1, 64: 1.0}  # of a position, over the best tile
+        cost = {8: 3.0, 16: 1.5, 32: 1.1, 64: 1.0}  # measured time per position, relative to the best tile
     else:
         cost = {8: 1.5, 16: 1.2, 32: 1.0} if height == 1 else {8: 1.5, 16: 1.0}
     return min(cost, key=lambda size: -(-positions // size) * size * cost[size])
 
 
 def _splits(tiles: int, rows: int, threads: int) -> int:
-    """Into how many pieces of work the rows of a tile go: few, since each lays the inputs out anew, but even over threads."""
+    """Returns into how many pieces the rows of a tile are split: few, because each piece repacks the inputs, but enough to
+    occupy all threads evenly."""
     chunks = -(-rows // CHUNK)
     return min(
         range(1, min(chunks, threads) + 1),
-        key=lambda splits: -(-tiles * splits // threads) * (-(-chunks // splits) / chunks + LAYING),
+        key=lambda splits: -(-tiles * splits // threads) * (-(-chunks // splits) / chunks + REPACKING),
     )
 
 
@@ -133,11 +139,11 @@ def _shape(rows: int, columns: int, height: int) -> tuple[int, ...]:
     return columns, WIDTH, -(-columns // WIDTH), rows // height, CHUNK // height
 
 
-@lru_cache(maxsize=1024)  # by shape; a layer is called with the same few again and again
+@lru_cache(maxsize=1024)  # a layer is called with few different shapes
 def _rows_plan(
     batch: int, columns: int, rows: int, height: int, seen: str, stored: str, threads: int
 ) -> tuple[Any, int, array[int]]:
-    """The kernel, how many floats of scratch it needs, and its arguments as far as the shape says them."""
+    """Returns the kernel, the floats of scratch memory it needs, and those arguments that depend on shapes only."""
     tile = _tile_of(batch, height)
     tiles, room = -(-batch // tile), (columns + CHUNK) * tile
     multiply = build.kernel("tiled.multiply_rows", height, tile, seen, stored)
@@ -145,7 +151,7 @@ def _rows_plan(
     return multiply, threads * room, array("q", (*build.COUNTERS, *known))
 
 
-def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
+def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions) -> Tensor | None:
     if not kernels_for(x, buffers[0]):
         return None
     y = product(x, buffers, bias, rows, options[0], DTYPES[x.dtype], DTYPES[buffers[0].dtype])
@@ -153,14 +159,15 @@ def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options
 
 
 def product(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, height: int, seen: str, stored: str) -> Tensor:
-    """x [batch, columns] times the packed matrix, as float32. "six": inputs are the six pairs of each two numbers of x."""
+    """Returns x [batch, columns] @ matrix.T + bias as float32. With seen="six", two numbers of x (two pairs of bfloat16) are
+    expanded to the six pairs that the format `pairs` uses for 2:4."""
     (batch, columns), (stride, one), threads = x.shape, x.stride(), torch.get_num_threads()
     if one != 1:
         x, stride = x.contiguous(), columns
     columns *= 3 if seen == "six" else 1
     multiply, floats, known = _rows_plan(batch, columns, rows, height, seen, stored, threads)
     memory, extra = scratch(floats), as_float(bias, rows)
-    y = memory.new_empty_strided((batch, rows), (rows, 1))  # of all ways to make a tensor the one that runs the least code
+    y = memory.new_empty_strided((batch, rows), (rows, 1))  # the constructor with the least overhead
     block = known[:]
     block.extend(map(Tensor.data_ptr, (*buffers, extra, x, memory, y)))
     block.append(stride * x.element_size())
@@ -170,25 +177,25 @@ def product(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, height:
 
 @lru_cache(maxsize=1024)
 def _planes_plan(shape: tuple[int, ...], rows: int, height: int, stored: str, threads: int, window: Window) -> tuple[Any, ...]:
+    """Returns the kernel of a convolution and those arguments that depend on shapes only."""
     (images, channels, high, wide), (pad_y, pad_x) = shape, window.padding
     out, size = window.out(high, wide), (high + 2 * pad_y, wide + 2 * pad_x)
     columns, side_by_side = channels * window.kernel[0] * window.kernel[1], max(window.stride) == 1
     places = (out[0] - 1) * (size[1] if side_by_side else out[1]) + out[1]
     tile = _tile_of(places, height)
     room = (WIDTH + 1 + CHUNK) * tile
-    image = -(-(images * channels * size[0] * size[1] + tile) // LINE) * LINE  # and what is read past the end
+    image = -(-(images * channels * size[0] * size[1] + tile) // LINE) * LINE  # padded, because a tile may be read past the end
     multiply = build.kernel("tiled.multiply_planes", height, tile, stored, int(side_by_side))
     y, x = (torch.arange(n, device="cpu") * step for n, step in zip(window.kernel, window.dilation))
-    corners = (torch.arange(channels, device="cpu").view(-1, 1, 1) * size[0] + y.view(-1, 1)) * size[
-        1
-    ] + x  # what each column sees first
+    lines = torch.arange(channels, device="cpu").view(-1, 1, 1) * size[0] + y.view(-1, 1)
+    corners = lines * size[1] + x  # offset of the first input of each column
     work = (images, rows, _splits(images * -(-places // tile), rows, threads), *out, *window.stride)
     padding = (images * channels, high, wide, pad_y, pad_x)
     planes = channels * size[0] * size[1] * 4, size[1]
     return multiply, out, _shape(rows, columns, height), room, image, (corners * 4).flatten(), planes, work, padding
 
 
-def _conv(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options, window: Window) -> Tensor | None:
+def _conv(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions, window: Window) -> Tensor | None:
     if not kernels_for(x, buffers[0]) or min(window.out(*x.shape[2:])) < 1:
         return None
     height, threads = options[0], torch.get_num_threads()

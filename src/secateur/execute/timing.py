@@ -1,4 +1,4 @@
-"""Clocks: things run warm, in turns, many times, and reported with their spread."""
+"""Time measurement: functions run warm, in alternation, over many rounds; and `bench`, which times whole models."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CACHE_BYTES = 48 << 20  # more than the last-level cache of most machines
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Seconds of one thing, over many rounds."""
+class RunTimes:
+    """The seconds that one function took in each round."""
 
     seconds: tuple[float, ...]
 
@@ -32,7 +32,7 @@ class Timing:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The 10th and the 90th percentile."""
+        """The 10th and 90th percentiles."""
         ordered = sorted(self.seconds)
         return ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
 
@@ -42,7 +42,7 @@ class Timing:
 
 
 def spell(seconds: float) -> str:
-    """Seconds in three digits and a fitting unit."""
+    """Formats seconds with three digits in s, ms or µs."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= 0.9995 * size or unit == "µs":
             break
@@ -52,11 +52,12 @@ def spell(seconds: float) -> str:
 
 def interleaved(
     runs: Sequence[Callable[[], Any]], *, seconds: float = 0.3, rounds: tuple[int, int] = (5, 200), cold: Tensor | None = None
-) -> list[Timing]:
-    """Each run once per round, the order turning; `cold` is read before each, so that weights come from memory.
+) -> list[RunTimes]:
+    """Times each function once per round, in an order that rotates from round to round.
 
-    Rounds go on until `seconds` have passed for each run. With one thread, its own processor time counts, so that other
-    programs on the machine disturb less.
+    Rounds continue until `seconds` times the number of functions have passed, within the limits `rounds`. If `cold` is given,
+    it is read before each run to push the weights out of the cache. With one thread, the thread's processor time is measured
+    instead of wall-clock time, so that other programs disturb less.
     """
     alone = torch.get_num_threads() == 1 and not torch.cuda.is_initialized()
     clock = time.thread_time if alone else time.perf_counter
@@ -64,8 +65,7 @@ def interleaved(
         run()
         run()
     times: list[list[float]] = [[] for _ in runs]
-    begin, done = time.perf_counter(), 0
-    while done < rounds[0] or (done < rounds[1] and time.perf_counter() - begin < seconds * len(runs)):
+    for done in _rounds(rounds, seconds * len(runs)):
         for i in range(len(runs)):
             who = (i + done) % len(runs)
             if cold is not None:
@@ -75,22 +75,29 @@ def interleaved(
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
             times[who].append(clock() - start)
+    return [RunTimes(tuple(each)) for each in times]
+
+
+def _rounds(limits: tuple[int, int], seconds: float) -> Iterator[int]:
+    """Yields the round numbers: at least `limits[0]`, then until `seconds` have passed or there are `limits[1]`."""
+    begin, done = time.perf_counter(), 0
+    while done < limits[0] or (done < limits[1] and time.perf_counter() - begin < seconds):
+        yield done
         done += 1
-    return [Timing(tuple(each)) for each in times]
 
 
 def in_graphs(
     runs: Sequence[Callable[[], Any]], *, seconds: float = 0.3, rounds: tuple[int, int] = (5, 200), cold: Tensor | None = None
-) -> list[Timing]:
-    """The same on a GPU, by its own clock and without the host: each run in a CUDA graph, several times unless cold.
+) -> list[RunTimes]:
+    """Does the same as `interleaved` on a GPU, with CUDA events and without the time that the host takes.
 
-    A run that cannot be recorded is timed as it is.
+    Each function is captured in a CUDA graph, eight times in a row (once if `cold` is given). A function that cannot be
+    captured is called directly.
     """
     times: list[list[float]] = [[] for _ in runs]
     graphs = [_recorded(run, 1 if cold is not None else 8) for run in runs]
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin, done = time.perf_counter(), 0
-    while done < rounds[0] or (done < rounds[1] and time.perf_counter() - begin < seconds * len(runs)):
+    for done in _rounds(rounds, seconds * len(runs)):
         for i in range(len(runs)):
             who = (i + done) % len(runs)
             replay, count = graphs[who]
@@ -101,12 +108,11 @@ def in_graphs(
             end.record()
             end.synchronize()
             times[who].append(start.elapsed_time(end) / 1e3 / count)
-        done += 1
-    return [Timing(tuple(each)) for each in times]
+    return [RunTimes(tuple(each)) for each in times]
 
 
 def _recorded(run: Callable[[], Any], count: int) -> tuple[Callable[[], Any], int]:
-    """The run as a graph of so many calls, and that number; the run itself and 1 where it waits for the host."""
+    """Returns a CUDA graph of `count` calls and `count`, or the function itself and 1 if it cannot be captured."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -125,7 +131,7 @@ def _recorded(run: Callable[[], Any], count: int) -> tuple[Callable[[], Any], in
 
 
 def cold_for(model: nn.Module) -> Tensor:
-    """What is read before each run, so that weights come from memory: more than the cache of the model's device."""
+    """Returns a tensor about as large as the last-level cache of the model's device. Reading it evicts the weights."""
     device = next(model.parameters()).device
     if device.type != "cuda":
         return torch.ones(CACHE_BYTES // 4, device="cpu")
@@ -134,7 +140,7 @@ def cold_for(model: nn.Module) -> Tensor:
 
 @contextmanager
 def for_inference(model: nn.Module, threads: int | None = None) -> Iterator[None]:
-    """Eval mode, no gradients, so many threads; and as it was afterwards."""
+    """Sets eval mode, no_grad and the number of threads, and restores all of them on exit."""
     modes, before = {module: module.training for module in model.modules()}, torch.get_num_threads()
     try:
         model.eval()
@@ -149,7 +155,7 @@ def for_inference(model: nn.Module, threads: int | None = None) -> Iterator[None
 
 
 def call(model: nn.Module, example_inputs: Any) -> Any:
-    """A tensor is the one argument, a tuple or list the arguments, a mapping the keyword arguments."""
+    """Calls the model with a tensor, a tuple or list of arguments, or a mapping of keyword arguments."""
     if isinstance(example_inputs, Tensor):
         return model(example_inputs)
     if isinstance(example_inputs, Mapping):
@@ -164,14 +170,15 @@ def call(model: nn.Module, example_inputs: Any) -> Any:
 
 @dataclass(frozen=True)
 class Bench:
-    """Timings by name. `ratio` compares the best rounds of two of them."""
+    """The times of one or more models, by name. `print` shows them, `ratio` compares the best rounds of two."""
 
-    timings: dict[str, Timing]
+    timings: dict[str, RunTimes]
 
-    def __getitem__(self, name: str) -> Timing:
+    def __getitem__(self, name: str) -> RunTimes:
         return self.timings[name]
 
     def ratio(self, slow: str, fast: str) -> float:
+        """Returns how many times longer the best round of `slow` took than that of `fast`."""
         return self.timings[slow].best / self.timings[fast].best
 
     def __str__(self) -> str:
@@ -187,7 +194,10 @@ class Bench:
 def bench(
     model: nn.Module | Mapping[str, nn.Module], example_inputs: Any, *, threads: int | None = None, seconds: float = 2.0
 ) -> Bench:
-    """Time a model on these inputs, or several models in turns: warm, in eval mode, without gradients, with the spread."""
+    """Times a model on these inputs, or several models (a mapping of names) in alternation.
+
+    The models run warm, in eval mode and without gradients. `seconds` is the measuring time for each model.
+    """
     models = {"model": model} if isinstance(model, nn.Module) else dict(model)
     if not models or not all(isinstance(each, nn.Module) for each in models.values()):
         raise TypeError("bench takes a torch.nn.Module, or a mapping of names to modules")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 
 from .._tree import nearest
-from ..execute import FORMATS, Compressed, places, same_bits, ties, why_not
+from ..execute import FORMATS, Compressed, find_format, places, same_bits, ties, why_not
 from .files import CODES, BadFile
 from .manifest import Layer
 
@@ -76,7 +76,7 @@ def made_again(model: nn.Module, layers: Mapping[str, Layer], weight: Callable[[
         layer = model.get_submodule(path)
         if reason := why_not(layer):
             raise BadFile(f"{path!r} is compressed in the file and cannot be here: {reason}")
-        form = FORMATS.get(said.format)
+        form = find_format(said.format)
         if form is None or said.options not in form.allowed:
             raise BadFile(
                 f"{path!r} is in the format {said.format[:40]!r} with options {list(said.options)}, which is not known here; "

@@ -1,7 +1,7 @@
-"""The arithmetic of ranking, for the device a slab lies on: numpy on the CPU, torch elsewhere, Triton where it helps.
+"""The arithmetic of ranking: NumPy (and numba for large tensors) on the CPU, torch on other devices, Triton on NVIDIA GPUs.
 
-numpy because it compares, counts and partitions vectorised, in one pass over slabs that fit the cache, with nothing to
-compile. Every function means the same on every device; `select` decides what to ask.
+NumPy compares, counts and partitions slabs that fit the cache in one vectorized pass, without compiling anything. Every
+function gives the same result on every device.
 """
 
 from __future__ import annotations
@@ -37,31 +37,32 @@ __all__ = [
     "tally", "unite_", "zero_",
 ]  # fmt: skip
 
-LARGEST_STEP = 1 << 28  # elements of a mask that the kernels of a step can write
+LARGEST_STEP = 1 << 28  # most elements of a mask that the kernels in `steps` can write
 
 
 def slab_elements(device: torch.device) -> int:
-    """How many elements to look at in one go: what fits the caches of a CPU, what fills a GPU."""
+    """Returns how many elements to process at once: what fits the caches of a CPU, or keeps a GPU busy."""
     return 1 << 18 if device.type == "cpu" else 1 << 26
 
 
 def magnitude(slab: Tensor, under: Tensor | None = None, power: float = 1, *, scratch: bool = False) -> Tensor:
-    """|slab| ** power, or |slab * under| ** power. To the power 1 it is exact; half precision is raised in float32.
+    """Returns |slab| ** power, or |slab * under| ** power.
 
-    On the CPU bfloat16 comes out as float32, in which it is ranked. With `scratch` the result is good until the next call.
+    Power 1 is exact; other powers of half precision are computed in float32. On the CPU, bfloat16 is returned as float32. With
+    `scratch`, the next call overwrites the result.
     """
     if slab.device.type != "cpu" or slab.dtype == torch.float16:
         slab = slab if under is None else slab * under
         slab = slab.float() if power != 1 and slab.dtype in (torch.float16, torch.bfloat16) else slab
         return slab.abs() if power == 1 else slab.abs().pow_(power)
-    with np.errstate(over="ignore", under="ignore"):  # a square may be infinite, or zero; it is ranked as that
+    with np.errstate(over="ignore", under="ignore"):  # squares may overflow to infinity or underflow to zero
         return _numpy_magnitude(slab, under, power, scratch)
 
 
 def _numpy_magnitude(slab: Tensor, under: Tensor | None, power: float, scratch: bool) -> Tensor:
     wide = np.dtype(np.float64 if slab.dtype == torch.float64 else np.float32)
     out = workspace("magnitude", tuple(slab.shape), wide) if scratch else np.empty(slab.shape, wide)
-    if slab.dtype == torch.bfloat16:  # the upper half of a float32; its sign is shifted out
+    if slab.dtype == torch.bfloat16:  # the upper half of a float32; the shifts clear its sign
         bits = view((slab if under is None else slab * under).view(torch.int16))
         words = np.left_shift(bits, np.uint32(17), dtype=np.uint32, casting="unsafe", out=out.view(np.uint32))
         np.right_shift(words, np.uint32(1), out=words)
@@ -75,7 +76,7 @@ def _numpy_magnitude(slab: Tensor, under: Tensor | None, power: float, scratch: 
 
 
 def magnitude_bits(slab: Tensor) -> Tensor:
-    """The magnitudes of half precision as the integers that their bits are: the same order, and half the bytes to compare."""
+    """Returns magnitudes in half precision as their bit patterns: integers in the same order, with half the bytes."""
     bits = view(slab.view(torch.int16)) & np.int16(0x7FFF)
     if bits.size and bits.max() > infinity_bits(slab.dtype):
         raise NaNFound(0)
@@ -83,27 +84,27 @@ def magnitude_bits(slab: Tensor) -> Tensor:
 
 
 def has_nan(slab: Tensor) -> bool:
-    """Whether any element is NaN: the maximum is, then."""
+    """Returns True if any element is NaN. The maximum is NaN in that case."""
     if slab.numel() == 0:
         return False
     return bool(np.isnan(array(slab).max())) if slab.device.type == "cpu" else bool(slab.max().isnan())
 
 
 def ordered(values: Tensor) -> Tensor:
-    """The values in rising order."""
+    """Returns the values sorted in ascending order."""
     return torch.from_numpy(np.sort(view(values))) if values.device.type == "cpu" else values.sort().values
 
 
 def _limit(x: np.ndarray, value: float) -> np.floating | np.int16:
-    """The value to compare an array with; in the array's own precision unless that would round it."""
-    if x.dtype == np.int16:  # infinity, when no bound is known, is beyond all of them here too
+    """Returns the value to compare an array with, in the array's precision unless that would round it."""
+    if x.dtype == np.int16:  # infinity, for an unknown bound, must stay beyond all integers
         return np.int16(min(max(value, -1), 0x7FFF))
     own = x.dtype.type(value)
     return own if float(own) == value else np.float64(value)
 
 
 def _exact(slab: Tensor, *values: float) -> Tensor:
-    """The slab in a precision in which none of the values is rounded when it is compared with them."""
+    """Returns the slab in a precision in which it can be compared with these values without rounding them."""
     return slab if all(torch.tensor(v, dtype=slab.dtype).item() == v for v in values) else slab.double()
 
 
@@ -112,7 +113,10 @@ def _count(flags: np.ndarray) -> int:
 
 
 def tally(slab: Tensor | Magnitudes, low: float, high: float) -> tuple[int, int, Tensor]:
-    """How many are at most low, how many above it, and the values strictly between low and high. NaN is in none."""
+    """Returns how many elements are at most low, how many are above it, and those strictly between low and high.
+
+    NaN is counted in none of them.
+    """
     if isinstance(slab, Magnitudes):
         from . import compiled
 
@@ -133,7 +137,7 @@ def tally(slab: Tensor | Magnitudes, low: float, high: float) -> tuple[int, int,
 
 
 def count_equal(slab: Tensor | Magnitudes, value: float) -> int:
-    """How many elements equal the value."""
+    """Returns how many elements equal the value."""
     if isinstance(slab, Magnitudes):
         from . import compiled
 
@@ -146,14 +150,14 @@ def count_equal(slab: Tensor | Magnitudes, value: float) -> int:
 
 
 def kth(values: Tensor, k: int) -> float:
-    """The k-th smallest of the values, counted from 1."""
+    """Returns the k-th smallest value, counted from 1."""
     if values.device.type == "cpu":
         return float(np.partition(values.numpy(), k - 1)[k - 1])
     return float(ordered(values)[k - 1])
 
 
 def keep_above(slab: Tensor | Magnitudes, threshold: float, kept: Tensor, *, ties: bool) -> None:
-    """Marks in `kept` what is above the threshold, and with `ties` what equals it."""
+    """Writes to `kept` which elements are above the threshold (with `ties`, at or above)."""
     if isinstance(slab, Magnitudes):
         from . import compiled
 
@@ -167,9 +171,9 @@ def keep_above(slab: Tensor | Magnitudes, threshold: float, kept: Tensor, *, tie
 
 
 def drop_ties(slab: Tensor, threshold: float, kept: Tensor, goes: int) -> int:
-    """Unmarks the first `goes` of those that equal the threshold; gives how many are still to go after this slab."""
+    """Clears `kept` for the first `goes` elements that equal the threshold. Returns how many are left for later slabs."""
     number = count_equal(slab, threshold)
-    if number <= goes:  # all of them, which are many when pruned weights score zero
+    if number <= goes:  # all of them; there are many if pruned weights score zero
         keep_above(slab, threshold, kept, ties=False)
         return goes - number
     if slab.device.type == "cpu":
@@ -184,9 +188,9 @@ def drop_ties(slab: Tensor, threshold: float, kept: Tensor, goes: int) -> int:
 def keep_magnitudes(
     weights: Sequence[tuple[Tensor, Tensor | None]], sample: Callable[[], Tensor], drop: int
 ) -> list[Tensor] | None:
-    """The masks of a pool of magnitudes in two passes, where there is a kernel for it; None where there is not.
+    """Returns the masks of a pool of magnitudes, computed in two passes, or None if no kernel supports it.
 
-    Each weight comes with the mask it is multiplied with, or None.
+    Each weight comes with the mask that it is multiplied with, or None.
     """
     if not 0 < drop < sum(weight.numel() for weight, _ in weights):
         return None
@@ -201,9 +205,9 @@ _ZERO_CHUNK = 1 << 19
 
 
 def zero_(weight: Tensor, mask: Tensor) -> None:
-    """Writes +0 wherever the mask is False, also over NaN and infinity, and leaves every other bit alone.
+    """Writes +0 wherever the mask is False, also over NaN and infinity, and leaves all other elements unchanged.
 
-    Multiplying the bits as integers does that in one vectorised pass; chunks keep the widened mask in the cache.
+    Multiplying the bits as integers does that in one vectorized pass; chunks keep the widened mask in the cache.
     """
     bits = weight.view(BITS[weight.element_size()])
     if not (weight.is_contiguous() and mask.is_contiguous()):

@@ -1,4 +1,4 @@
-"""Tensors as numpy arrays, memory to work in, threads: what the arithmetic on a CPU stands on."""
+"""Shared helpers of the kernels: tensors as NumPy arrays, reusable memory, threads, and which kernels can be used."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WORDS: dict[int, type[np.unsignedinteger]] = {2: np.uint16, 4: np.uint32, 8: np.uint64}
-LARGE = 1 << 20  # elements, from which on compiled loops are faster
-ENOUGH = 1 << 28  # elements looked at, from which on a process gets the second back that loading the loops takes
-PART = 1 << 18  # elements that one thread looks at in one go
+LARGE = 1 << 20  # number of elements above which compiled loops are faster
+ENOUGH = 1 << 28  # number of elements processed after which loading the compiled loops, about a second, pays off
+PART = 1 << 18  # elements that one thread processes at a time
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """`work` for every item, in order, on as many threads as torch uses: numpy lets go of the interpreter while it works."""
+    """Calls `work` for every item on as many threads as torch uses, and returns the results in order.
+
+    Threads help because NumPy and the compiled loops release the GIL.
+    """
     results: dict[int, Result] = {}
     left = deque(enumerate(items))
 
@@ -39,11 +42,11 @@ def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Re
             results[i] = work(item)
 
     others = min(torch.get_num_threads(), len(items)) - 1
-    with ThreadPoolExecutor(max(others, 1)) as pool:  # starts a thread when it is given something to do, not before
+    with ThreadPoolExecutor(max(others, 1)) as pool:  # starts threads only when work is submitted
         tasks = [pool.submit(some) for _ in range(others)]
         some()
     for task in tasks:
-        task.result()  # an error in there is one here
+        task.result()  # re-raises an error from the thread
     return [results[i] for i in range(len(items))]
 
 
@@ -56,7 +59,7 @@ _buffers = _Buffers()
 
 
 def workspace(use: str, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> np.ndarray:
-    """Memory for one use at a time in this thread: fresh pages for every slab would take longer than the arithmetic."""
+    """Returns memory that this thread reuses for the purpose `use`, because new pages would take longer than the arithmetic."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     if use not in _buffers.of or _buffers.of[use].size < size:
         _buffers.of[use] = np.empty(size, np.uint8)
@@ -64,7 +67,7 @@ def workspace(use: str, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> n
 
 
 class Magnitudes(NamedTuple):
-    """The magnitudes of a matrix, or of its product with `under`, not worked out: compiled loops do that as they go."""
+    """The magnitudes of a matrix, or of its product with `under`, which compiled loops compute on the fly."""
 
     matrix: Tensor
     under: Tensor | None
@@ -75,14 +78,14 @@ class Magnitudes(NamedTuple):
 
 
 def compilable(*tensors: Tensor | None) -> bool:
-    """Whether the compiled loops can read these tensors, and whether the first is large enough to be worth loading them."""
+    """Returns True if the compiled loops can read these tensors and are worth loading for the first one."""
     first, *_ = there = [tensor for tensor in tensors if tensor is not None]
     fits = all(t.device.type == "cpu" and t.is_contiguous() and t.dtype == first.dtype for t in there)
     return fits and first.dtype in (torch.float32, torch.float64) and worth_compiling(first)
 
 
 def worth_compiling(tensor: Tensor) -> bool:
-    """Whether the tensor is large, and the loops are loaded, or the work so far says that loading them will pay."""
+    """Returns True for a large tensor once this process has processed enough elements to make loading the loops pay off."""
     if tensor.numel() < LARGE or not numba_installed():
         return False
     _work.elements += tensor.numel()
@@ -90,41 +93,44 @@ def worth_compiling(tensor: Tensor) -> bool:
 
 
 def compile_now() -> None:
-    """Uses the compiled loops for large tensors from now on."""
+    """Makes this process use the compiled loops for all large tensors from now on."""
     _work.elements = ENOUGH
 
 
 class _Work:
-    elements = 0  # of large tensors that this process has looked at
+    elements = 0  # of large tensors that this process has processed
 
 
 _work = _Work()
 
 
 def view(slab: Tensor) -> np.ndarray:
-    """The slab's memory as an array. `Tensor.numpy` would pin the storage to its size, which sharding frameworks change."""
+    """Returns a NumPy view of the tensor's memory.
+
+    `Tensor.numpy` would forbid resizing the storage, which sharding frameworks do.
+    """
     return np.from_dlpack(slab.detach())
 
 
 def array(slab: Tensor) -> np.ndarray:
-    """The slab as a numpy array of float32, float64 or int16, whose order and equality are those of the slab."""
+    """Returns the tensor as a NumPy array of float32, float64 or int16 that compares like the tensor."""
     return view(slab.float() if slab.dtype in (torch.bfloat16, torch.float16) else slab)
 
 
 def product(slab: Tensor, under: Tensor, out: Tensor | None = None) -> Tensor:
-    """slab * under; numpy's, where it can, does not start threads inside a thread."""
+    """Returns slab * under, with NumPy where possible, because torch would start threads inside a thread."""
     if slab.device.type == "cpu" and slab.dtype == under.dtype and slab.dtype in (torch.float32, torch.float64):
         return torch.from_numpy(np.multiply(view(slab), view(under), out=None if out is None else view(out)))
     return torch.mul(slab, under, out=out)
 
 
 def infinity_bits(dtype: torch.dtype) -> int:
-    """The bits of infinity in half precision, as an integer: what is above is NaN."""
+    """Returns the bit pattern of infinity in half precision as an integer. Larger ones are NaN."""
     return 0x7F80 if dtype == torch.bfloat16 else 0x7C00
 
 
 class NaNFound(ValueError):
-    """A kernel met NaN in the tensor at this position."""
+    """Raised by a kernel for NaN in the tensor at `position` of its inputs."""
 
     def __init__(self, position: int):
         super().__init__(f"NaN in tensor {position}")
@@ -132,7 +138,7 @@ class NaNFound(ValueError):
 
 
 def readable_by_triton(weights: Sequence[Tensor]) -> bool:
-    """Whether the Triton kernels can read these tensors."""
+    """Returns True if the Triton kernels can read these tensors."""
     fits = all(w.device.type == "cuda" and w.is_contiguous() and w.dtype in KERNEL_DTYPES for w in weights)
     return fits and len({w.device for w in weights}) == 1 and triton_installed()
 

@@ -1,4 +1,4 @@
-"""Blocks: their means from a matrix, and a mask of elements from a mask of blocks."""
+"""Means over blocks of a matrix, and masks of elements from masks of blocks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .arrays import (
     worth_compiling,
 )
 
-WIDEST_BLOCK = 1 << 14  # of which a GPU adds up a row in one go
+WIDEST_BLOCK = 1 << 14  # widest block whose rows the Triton kernel sums at once
 _FOLD_SLAB = 1 << 17
 
 
 def fold(matrix: Tensor, height: int, width: int, means: Tensor) -> None:
-    """The mean over each block of a matrix, smaller blocks at its edges, into `means`; added up in float64."""
+    """Writes the mean over each block of a matrix to `means`, summed in float64. Blocks at the edges may be smaller."""
     on_cpu = matrix.device.type == "cpu"
     x: Any = array(matrix) if on_cpu else matrix
     out: Any = means.numpy() if on_cpu else means
@@ -40,7 +40,7 @@ def fold(matrix: Tensor, height: int, width: int, means: Tensor) -> None:
 
 
 def runs(size: int, run: int) -> list[tuple[int, int, int]]:
-    """(begin, end, length) of the whole runs along an axis, together, and of the shorter one at its end, if any."""
+    """Splits an axis into its whole runs and a shorter last one, if any, as (begin, end, length of a run)."""
     whole = size - size % run
     return [part for part in ((0, whole, run), (whole, size, size - whole)) if part[0] < part[1]]
 
@@ -51,7 +51,7 @@ def _torch_means(matrix: Tensor, height: int, width: int, out: Tensor) -> None:
 
 
 def _means(x: np.ndarray, height: int, width: int, out: np.ndarray) -> None:
-    """The means of blocks that divide the matrix evenly, a few rows at a time so that sums stay in the cache."""
+    """Writes the means of blocks that divide the matrix evenly, a few rows at a time, so that sums stay in the cache."""
     step = max(_FOLD_SLAB // x.shape[1] // height, 1) * height
     for first in range(0, len(x), step):
         some = x[first : first + step]
@@ -65,8 +65,11 @@ def _means(x: np.ndarray, height: int, width: int, out: np.ndarray) -> None:
 
 
 def _sum_runs(wide: np.ndarray, run: int) -> np.ndarray:
-    """The sums of neighbours in rows. numpy adds long rows fast and short runs slowly, so runs are halved again and again,
-    the first time as the real and imaginary parts of complex numbers, which lie side by side."""
+    """Returns the sums over runs of neighbours in each row.
+
+    NumPy adds long rows fast and short runs slowly, so runs are halved repeatedly. The first pairs are the real and imaginary
+    parts of complex numbers, which are neighbours in memory.
+    """
     rows, cols = wide.shape
     if run % 2:
         return wide.reshape(rows, cols // run, run).sum(-1)
@@ -79,7 +82,10 @@ def _sum_runs(wide: np.ndarray, run: int) -> np.ndarray:
 
 
 def spread_(out: Tensor, kept: Tensor, height: int, width: int) -> None:
-    """Writes into a matrix of any dtype one and zero where the unit of an element is kept and not; edges may cut units."""
+    """Writes ones for the elements of kept units and zeros for the others into a matrix of any dtype.
+
+    Units at the edges may be smaller.
+    """
     if not out.numel():
         return
     plain, on_cpu = out.is_contiguous() and kept.is_contiguous(), out.device.type == "cpu"
@@ -114,7 +120,7 @@ def _on_gpu(mask: Tensor) -> bool:
 
 
 def unite_(mask: Tensor, kept: Tensor, height: int, width: int) -> None:
-    """Marks in `mask` the blocks that `kept` marks, too."""
+    """Sets `mask` to True in the blocks that `kept` marks."""
     _spread(kept, height, width, mask, unite=True)
 
 
@@ -140,11 +146,11 @@ def _spread(kept: Tensor, height: int, width: int, mask: Tensor, *, unite: bool)
 
 
 def _repeat(kept: np.ndarray, times: int, out: np.ndarray) -> None:
-    """Every column `times` times over."""
+    """Writes every column `times` times."""
     size = next(size for size in (8, 4, 2, 1) if times % size == 0)
     if size == 1:
         np.copyto(out, np.repeat(kept, times, axis=1))
-    else:  # one machine word holds that many
+    else:  # one multiplication of machine words repeats `size` times
         word = WORDS[size]
         ones, words = word(sum(1 << 8 * i for i in range(size))), out.view(word)
         for i in range(times // size):
@@ -164,7 +170,7 @@ def _fold_compiled(weight: Tensor, under: Tensor | None, square: bool, height: i
 
 
 def fold_magnitudes(weight: Tensor, under: Tensor | None, power: float, height: int, width: int, means: Tensor) -> bool:
-    """The mean magnitude of each block in one pass into `means`, where there is a kernel for it; False where there is not."""
+    """Writes the mean magnitude of each block to `means` in one pass. Returns False if no kernel supports it."""
     if power in (1, 2) and compilable(weight, under):
         _fold_compiled(weight, under, power == 2, height, width, means.numpy())
         return True

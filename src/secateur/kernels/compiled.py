@@ -1,8 +1,8 @@
-"""Loops over large arrays on a CPU, compiled by numba: what numpy would do in many passes, in one.
+"""Loops over large arrays on the CPU, compiled by numba. They do in one pass what NumPy does in several.
 
-numba is slow to import and compiles each function once per machine, so this file is loaded by a process that has done enough
-work to expect more; before, and without numba, numpy does the same. Every function lets go of the interpreter, so parts run in
-threads.
+numba is slow to import and compiles each function once per machine, so this file is only loaded after a process has processed
+many elements. Before that, and without numba, NumPy computes the same. Every function releases the GIL, so parts of an array
+run in threads.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import numba
 import numpy as np
 
-_TILE = 32  # so many are compared at once
+_TILE = 32  # elements that are compared at once
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     try:
         return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # nowhere to keep what was compiled
+    except RuntimeError:  # no writable folder for numba's cache
         return numba.njit(**options)(function)
 
 
@@ -31,7 +31,10 @@ def _magnitude(x, under, i):
 
 @_compiled
 def tally(x, under, low, high, inside):
-    """How many magnitudes are at most `low`, how many above it, and how many lie between: those are copied to `inside`."""
+    """Returns how many magnitudes are at most `low`, above it, and strictly between `low` and `high`.
+
+    The latter are copied to `inside`.
+    """
     upto, above, number = 0, 0, np.uint64(0)
     for first in range(0, x.size - x.size % _TILE, _TILE):
         few, many, more = np.int32(0), np.int32(0), np.int32(0)
@@ -78,9 +81,9 @@ def keep_from(x, under, threshold, kept):
 
 @_compiled
 def keep_of_four(x, under, drop, kept):
-    """Of every four neighbours the `drop` lowest magnitudes go, the first among equals; how many of them are NaN.
+    """Prunes the `drop` lowest magnitudes of every four neighbours, the first among equals. Returns the number of NaN.
 
-    `kept` has one word for each group: four bytes, zero or one, in the order of the machine.
+    `kept` has one 32-bit word per group: four bytes of zero or one, in little-endian order.
     """
     nan, drop = np.int32(0), np.int32(drop)
     for group in range(kept.size):
@@ -115,12 +118,12 @@ def _mean_of_four(x, under, square, means):
 
 @_compiled
 def fold(x, under, square, height, width, means):
-    """The mean magnitude, or square, of each block of a matrix; blocks at its edges may be smaller."""
+    """Writes the mean magnitude, or mean square, of each block of a matrix. Blocks at the edges may be smaller."""
     rows, cols = x.shape
     sums = np.empty(cols, np.float64)
     for down in range(means.shape[0]):
         top, bottom = down * height, min((down + 1) * height, rows)
-        if height == 1 and width == 4 and cols % 4 == 0:  # the usual one
+        if height == 1 and width == 4 and cols % 4 == 0:  # the common case
             _mean_of_four(x[down], None if under is None else under[down], square, means[down])
             continue
         sums[:] = 0
@@ -149,7 +152,7 @@ def _repeat_four(kept, one, out):
 
 @_compiled
 def spread(kept, height, width, one, out, first, last):
-    """Writes `one` into the rows of a matrix wherever the grid of units keeps the block, and zero elsewhere."""
+    """Writes `one` for the elements of kept units into rows of a matrix, and zero for the others."""
     for row in range(first, last):
         if row > first and row % height:
             out[row] = out[row - 1]

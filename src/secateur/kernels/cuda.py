@@ -1,14 +1,16 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
-"""Triton kernels for magnitudes on a GPU: the threshold of a pool, its mask with ties in order, and n:m.
+"""Triton kernels for magnitudes on a GPU: masks of pools by an exact threshold, n:m masks, and means over blocks.
 
-The threshold is found by counting at a ladder of values, block by block. The counts of each block also say how many ties come
-before it, so the mask needs one more pass and no sort. bfloat16 has so few values that one ladder is enough.
+The threshold of a pool is found by counting, in each block, the magnitudes below a ladder of values, its rungs. The counts also
+tell how many ties precede each block, so the mask needs one more pass and no sort. For bfloat16, which has few values, one
+ladder is usually enough.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,17 +21,17 @@ from torch import Tensor
 from . import radix
 from .arrays import NaNFound, infinity_bits
 
-_TILE = 1024  # what a program of the counting kernel reads at a time
-_TURNS = 32  # how often: its counters have a byte per rung, so at most 255
+_TILE = 1024  # elements that a program of the counting kernel reads at a time
+_TURNS = 32  # tiles per program; at most 255, because a counter has one byte per rung
 _BLOCK = _TILE * _TURNS
 _MASK_TILE = 2048
-_FEW = 1 << 18
-_ONE = 1 << 26  # up to so many, waiting for the host would take longer than the counting
+_FEW = 1 << 18  # number of candidates that are collected and sorted instead of counted again
+_ONE = 1 << 26  # elements up to which waiting for the host would take longer than counting
 
 
 @triton.jit
 def _magnitude(x, under, at, inside, other, UNDER: tl.constexpr):
-    """|x|, or |x * under| in x's own precision, as float32; `other` outside."""
+    """Returns |x| (or |x * under| in x's precision) as float32, and `other` outside of the tensor."""
     v = tl.load(x + at, mask=inside, other=other)
     if UNDER:
         v = v * tl.load(under + at, mask=inside, other=1.0)
@@ -40,10 +42,10 @@ def _magnitude(x, under, at, inside, other, UNDER: tl.constexpr):
 def _count_kernel(
     x, under, ladder, counts, start, n, UNDER: tl.constexpr, RUNGS: tl.constexpr, TILE: tl.constexpr, TURNS: tl.constexpr
 ):
-    """How many magnitudes of each block are below each rung, and how many are NaN. RUNGS is 4 or 8."""
+    """Counts the magnitudes of each block below each rung, and the NaN. RUNGS is 4 or 8."""
     block = tl.program_id(0).to(tl.int64)
     t0, t1, t2, t3 = tl.load(ladder), tl.load(ladder + 1), tl.load(ladder + 2), tl.load(ladder + 3)
-    lower = tl.zeros([TILE], tl.int32)  # four counters of a byte each, for the first four rungs
+    lower = tl.zeros([TILE], tl.int32)  # four one-byte counters, for the first four rungs
     if RUNGS == 8:
         t4, t5, t6, t7 = tl.load(ladder + 4), tl.load(ladder + 5), tl.load(ladder + 6), tl.load(ladder + 7)
         upper = tl.zeros([TILE], tl.int32)
@@ -73,7 +75,7 @@ def _count_kernel(
 
 @triton.jit
 def _gather_kernel(x, under, ends, found, cursor, n, UNDER: tl.constexpr, TILE: tl.constexpr):
-    """The magnitudes from the first of `ends` to below the second, in no order."""
+    """Collects the magnitudes from ends[0] to below ends[1], in no particular order."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     s = _magnitude(x, under, at, at < n, float("inf"), UNDER)
     inside = (s >= tl.load(ends)) & (s < tl.load(ends + 1))
@@ -87,6 +89,7 @@ def _gather_kernel(x, under, ends, found, cursor, n, UNDER: tl.constexpr, TILE: 
 def _mask_kernel(
     x, under, kept, before, first_block, threshold, goes, n, UNDER: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr
 ):
+    """Keeps the magnitudes above the threshold, and those that equal it after the first `goes` of them."""
     kept = kept.to(tl.pointer_type(tl.int8), bitcast=True)
     tile = tl.program_id(0)
     block = first_block + tile // TILES
@@ -95,12 +98,12 @@ def _mask_kernel(
     s = _magnitude(x, under, at, at < n, 0.0, UNDER)
     t = tl.load(threshold)
     start = tl.load(before + block)
-    left = tl.load(goes) - start  # how many ties of this block go
+    left = tl.load(goes) - start  # ties of this block that are pruned
     if left <= 0:
         keep = s >= t
     elif left >= tl.load(before + block + 1) - start:
         keep = s > t
-    else:  # the one block in which some ties go and some stay: count those in the tiles before this one
+    else:  # the only block that prunes some ties and keeps others: count those in the tiles before this one
         for earlier in range(tile % TILES):
             there = first - (earlier + 1) * TILE + tl.arange(0, TILE)
             left -= tl.sum((_magnitude(x, under, there, there >= 0, 0.0, UNDER) == t).to(tl.int32))
@@ -111,6 +114,7 @@ def _mask_kernel(
 
 @triton.jit
 def _group_kernel(x, under, kept, nan, groups, drop, UNDER: tl.constexpr, M: tl.constexpr, GROUPS: tl.constexpr):
+    """Writes the n:m mask of GROUPS groups of M elements by counting, for each element, those that rank lower."""
     g = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     i = tl.arange(0, M)
     at = g[:, None] * M + i[None, :]
@@ -128,7 +132,7 @@ def _group_kernel(x, under, kept, nan, groups, drop, UNDER: tl.constexpr, M: tl.
 
 @triton.jit
 def _quad_kernel(x, kept, nan, groups, drop, INFINITY: tl.constexpr, TILE: tl.constexpr):
-    """n of 4 in two bytes each: a group is one 64-bit word, its mask one 32-bit word, magnitudes compare as 15-bit integers."""
+    """Writes the n:4 mask of half precision. A group is one 64-bit word, its mask one 32-bit word; keys have 15 bits."""
     x = x.to(tl.pointer_type(tl.int64), bitcast=True)
     kept = kept.to(tl.pointer_type(tl.int32), bitcast=True)
     g = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -151,11 +155,11 @@ def _fold_kernel(
     x, under, means, rows, cols, across, height, width,
     UNDER: tl.constexpr, POWER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """The means of UNITS blocks side by side, added up in float64; WIDTH is `width` if EXACT, else the next power of two."""
+    """Computes the means of UNITS neighbouring blocks in float64. WIDTH is `width` if EXACT, else the next power of two."""
     down = tl.program_id(0).to(tl.int64)
     unit = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
     i = tl.arange(0, WIDTH)
-    if EXACT:  # neighbours in memory, which the compiler then sees
+    if EXACT:  # lets the compiler see that the columns are contiguous
         col = unit[:, None] * WIDTH + i[None, :]
         inside = col < cols
     else:
@@ -171,7 +175,7 @@ def _fold_kernel(
 
 
 def fold_magnitudes(weight: Tensor, under: Tensor | None, power: int, height: int, width: int, means: Tensor) -> None:
-    """The mean magnitude, to a power, of each block of a contiguous matrix, or of its product with `under`."""
+    """Writes the mean of |weight| ** power, or of |weight * under| ** power, over each block of a contiguous matrix."""
     (rows, cols), (down, across) = weight.shape, means.shape
     if not means.numel():
         return
@@ -183,7 +187,7 @@ def fold_magnitudes(weight: Tensor, under: Tensor | None, power: int, height: in
 
 @triton.jit
 def _spread_kernel(kept, mask, rows, cols, across, height, width, UNITE: tl.constexpr, TILE: tl.constexpr):
-    """Writes into one row of a mask whether the blocks are kept; with UNITE, what is marked there stays."""
+    """Writes one row of a mask of elements from a mask of blocks; with UNITE, elements that are already set stay set."""
     kept = kept.to(tl.pointer_type(tl.int8), bitcast=True)
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -195,7 +199,7 @@ def _spread_kernel(kept, mask, rows, cols, across, height, width, UNITE: tl.cons
 
 
 def spread(kept: Tensor, height: int, width: int, mask: Tensor, *, unite: bool) -> None:
-    """A grid of units to a contiguous mask of elements, of any dtype; with `unite` it is one of bool."""
+    """Expands a grid of units to a contiguous mask of any dtype. With `unite`, the mask is bool and set elements stay set."""
     rows, cols = mask.shape
     out = mask.view(torch.int8) if mask.dtype == torch.bool else mask
     if mask.numel():
@@ -212,13 +216,13 @@ def _zero_kernel(bits, mask, n, TILE: tl.constexpr):
 
 
 def zero_(bits: Tensor, mask: Tensor) -> None:
-    """Writes 0 over contiguous integers wherever the mask is False."""
+    """Sets contiguous integers to 0 wherever the mask is False."""
     if bits.numel():
         _zero_kernel[(triton.cdiv(bits.numel(), 4096),)](bits, mask, bits.numel(), 4096, num_warps=8)
 
 
 def _keys(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Non-negative values of a dtype as integers in the same order, neighbours one apart."""
+    """Returns non-negative values of a dtype as integers in the same order, such that neighbouring values differ by one."""
     if dtype == torch.float16:
         return values.astype(np.float16).view(np.uint16).astype(np.int64)
     bits = values.astype(np.float32).view(np.uint32).astype(np.int64)
@@ -226,6 +230,7 @@ def _keys(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 def _values(keys: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Undoes `_keys`, as float32."""
     if dtype == torch.float16:
         return keys.astype(np.uint16).view(np.float16).astype(np.float32)
     return ((keys << 16) if dtype == torch.bfloat16 else keys).astype(np.uint32).view(np.float32)
@@ -234,77 +239,105 @@ def _values(keys: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 def keep_magnitudes(
     pairs: Sequence[tuple[Tensor, Tensor | None]], sample: Callable[[], Tensor], drop: int
 ) -> list[Tensor] | None:
-    """Masks of contiguous tensors on one device without the `drop` lowest magnitudes of all, the lowest index first.
+    """Returns masks of contiguous tensors on one device that prune their `drop` lowest magnitudes together.
 
-    Each comes with a mask that it is multiplied with first, or None. `drop` is at least 1 and less than all. Gives None when
-    the threshold is infinite, which a ladder cannot bracket.
+    Among equals the lowest index is pruned first. Each tensor comes with a mask to multiply it with, or None. `drop` must be
+    at least 1 and less than the number of elements. Returns None if the threshold is infinite, which a ladder cannot bracket.
     """
     weights = [weight for weight, _ in pairs]
     if len(weights) == 1 and weights[0].numel() <= _ONE:
         return [radix.keep_largest(*pairs[0], drop)]
-    factors = [(weight if mask is None else mask, mask is not None) for weight, mask in pairs]
     device = weights[0].device
-    dtypes = {weight.dtype for weight in weights}
+    starts = np.concatenate([[0], np.cumsum([triton.cdiv(weight.numel(), _BLOCK) for weight in weights])]).tolist()
+    parts = [
+        _Part(weight, weight if mask is None else mask, mask is not None, start, end)
+        for (weight, mask), start, end in zip(pairs, starts, starts[1:], strict=False)
+    ]
+    found = _find_threshold(parts, sample, drop)
+    if found is None:
+        return None
+    threshold, ties, goes = found
+    before = torch.zeros(starts[-1] + 1, dtype=torch.int64, device=device)
+    torch.cumsum(ties, 0, out=before[1:])
+    pruned = torch.tensor([goes], device=device)
+    masks = [torch.empty(weight.shape, dtype=torch.bool, device=device) for weight in weights]
+    for part, mask in zip(parts, masks, strict=True):
+        size = part.weight.numel()
+        if size:
+            arguments = part.weight, part.factor, mask, before, part.start, threshold, pruned, size, part.masked
+            _mask_kernel[(triton.cdiv(size, _MASK_TILE),)](*arguments, _MASK_TILE, _BLOCK // _MASK_TILE, num_warps=8)
+    return masks
+
+
+class _Part(NamedTuple):
+    """One tensor of a pool."""
+
+    weight: Tensor
+    factor: Tensor  # the mask to multiply it with; the weight itself if there is none
+    masked: bool
+    start: int  # its first block among those of all tensors
+    end: int
+
+
+def _find_threshold(parts: Sequence[_Part], sample: Callable[[], Tensor], drop: int) -> tuple[Tensor, Tensor, int] | None:
+    """Returns the threshold, the number of ties in each block, and how many ties are pruned. None if it is infinite."""
+    dtypes = {part.weight.dtype for part in parts}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     rungs = 8 if dtype == torch.float32 else 4
-    starts = np.concatenate([[0], np.cumsum([triton.cdiv(weight.numel(), _BLOCK) for weight in weights])]).tolist()
-    parts = [part for part in zip(weights, factors, starts, starts[1:], strict=False) if part[2] < part[3]]
-    counts = torch.empty(starts[-1], rungs + 1, dtype=torch.int32, device=device)
-    total, infinity = sum(weight.numel() for weight in weights), int(_keys(np.array([np.inf]), dtype)[0])
-    low, high, under, upto = 0, infinity + 1, 0, total  # under < drop are below low, upto >= drop below high
+    counts = torch.empty(parts[-1].end, rungs + 1, dtype=torch.int32, device=parts[0].weight.device)
+    total, infinity = sum(part.weight.numel() for part in parts), int(_keys(np.array([np.inf]), dtype)[0])
+    low, high, under, upto = 0, infinity + 1, 0, total  # `under` < drop magnitudes are below low, `upto` >= drop below high
     ladder = _sampled_rungs(sample(), drop / total, dtype, infinity, rungs)
     while True:
-        values = torch.from_numpy(_values(ladder, dtype)).to(device)
-        for weight, (factor, has), start, end in parts:
-            arguments = weight, factor, values, counts, start, weight.numel(), has, rungs
-            _count_kernel[(end - start,)](*arguments, _TILE, _TURNS, num_warps=4)
-        *below, nan = counts.sum(0, dtype=torch.int64).tolist()
-        if nan:
-            block = int(counts[:, -1].nonzero()[0, 0])
-            raise NaNFound(int(np.searchsorted(starts, block, side="right")) - 1)
-        at = int(np.searchsorted(below, drop))  # the first rung with at least `drop` below it
+        values = torch.from_numpy(_values(ladder, dtype)).to(counts.device)
+        below = _count_below(parts, values, counts)
+        at = int(np.searchsorted(below, drop))  # the first rung with at least `drop` magnitudes below it
         low, under = (int(ladder[at - 1]), below[at - 1]) if at > 0 else (low, under)
         high, upto = (int(ladder[at]), below[at]) if at < rungs else (high, upto)
         if low == infinity:
             return None
         if 0 < at < rungs and high - low == 1:
-            break
-        if low < high - 1 and upto - under <= _FEW and high <= infinity:  # few are left: look at them
+            return values[at - 1 :], counts[:, at] - counts[:, at - 1], drop - under
+        if low < high - 1 and upto - under <= _FEW and high <= infinity:  # few candidates are left: collect and sort them
             key = _kth_between(parts, low, high, upto - under, drop - under, dtype)
             ladder = np.minimum(key + np.arange(rungs), infinity)
         else:
             ladder = _rungs(low, high, under, upto, drop, infinity, rungs)
-    before = torch.zeros(starts[-1] + 1, dtype=torch.int64, device=device)
-    torch.cumsum(counts[:, at] - counts[:, at - 1], 0, out=before[1:])
-    threshold, goes = values[at - 1 :], torch.tensor([drop - under], device=device)
-    masks = [torch.empty(weight.shape, dtype=torch.bool, device=device) for weight in weights]
-    for weight, (factor, has), mask, start in zip(weights, factors, masks, starts, strict=False):
-        grid = (triton.cdiv(weight.numel(), _MASK_TILE),)
-        if not weight.numel():
-            continue
-        arguments = weight, factor, mask, before, start, threshold, goes, weight.numel(), has
-        _mask_kernel[grid](*arguments, _MASK_TILE, _BLOCK // _MASK_TILE, num_warps=8)
-    return masks
 
 
-def _kth_between(parts: Sequence, low: int, high: int, number: int, k: int, dtype: torch.dtype) -> int:
-    """The key of the k-th lowest of the `number` magnitudes with keys from `low` to below `high`."""
-    device = parts[0][0].device
+def _count_below(parts: Sequence[_Part], values: Tensor, counts: Tensor) -> list[int]:
+    """Returns how many magnitudes are below each rung, and writes those of each block to `counts`. Raises NaNFound."""
+    for part in parts:
+        if part.start < part.end:
+            arguments = part.weight, part.factor, values, counts, part.start, part.weight.numel(), part.masked, len(values)
+            _count_kernel[(part.end - part.start,)](*arguments, _TILE, _TURNS, num_warps=4)
+    *below, nan = counts.sum(0, dtype=torch.int64).tolist()
+    if nan:
+        block = int(counts[:, -1].nonzero()[0, 0])
+        raise NaNFound(next(i for i, part in enumerate(parts) if part.start <= block < part.end))
+    return below
+
+
+def _kth_between(parts: Sequence[_Part], low: int, high: int, number: int, k: int, dtype: torch.dtype) -> int:
+    """Returns the key of the k-th lowest of the `number` magnitudes with keys from `low` to below `high`."""
+    device = parts[0].weight.device
     ends = torch.from_numpy(_values(np.array([low, high]), dtype)).to(device)
     found, cursor = torch.empty(number, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    for weight, (factor, has), *_ in parts:
+    for weight, factor, has, start, end in parts:
+        if start == end:
+            continue
         grid = (triton.cdiv(weight.numel(), _MASK_TILE),)
         _gather_kernel[grid](weight, factor, ends, found, cursor, weight.numel(), has, _MASK_TILE, num_warps=8)
     return int(_keys(found.sort().values[k - 1 : k].cpu().numpy(), dtype)[0])
 
 
 def _sampled_rungs(sample: Tensor, share: float, dtype: torch.dtype, infinity: int, rungs: int) -> np.ndarray:
-    """Rungs around the sampled quantile, about as wide as its error."""
+    """Returns rungs around the quantile of the sample, about as wide as its error."""
     ordered, size = sample.sort().values, sample.numel()
     spread = 3 * (share * (1 - share) / size) ** 0.5 + 1 / size
     ends = [min(max(int((share + sign * spread) * size), 0), size - 1) for sign in (-1, 1)]
     first, last = _keys(ordered[ends].float().cpu().numpy(), dtype).tolist()
-    if first == 0:  # zeros, as of weights that are pruned already, may be all that goes: count them by themselves
+    if first == 0:  # count zeros separately, because pruning just the weights that are already zero is common
         keys = np.concatenate([[0], np.linspace(1, max(last + 1, rungs - 1), rungs - 1)])
     else:
         keys = first + np.arange(rungs) if last + 1 - first < rungs else np.linspace(first, last + 1, rungs)
@@ -312,8 +345,11 @@ def _sampled_rungs(sample: Tensor, share: float, dtype: torch.dtype, infinity: i
 
 
 def _rungs(low: int, high: int, under: int, upto: int, drop: int, infinity: int, rungs: int) -> np.ndarray:
-    """Low, high, and between them every key where there are few; else rungs close to where counts interpolate to `drop`, and
-    as many spread evenly, so that the range shrinks whatever the counts are like."""
+    """Returns the next rungs from `low` to `high`: every key if there are few.
+
+    Otherwise half of them are close to where the counts interpolate to `drop`, and half are evenly spaced, so that the range
+    shrinks for any distribution.
+    """
     if high - low < rungs:
         keys = low + np.arange(rungs)
     else:
@@ -326,12 +362,15 @@ def _rungs(low: int, high: int, under: int, upto: int, drop: int, infinity: int,
 
 @functools.cache
 def _flag(device: torch.device) -> Tensor:
-    """A number on the device that is zero between calls; a kernel sets it where it meets NaN."""
+    """Returns a number on the device that is zero between calls and that kernels set if they find NaN."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def keep_groups(weight: Tensor, under: Tensor | None, size: int, drop: int, kept: Tensor) -> None:
-    """n:m over a contiguous matrix whose rows `size` divides: of every `size` neighbours the `drop` lowest magnitudes go."""
+    """Writes the mask that prunes the `drop` lowest magnitudes of every `size` neighbours of a contiguous matrix.
+
+    `size` must divide the rows.
+    """
     groups = weight.numel() // size
     nan = _flag(weight.device)
     if size == 4 and weight.element_size() == 2 and under is None:

@@ -1,4 +1,4 @@
-"""n:m: of every m neighbours the lowest magnitudes go."""
+"""n:m masks: prune the lowest of every m neighbours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _GROUP_SLAB = 1 << 19
 
 
 def keep_rows(groups: Tensor, drop: int, kept: Tensor) -> None:
-    """Each row is a pool of which the `drop` lowest go, the lowest index first among equals; the rest is marked in `kept`."""
+    """Writes to `kept` all but the `drop` lowest of each row; among equals the lowest index is pruned first."""
     size = groups.shape[1]
     if drop <= 0 or drop >= size:
         kept.fill_(drop <= 0)
@@ -24,8 +24,8 @@ def keep_rows(groups: Tensor, drop: int, kept: Tensor) -> None:
 
 
 def _duel(columns: np.ndarray, drop: int, out: np.ndarray) -> None:
-    """Rank by pairwise comparison, one column of all pools at a time: for small pools."""
-    wins = np.repeat(np.arange(len(columns), dtype=np.uint8)[:, None], columns.shape[1], 1)  # a later one beats its equals
+    """Ranks small pools by comparing every pair of columns, for all pools at once."""
+    wins = np.repeat(np.arange(len(columns), dtype=np.uint8)[:, None], columns.shape[1], 1)  # the later of two equals wins
     for i in range(len(columns)):
         for j in range(i + 1, len(columns)):
             first = (columns[i] > columns[j]).view(np.uint8)
@@ -44,7 +44,10 @@ def _partition(x: np.ndarray, drop: int, out: np.ndarray) -> None:
 
 
 def keep_groups(weight: Tensor, size: int, drop: int, kept: Tensor, under: Tensor | None = None) -> bool:
-    """n:m of magnitudes, of `weight * under` where that is given, in one pass into `kept`; False where there is no kernel."""
+    """Writes the n:m mask of the magnitudes of `weight` or `weight * under` to `kept` in one pass.
+
+    Returns False if no kernel supports it.
+    """
     tensors = [weight] if under is None else [weight, under]
     if weight.shape[1] % size or not 0 < drop < size or not all(tensor.is_contiguous() for tensor in tensors):
         return False
@@ -76,17 +79,17 @@ def _keep_of_four(weight: Tensor, under: Tensor | None, drop: int, kept: Tensor)
 
 
 def _keep_groups(weight: Tensor, under: Tensor | None, size: int, drop: int, kept: Tensor) -> None:
-    """Every element is compared with the one 1, 2, ... places on, all at once, and without moving any.
+    """Compares all elements with those 1, 2, ... places to the right, in place, and counts wins.
 
-    Magnitudes compare as the integers that their bits are. The outcomes of a group lie side by side, so they are one machine
-    word, in which wins are added up byte by byte: an element wins against its equals to the left.
+    Magnitudes compare like the integers of their bit patterns. The results of a group are neighbouring bytes, so they form one
+    machine word, in which wins are summed byte by byte. Of two equals, the right one wins.
     """
     integer = BITS[weight.element_size()]
     flat, mask, out = weight.reshape(-1), None if under is None else under.reshape(-1), kept.numpy().reshape(-1)
     infinity = int(torch.tensor(torch.inf, dtype=weight.dtype).view(integer))
     x = view(flat.view(integer))
     word, ones = WORDS[size], sum(1 << 8 * i for i in range(size))
-    # As if each beat all to its left and none to its right, and so many more that `drop` wins carry into bit log2(size).
+    # Each element starts with a win against all to its left, plus an offset that makes `drop` wins carry into bit log2(size).
     start = word(sum(i << 8 * i for i in range(size)) + ones * (size - drop))
 
     sign = x.dtype.type(np.iinfo(x.dtype).max)
@@ -107,8 +110,8 @@ def _keep_groups(weight: Tensor, under: Tensor | None, size: int, drop: int, kep
                 raise NaNFound(0)
             for shift in range(1, size):
                 np.greater(m[:-shift], m[shift:], out=beats[: n - shift])
-                np.bitwise_and(won, word(ones >> 8 * shift), out=won)  # within a group only
-                swing = word((1 - (1 << 8 * shift)) % (1 << 8 * size))  # a win here is one less to the right
+                np.bitwise_and(won, word(ones >> 8 * shift), out=won)  # drops comparisons across groups
+                swing = word((1 - (1 << 8 * shift)) % (1 << 8 * size))  # +1 for the left element, -1 for the right one
                 np.add(start if shift == 1 else wins, np.multiply(won, swing, out=swings[: n // size]), out=wins)
             np.right_shift(wins, word(size.bit_length() - 1), out=wins)
             np.bitwise_and(wins, word(ones), out=wins)

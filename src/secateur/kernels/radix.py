@@ -1,12 +1,14 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
-"""Triton kernels for the mask of one tensor on a GPU: the threshold digit by digit, without ever waiting for the host.
+"""Triton kernels for the mask of one tensor on a GPU: a radix search for the threshold that never waits for the host.
 
-Magnitudes compare as the integers that their bits are. Each pass counts the next digit of those that share the digits found so
-far. The last counts are kept block by block, so that ties go in order. What the kernels tell each other lies in arrays of
-int32. `job`, zero at the start: how many keys are zero, in SLOTS parts; at DIFFERS whether a mask of what is not zero would
-differ from the old one; at _STATES the digits found and the rank left for each level, at _COUNTS the counts of each level.
-`drop`: how many go. `status`: 1 + the place of the first tensor with NaN, counted from the end; and whether some threshold is
-not known yet.
+Magnitudes compare like the integers of their bit patterns, called keys. Each pass counts the next digit of the keys that share
+the digits found so far. The counts of the last pass are kept for each block, so that ties are pruned in order. Kernels
+communicate through int32 arrays:
+
+- `job`, initially zero: the number of zero keys, in SLOTS parts; at DIFFERS, whether the mask of nonzero keys differs from the
+  current mask; at _STATES, the digits found and the remaining rank for each level; at _COUNTS, the counts of each level.
+- `drop`: the number of elements to prune.
+- `status`: 1 + the index of the first tensor with NaN, counted from the last tensor; and whether a threshold is still unknown.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from .arrays import NaNFound, infinity_bits
 
-_BITS = tl.constexpr(8)  # of a digit; the first one has seven
+_BITS = tl.constexpr(8)  # of a digit; the first digit has seven
 _BINS = tl.constexpr(256)
 SLOTS = tl.constexpr(32)
 DIFFERS = tl.constexpr(32)
@@ -36,13 +38,13 @@ def bits_of(v):
 
 @triton.jit
 def key_of(v):
-    """The bits of |v|."""
+    """Returns the bit pattern of |v|."""
     return bits_of(v).to(tl.int32) & (0x7FFFFFFF if v.dtype == tl.float32 else 0x7FFF)
 
 
 @triton.jit
 def read(x, under, at, inside, UNDER: tl.constexpr):
-    """The key of x, or of x * under in x's own precision; and under."""
+    """Returns the key of x (or of x * under in x's precision), and under."""
     v = tl.load(x + at, mask=inside, other=0.0)
     u = v
     if UNDER:
@@ -53,7 +55,7 @@ def read(x, under, at, inside, UNDER: tl.constexpr):
 
 @triton.jit
 def place(block, turn, n, TILE: tl.constexpr, TURNS: tl.constexpr, EVEN: tl.constexpr):
-    """The elements of a turn, and which of them are there: all, if EVEN."""
+    """Returns the indices of a turn, and which of them are inside the tensor (all, if EVEN)."""
     at = (block * TURNS + turn) * TILE + tl.arange(0, TILE)
     inside = at < n
     if EVEN:
@@ -63,13 +65,13 @@ def place(block, turn, n, TILE: tl.constexpr, TURNS: tl.constexpr, EVEN: tl.cons
 
 @triton.jit
 def solved(job, drop):
-    """Whether just those go whose key is zero: so it is when a mask is to stay as it is."""
+    """Returns True if exactly the zero keys are to be pruned, as when a mask stays unchanged."""
     return tl.sum(tl.load(job + tl.arange(0, SLOTS))) == tl.load(drop)
 
 
 @triton.jit
 def _walk(job, drop, LEVEL: tl.constexpr):
-    """The first LEVEL digits of the threshold, and its rank among the keys that share them."""
+    """Returns the first LEVEL digits of the threshold, and its rank among the keys that share them."""
     prefix = 0
     rank = tl.load(drop)
     if LEVEL > 1:
@@ -89,7 +91,7 @@ def _level_kernel(
     UNDER: tl.constexpr, INFINITY: tl.constexpr, LEVEL: tl.constexpr, LEVELS: tl.constexpr, EVEN: tl.constexpr,
     TILE: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """How many keys have each next digit, of those that share the digits found so far."""
+    """Counts the values of the next digit among the keys that share the digits found so far."""
     if not solved(job, drop):
         block, bins = tl.program_id(0), tl.arange(0, _BINS)
         SHIFT: tl.constexpr = _BITS * (LEVELS - 1 - LEVEL)
@@ -106,9 +108,9 @@ def _level_kernel(
                 highest = tl.maximum(highest, tl.max(key, 0))
             else:
                 inside = inside & ((key >> (SHIFT + _BITS)) == prefix)
-            if LEVEL < 2:  # noqa: SIM114 - Triton would look for the largest in any case
+            if LEVEL < 2:  # noqa: SIM114 - with `or`, Triton would always compute the maximum
                 found += tl.histogram((key >> SHIFT) & (_BINS - 1), _BINS, mask=inside)
-            elif tl.max(inside.to(tl.int32)) > 0:  # few share so many digits
+            elif tl.max(inside.to(tl.int32)) > 0:  # few keys share that many digits
                 found += tl.histogram((key >> SHIFT) & (_BINS - 1), _BINS, mask=inside)
         tl.atomic_add(job + _COUNTS + LEVEL * _BINS + bins, found, mask=found > 0, sem="relaxed")
         if LEVEL == 0 and highest > INFINITY:
@@ -123,9 +125,9 @@ def _choose_kernel(
     UNDER: tl.constexpr, IN_PLACE: tl.constexpr, ONE: tl.constexpr, LEVELS: tl.constexpr, BLOCKS: tl.constexpr,
     EVEN: tl.constexpr, TILE: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """What is above the threshold is kept, and of what equals it all but the first.
+    """Keeps the keys above the threshold and all but the first of those that equal it.
 
-    IN_PLACE: `under` becomes ONE and zero, in its own bits; what would not change is not written.
+    With IN_PLACE, the result is written to the mask `under` as ONE and zero bits; tiles that do not change are not written.
     """
     if (not solved(job, drop)) & (tl.load(status) < code):
         block, programs, every = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCKS)
@@ -152,7 +154,7 @@ def _choose_kernel(
 
 
 class Ranking(NamedTuple):
-    """How the kernels share `n` keys among them."""
+    """How `n` keys are distributed over the programs of the kernels."""
 
     n: int
     turns: int
@@ -170,7 +172,7 @@ class Ranking(NamedTuple):
 
     @property
     def job(self) -> int:
-        """Length of the array `job`."""
+        """The length of the array `job`."""
         return 64 + self.levels * 256
 
     @property
@@ -182,22 +184,22 @@ class Ranking(NamedTuple):
         return self.n % (_TILE * self.turns) == 0
 
     def digits(self, x: Tensor, under: Tensor | None, *told: Any) -> None:
-        """`told` is here and below: job, drop, blocks, status, and the tensor's number in status."""
+        """Finds the digits of the threshold. `told` is job, drop, blocks, status, and the tensor's number for status."""
         for level in range(self.levels):
             sizes = (under is not None, self.infinity, level, self.levels, self.even, _TILE, self.turns)
             _level_kernel[(self.programs,)](x, x if under is None else under, *told, self.n, *sizes, num_warps=4)
 
     def choose(self, x: Tensor, under: Tensor | None, out: Tensor, *told: Any, one: int = 0) -> None:
-        """Into `out`, whose elements are of int8; or, where a `one` is given, as its bits into `under`."""
+        """Writes the mask to `out` as int8 or, if `one` is given, to the mask `under` as the bits `one` and zero."""
         there = (under is not None, one != 0, one, self.levels, triton.next_power_of_2(self.programs))
         sizes = (self.even, _TILE, self.turns)
         _choose_kernel[(self.programs,)](x, x if under is None else under, out, *told, self.n, *there, *sizes, num_warps=4)
 
 
 def keep_largest(weight: Tensor, under: Tensor | None, drop: int) -> Tensor:
-    """The mask of a contiguous tensor without its `drop` lowest magnitudes, the lowest index first among equals.
+    """Returns the mask of a contiguous tensor that prunes its `drop` lowest magnitudes, the lowest index first among equals.
 
-    `drop` is at least 1 and less than all.
+    `drop` must be at least 1 and less than the number of elements.
     """
     ranking, device = Ranking.of(weight.numel(), weight.dtype), weight.device
     job = torch.zeros(ranking.job + 2, dtype=torch.int32, device=device)

@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
-"""New masks for many tensors on a GPU, written over the old ones: few kernels, one wait, and from the second time on a graph.
+"""Updates the masks of many tensors on a GPU in place: few kernels, one synchronization, and CUDA graphs after the first call.
 
-A mask has the dtype of its weight, and what it hides scores zero. Nothing is written before all of a tensor has been looked at,
-and nothing that would not change: at a sparsity that stays the same, masks hardly do.
+A mask has the dtype of its weight, and masked elements score zero. A mask is written only after its whole tensor has been read,
+and only where it changes: at constant sparsity, masks hardly change.
 """
 
 from __future__ import annotations
@@ -18,26 +18,29 @@ from torch import Tensor
 from .arrays import BITS, infinity_bits
 from .radix import DIFFERS, SLOTS, Ranking, bits_of, place, read, solved
 
-_WORDS = 512  # groups of four that are looked at together
-_TURNS = 8  # how many such a program writes
-_WIDE = 2048  # neighbours that are looked at together
-_FLAT = 4096  # the same, of blocks in one row
+_WORDS = 512  # groups of four that a program reads at a time
+_TURNS = 8  # such tiles that a program of the writing kernel handles
+_WIDE = 2048  # neighbouring elements that a program reads at a time
+_FLAT = 4096  # the same, for blocks of one row
 
 
 class Job(NamedTuple):
-    """One mask: of blocks some go, or with `lose` lose that many of their elements, which are four in a row then."""
+    """One mask to update. Whole blocks are pruned; with `lose`, blocks of four in a row lose that many elements."""
 
-    weight: Tensor  # these two are contiguous matrices of one dtype
-    mask: Tensor
+    weight: Tensor  # a contiguous matrix
+    mask: Tensor  # a contiguous matrix of the same dtype
     block: tuple[int, int]
     power: int
     lose: int = 0
-    ranked: bool = True  # whether some blocks stay whole
+    ranked: bool = True  # False if every block loses elements, so that blocks need no ranking
 
 
 @triton.jit
 def _skip(job, drop, status, code, RANKED: tl.constexpr, AGAIN: tl.constexpr):
-    """Whether it is another kernel's turn: after NaN nobody's, and the threshold is zero or is not."""
+    """Returns True if this kernel has nothing to do: after NaN, or if the other pass handles this tensor.
+
+    The first pass handles tensors of which exactly the zeros are pruned, the second (AGAIN) all others.
+    """
     skip = tl.load(status) >= code
     if RANKED:
         known = solved(job, drop)
@@ -53,15 +56,18 @@ def _survey_kernel(
     AGAIN: tl.constexpr, POWER: tl.constexpr, ONE: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
     SHARE: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """The means of UNITS blocks side by side, added up in float64; how many are zero; and whether the mask differs from one of
-    those that are not. AGAIN: the means only, and only if they are needed still. WIDTH is `width` if EXACT, else the next power
-    of two."""
-    if AGAIN:  # noqa: SIM102 - Triton's `and` would look in any case
+    """Computes the means of UNITS neighbouring blocks in float64, counts the zeros among them, and tells if the mask differs
+    from the mask of nonzero means.
+
+    With AGAIN, only the means are computed, and only if they are still needed. WIDTH is `width` if EXACT, else the next power
+    of two.
+    """
+    if AGAIN:  # noqa: SIM102 - with `and`, Triton would always evaluate both
         if solved(job, drop):
             return
     down = tl.program_id(0)
     unit, i = tl.program_id(1) * UNITS + tl.arange(0, UNITS), tl.arange(0, WIDTH)
-    col = unit[:, None] * (WIDTH if EXACT else width) + i[None, :]  # EXACT: neighbours in memory, which the compiler then sees
+    col = unit[:, None] * (WIDTH if EXACT else width) + i[None, :]  # EXACT lets the compiler see contiguous columns
     inside = col < cols if EXACT else (i[None, :] < width) & (col < cols)
     total, ones = tl.zeros([UNITS], tl.float64), tl.zeros([UNITS], tl.int32)
     for k in range(height):
@@ -74,7 +80,7 @@ def _survey_kernel(
         ones += tl.sum(tl.where(bits == ONE, 1, tl.where(bits == 0, 0, -(1 << 24))), 1)
         total += tl.sum((s * s if POWER == 2 else s).to(tl.float64), 1)
     size = tl.minimum(height, rows - down * height) * tl.minimum(width, cols - unit * width)
-    if SHARE > 0:  # of one element, where that is a power of two; dividing zero takes long
+    if SHARE > 0:  # 1 / size, if that is a power of two; divisions are slow
         mean = (total * SHARE).to(tl.float32)
     else:
         mean = (total / size.to(tl.float64)).to(tl.float32)
@@ -95,7 +101,7 @@ def _zeros_kernel(
     x, mask, job, status, code, n,
     INFINITY: tl.constexpr, ONE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """The same for single elements: how many are zero, and whether the mask differs from one of those that are not."""
+    """Does the same for single elements: counts zeros, and tells if the mask differs from the mask of nonzero elements."""
     zeros, highest, differs = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
     for turn in range(TURNS):
         at, inside = place(tl.program_id(0), turn, n, TILE, TURNS, EVEN)
@@ -116,7 +122,7 @@ def _zeros_kernel(
 def _nonzero_kernel(
     x, mask, out, job, drop, status, code, n, ONE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, TURNS: tl.constexpr
 ):
-    """Makes the mask one of what is not zero, where that is all that is asked and it is not one."""
+    """Writes the mask of nonzero elements, if exactly the zeros are to be pruned and the mask differs from it."""
     skip = _skip(job, drop, status, code, True, False) | (tl.load(job + DIFFERS) == 0)
     if not skip:
         for turn in range(TURNS):
@@ -130,9 +136,9 @@ def _spread_kernel(
     kept, mask, job, drop, status, code, rows, cols, across, height, width,
     ONE: tl.constexpr, WIDTH: tl.constexpr, AGAIN: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Writes into pieces of rows whether their blocks are `kept`: AGAIN as chosen, else by their means.
+    """Writes the mask of elements from `kept`: the ranked blocks (AGAIN), or else the means of blocks, kept if not zero.
 
-    WIDTH is their width where that is a power of two, else 0.
+    WIDTH is the width of a block if that is a power of two, else 0.
     """
     skip = _skip(job, drop, status, code, True, AGAIN)
     if not AGAIN:
@@ -153,7 +159,7 @@ def _spread_kernel(
 
 @triton.jit
 def _part(v, m, at: tl.constexpr, KIND: tl.constexpr):
-    """The key of one of the two products in a word."""
+    """Returns the key of one of the two products of half precision in a word."""
     x = (v >> at).to(tl.int16).to(KIND, bitcast=True) * (m >> at).to(tl.int16).to(KIND, bitcast=True)
     return x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
 
@@ -164,9 +170,9 @@ def _fours_kernel(
     LOSE: tl.constexpr, RANKED: tl.constexpr, AGAIN: tl.constexpr, HALF: tl.constexpr, ONE: tl.constexpr,
     INFINITY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Groups of four that lose their lowest, as numbers of four bits into `kept`.
+    """Prunes the LOSE lowest of each group of four and writes the kept elements as four bits to `kept`.
 
-    Where RANKED some stay whole: AGAIN those kept so far, else those whose mean is not zero.
+    If RANKED, some groups stay whole: those marked in `kept` (AGAIN), or else those whose mean is not zero.
     """
     if not _skip(job, drop, status, code, RANKED, AGAIN):
         KIND: tl.constexpr = tl.float16 if HALF else tl.bfloat16
@@ -188,7 +194,7 @@ def _fours_kernel(
         low = tl.where(a_stays, 1, 0) | tl.where(b_stays, 1 << 16, 0)
         high = tl.where(c_stays, 1, 0) | tl.where(d_stays, 1 << 16, 0)
         differs = ((low * ONE) ^ m0) | ((high * ONE) ^ m1)
-        bits = low | (high << 1)  # at 0 and 16, and at 1 and 17
+        bits = low | (high << 1)  # a, b at bits 0 and 16; c, d at bits 1 and 17
         tl.store(kept + g, ((bits | (bits >> 14)) & 15).to(tl.int8), mask=inside)
         tl.store(changed + tl.program_id(0), tl.max(((differs != 0) & inside).to(tl.int32)))
         if tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d))) > INFINITY:
@@ -200,6 +206,7 @@ def _fours_write_kernel(
     mask, kept, changed, job, drop, status, code, groups,
     RANKED: tl.constexpr, AGAIN: tl.constexpr, ONE: tl.constexpr, TILE: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
+    """Writes the masks of the tiles of groups that changed."""
     if not _skip(job, drop, status, code, RANKED, AGAIN):
         for turn in range(TURNS):
             tile = tl.program_id(0) * TURNS + turn
@@ -216,7 +223,7 @@ def _one(dtype: torch.dtype) -> int:
 
 
 class _Sizes(NamedTuple):
-    """What one job needs to work in."""
+    """Sizes of the working memory for one job."""
 
     units: tuple[int, int]
     ranking: Ranking
@@ -235,10 +242,11 @@ class _Sizes(NamedTuple):
 
 
 class Steps:
-    """Knows the addresses of weights and masks, so it is good for as long as those and the blocks stay the same.
+    """Updates masks repeatedly. It is valid as long as the weights, the masks and the blocks stay the same tensors and sizes,
+    because its CUDA graphs contain their addresses.
 
-    Keeps room to work in for the largest of the jobs, and no tensor of theirs. A first attempt reads everything once and is
-    enough where the masks stay; a second one looks for the thresholds that this did not tell.
+    It owns working memory for the largest job, but no tensor of the jobs. A first pass reads everything once, which suffices
+    for masks that do not change. A second pass finds the remaining thresholds.
     """
 
     def __init__(self, jobs: Sequence[Job]):
@@ -260,9 +268,9 @@ class Steps:
         self.raw, self.stream = -1, None
 
     def __call__(self, jobs: Callable[[], Sequence[Job]], drops: list[int]) -> int | None:
-        """Writes all masks, with so many blocks to go from each; the place of a job whose weight has NaN, if there is one.
+        """Updates all masks, with `drops` blocks pruned from each. Returns the index of the first job with NaN, or None.
 
-        That job and those after it leave their masks as they are.
+        The masks of that job and of those after it are not changed.
         """
         if torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from ..criteria import Criterion, criterion
 from ..patterns import Pattern
-from ..schedules import Joined, Schedule
+from ..schedules import AnySchedule, as_schedule
 from ..select import select
 from .seam import Amount, LayerProblem, Method, Solution
 
@@ -20,7 +19,7 @@ class DropAndGrow(Method):
     """Dynamic sparse training as a method. `drop_and_grow(grow, swap)` makes one."""
 
     grow: Criterion
-    swap: Schedule | Joined
+    swap: AnySchedule
     revives = True
 
     @property
@@ -30,7 +29,7 @@ class DropAndGrow(Method):
     def due(self, step: int) -> bool:
         return self.swap.due(step)
 
-    def check(self, pattern: Pattern, scope: str, scheduled: list[Schedule | Joined]) -> None:
+    def check(self, pattern: Pattern, scope: str, scheduled: list[AnySchedule]) -> None:
         if pattern.keep or pattern.lose or scope != "tensor":
             raise ValueError('grow= swaps whole units within each tensor; it goes with scope="tensor", without n:m and "AxB-Z"')
         if scheduled:
@@ -61,16 +60,16 @@ class DropAndGrow(Method):
         return f"drop_and_grow({self.grow}, {self.swap})"
 
 
-def drop_and_grow(grow: Criterion | Callable[..., Tensor] | str, swap: Schedule | Joined | Any) -> DropAndGrow:
+def drop_and_grow(grow: Criterion | Callable[..., Tensor] | str, swap: Callable[[int], float] | None) -> DropAndGrow:
     """Dynamic sparse training, for a `Pruner`: whenever the schedule `swap` is due, swaps that fraction of the kept weights.
 
     The kept weights with the lowest scores by the pruner's criterion are dropped, and as many pruned ones with the highest
     scores by `grow` come in, at zero. Growing by `abs(grad)` is RigL (Evci et al., 2020), growing by `random()` is SET
     (Mocanu et al., 2018).
     """
-    if not isinstance(swap, Schedule | Joined):
+    if not callable(swap):
         raise ValueError(
             "grow= needs swap=, a schedule of the fraction of kept weights to swap, and when: for instance "
             "swap=sc.cosine(0.0, initial=0.3, end=10_000, every=100)"
         )
-    return DropAndGrow(criterion(grow), swap)
+    return DropAndGrow(criterion(grow), as_schedule(swap, "swap"))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._dist import Comm
 from ..patterns import Pattern
-from ..schedules import Joined, Schedule
+from ..schedules import AnySchedule
 from ..scores import Scores
 from ..select import select
 from ..stats import TensorEvidence
@@ -146,7 +146,7 @@ class Method(abc.ABC):
         """Whether a `Pruner` should solve again at this step, beside the steps of its schedule."""
         return False
 
-    def check(self, pattern: Pattern, scope: str, scheduled: list[Schedule | Joined]) -> None:  # noqa: B027
+    def check(self, pattern: Pattern, scope: str, scheduled: list[AnySchedule]) -> None:  # noqa: B027
         """Raises ValueError where this method does not go with a pattern, a scope or a budget that changes with the step."""
 
     @abc.abstractmethod

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .._dist import local
 from .._tree import Loose
 from ..blocks import repeated_blocks
+from ..display import Progress
 from ..moments import Moments
 from ..stats import as_it_was
 from ..stream import Replay, record, stream
@@ -52,18 +53,21 @@ def _evidence(
     by_name = {target.name: target for target in found}
     blocks = repeated_blocks(model, by_name, lists=(nn.ModuleList, nn.Sequential))
     inner = [block.module for block in blocks if block.module is not model]
-    pruned, dense = stream(model, inner, batches), stream(model, inner, batches) if "cross" in needs else iter(())
-    dense_now = next(dense, None)
+    pruned, dense = stream(model, inner, batches), stream(model, inner, batches)
+    progress = Progress("block by block", len(blocks))
     for block in blocks:
-        replay = record(model, model, batches) if block.module is model else next(pruned)
         own = [by_name[name] for name in block.names]
-        if "cross" in needs and block.module is model:  # its dense run needs every block as it was
-            dense_run: Iterator[Any] = changes.undone(replay)
+        progress(own[0].name)
+        dense_run: Iterator[Any] = iter(())
+        if block.module is model:
+            replay = record(model, model, batches)
+            dense_run = changes.undone(replay)
         else:
-            dense_run = dense_now.run() if dense_now else iter(())
-        table = _collect(own, needs, replay, dense_run)
-        dense_now = next(dense, None)  # runs the block while it is dense
-        yield own, table
+            replay = next(pruned)
+            if "cross" in needs:
+                with changes.out():
+                    dense_run = next(dense).run()  # this block is still as it was
+        yield own, _collect(own, needs, replay, dense_run)
 
 
 def _collect(
@@ -104,15 +108,21 @@ class _Changes:
         for weight, new in self._pairs:
             self._exchange(weight, new)
 
+    @contextlib.contextmanager
+    def out(self) -> Iterator[None]:
+        """Puts the dense weights in place, inside the context."""
+        self._exchange_all()
+        try:
+            yield
+        finally:
+            self._exchange_all()
+
     def undone(self, replay: Replay) -> Iterator[Any]:
         """Runs a replay call by call, each time with the dense weights in place."""
         run = replay.run()
         for _ in replay.calls:
-            self._exchange_all()
-            try:
+            with self.out():
                 output = next(run)
-            finally:
-                self._exchange_all()
             yield output
 
     def __enter__(self) -> _Changes:

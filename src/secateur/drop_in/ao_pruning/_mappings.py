@@ -1,4 +1,4 @@
-"""Which quantized sparse module takes the place of which module in `BaseSparsifier.convert`."""
+"""The quantized sparse modules that `BaseSparsifier.convert` puts in the place of dense ones."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["get_static_sparse_quantized_mapping", "get_dynamic_sparse_quantized_
 
 
 def get_static_sparse_quantized_mapping() -> dict[type[nn.Module], Any]:
-    """For modules prepared for static quantization."""
-    import torch.ao.nn.sparse.quantized as quantized  # slow to import, and few need it
+    """Returns the replacements for modules that were prepared for static quantization."""
+    import torch.ao.nn.sparse.quantized as quantized  # slow to import and rarely needed
 
     return {nn.Linear: quantized.Linear}
 
 
 def get_dynamic_sparse_quantized_mapping() -> dict[type[nn.Module], Any]:
-    """For dynamic quantization, which needs no calibration."""
+    """Returns the replacements for dynamic quantization, which needs no calibration."""
     import torch.ao.nn.sparse.quantized.dynamic as dynamic
 
     return {nn.Linear: dynamic.Linear}

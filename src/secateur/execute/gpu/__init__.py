@@ -1,5 +1,5 @@
-"""Formats for GPUs: two of four, lists of columns, blocks, gated inputs. Triton and cuSPARSELt are loaded when one is run."""
+"""Formats for NVIDIA GPUs. Triton and cuSPARSELt are loaded when a layer in one of them is first called."""
 
-from . import bricks, cusparselt, plain
+from . import cusparselt, dense_blocks, input_sparse, padded_rows, sparse24_mma
 
-__all__ = ["bricks", "cusparselt", "plain"]
+__all__ = ["cusparselt", "dense_blocks", "input_sparse", "padded_rows", "sparse24_mma"]

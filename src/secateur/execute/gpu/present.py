@@ -1,4 +1,4 @@
-"""What the GPU formats need, and what of it is there."""
+"""Which requirements of the GPU formats this machine meets."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..formats import Use
+
 HALVES = (torch.bfloat16, torch.float16)
 
 
 @cache
 def missing(kind: str = "cuda") -> str | None:
-    """Why the kernels cannot run on this kind of device; None if they can."""
+    """Returns why the kernels cannot run on this kind of device, or None if they can."""
     if kind != "cuda":
         return f"there are no kernels for {kind}"
     if not torch.cuda.is_available():
@@ -30,9 +32,14 @@ def missing(kind: str = "cuda") -> str | None:
 
 
 def why_none(dtype: torch.dtype) -> str:
-    """The end of the sentence that no format fits a layer on a GPU."""
+    """Returns the reason why no format fits a layer on a GPU, after a colon, or an empty string."""
     reason = missing() or (f"the GPU formats are for bfloat16 and float16, not {dtype}" if dtype not in HALVES else "")
     return f": {reason}" if reason else ""
+
+
+def suits(matrix: Tensor, use: Use) -> bool:
+    """Returns True for a linear layer in half precision on a GPU that the kernels support."""
+    return use.kind == "linear" and use.device == "cuda" and missing() is None and matrix.dtype in HALVES
 
 
 @cache
@@ -43,5 +50,5 @@ def kernels() -> Any:
 
 
 def runs(x: Tensor, values: Tensor) -> bool:
-    """Whether kernels can compute with these: the same half precision, both on the GPU."""
+    """Returns True if the kernels can compute with these tensors: both on one GPU and in the same half precision."""
     return x.device.type == "cuda" and x.device == values.device and x.dtype == values.dtype in HALVES and missing() is None

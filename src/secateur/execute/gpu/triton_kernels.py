@@ -1,6 +1,6 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-"""Triton kernels that compute with packed matrices. Imported when one is first run, since not every machine has Triton."""
+"""Triton kernels for the GPU formats. Imported when one of them is first run, since Triton may not be installed."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def _multiprocessors(device: torch.device) -> int:
 
 @cache
 def _early(device: torch.device) -> bool:
-    """Whether a kernel can be started before the one in front of it has ended, and wait for that when it must."""
+    """Returns True if a kernel may start before the preceding one has finished and wait for it later (Hopper and newer)."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-# ---------------------------------------------------------------- two of four, few tokens
+# ---------------------------------------------------------------- sparse24_mma: 2:4, few tokens
 
 
 def _load(times: int, apart: int, what: str, width: int) -> tl.constexpr:
-    """So many loads, `apart` bytes apart, of `width` registers each; zeros where the last argument is 0."""
+    """Returns PTX for `times` loads of `width` registers, `apart` bytes apart; all zeros if the last argument is 0."""
     outs = [f"${i}" for i in range(width * times)]
     parts = [outs[width * i : width * (i + 1)] for i in range(times)]
     names = [f"{{{', '.join(part)}}}" if width > 1 else part[0] for part in parts]
@@ -38,7 +38,7 @@ def _load(times: int, apart: int, what: str, width: int) -> tl.constexpr:
     return tl.constexpr(f"{{ .reg .pred p; setp.ne.u32 p, ${len(outs) + 1}, 0; {zeros}{reads}}}")
 
 
-# Weights are read once, so they are kept out of the first cache; all that a step needs is asked for at once.
+# Weights are read only once, so they bypass the L1 cache. All loads of a step are issued together.
 _ONE, _EIGHT = (_load(times, 512, ".L1::no_allocate.L2::256B.v4.u32", 4) for times in (1, 8))
 _PAIRS, _INPUTS = _load(32, 16, ".u32", 1), _load(8, 512, ".v4.u32", 4)
 _OUTS_4, _OUTS_32 = (tl.constexpr("=&r," * n + "l,r") for n in (4, 32))
@@ -57,7 +57,7 @@ _BF16_EVEN, _BF16_ODD, _F16_EVEN, _F16_ODD = *_BF16, *_F16
 
 @triton.jit
 def _multiply(a, b, m, c, K: tl.constexpr, HALF: tl.constexpr):
-    """Tensor cores: 16 rows by 32 columns of which half are stored, times 32 by 8. One warp, each thread with its part."""
+    """Adds 16 rows by 32 columns (half of them stored) times 32 by 8 to c. Each thread of a warp holds a part."""
     EVEN: tl.constexpr = _F16_EVEN if HALF else _BF16_EVEN
     ODD: tl.constexpr = _F16_ODD if HALF else _BF16_ODD
     return tl.inline_asm_elementwise(
@@ -70,7 +70,7 @@ def _multiply(a, b, m, c, K: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _put(c, bias, y, tile, first, tokens, rows, BIAS: tl.constexpr, WARPS: tl.constexpr):
-    """Add up what the warps found for one tile of 16 rows by 8 tokens, and write it."""
+    """Sums the warps' results for one tile of 16 rows by 8 tokens and writes it."""
     both = tl.join(tl.join(c[0], c[2]), tl.join(c[1], c[3]))  # [thread, upper or lower half, even or odd token]
     total = tl.sum(tl.reshape(both, (WARPS, 32, 2, 2)), 0)
     lane = tl.arange(0, 32)[:, None, None]
@@ -83,13 +83,13 @@ def _put(c, bias, y, tile, first, tokens, rows, BIAS: tl.constexpr, WARPS: tl.co
 
 
 @triton.jit
-def _bricks_kernel(
-    values, words, x, bias, y, tokens, rows, bricks,
+def _sparse24_mma_kernel(
+    values, words, x, bias, y, tokens, rows, across,
     EARLY: tl.constexpr, BIAS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Two tiles of 16 rows by 8 tokens, by 16 if WIDE. The warps share the columns.
+    """Computes two tiles of 16 rows by 8 tokens (16 if WIDE). The warps split the columns among them.
 
-    One element of each tensor here is one thread's: the layout of the fragments is that of the instruction.
+    Each tensor in this kernel has one element per thread, as the fragment layout of the instruction requires.
     """
     thread = tl.arange(0, 32 * WARPS)
     lane, warp = thread % 32, thread // 32
@@ -98,32 +98,32 @@ def _bricks_kernel(
     zero = tl.zeros([32 * WARPS], tl.float32)
     c, d, e, f = (zero, zero, zero, zero), (zero, zero, zero, zero), (zero, zero, zero, zero), (zero, zero, zero, zero)
     token = group * 8 + lane // 4
-    own = values.to(tl.int64) + (tile.to(tl.int64) * bricks * 8 * 32 + lane) * 16
-    own_words = words.to(tl.int64) + (tile.to(tl.int64) * bricks * 32 + lane) * 16
+    own = values.to(tl.int64) + (tile.to(tl.int64) * across * 8 * 32 + lane) * 16
+    own_words = words.to(tl.int64) + (tile.to(tl.int64) * across * 32 + lane) * 16
     if WIDE:
-        own_x = x.to(tl.int64) + (group.to(tl.int64) * bricks * 8 * 32 + lane) * 16
+        own_x = x.to(tl.int64) + (group.to(tl.int64) * across * 8 * 32 + lane) * 16
     else:
-        own_x = x.to(tl.int64) + (token.to(tl.int64) * bricks * 256 + lane % 4 * 2) * 2
-    for step in range(0, bricks, WARPS):
-        brick = step + warp
-        there = (brick < bricks).to(tl.int32)
-        place, next_place = own + brick.to(tl.int64) * 4096, own + (bricks + brick).to(tl.int64) * 4096
-        m = tl.inline_asm_elementwise(_ONE, _OUTS_4, [own_words + brick * 512, there], _INTS_4, is_pure=False, pack=1)
+        own_x = x.to(tl.int64) + (token.to(tl.int64) * across * 256 + lane % 4 * 2) * 2
+    for step in range(0, across, WARPS):
+        column_tile = step + warp
+        there = (column_tile < across).to(tl.int32)
+        place, next_place = own + column_tile.to(tl.int64) * 4096, own + (across + column_tile).to(tl.int64) * 4096
+        m = tl.inline_asm_elementwise(_ONE, _OUTS_4, [own_words + column_tile * 512, there], _INTS_4, is_pure=False, pack=1)
         n = tl.inline_asm_elementwise(
-            _ONE, _OUTS_4, [own_words + (bricks + brick) * 512, there], _INTS_4, is_pure=False, pack=1
+            _ONE, _OUTS_4, [own_words + (across + column_tile) * 512, there], _INTS_4, is_pure=False, pack=1
         )
         a = tl.inline_asm_elementwise(_EIGHT, _OUTS_32, [place, there], _INTS_32, is_pure=False, pack=1)
         h = tl.inline_asm_elementwise(_EIGHT, _OUTS_32, [next_place, there], _INTS_32, is_pure=False, pack=1)
-        tl.debug_barrier()  # or the assembler waits for each weight before it asks for the next, to save registers
+        tl.debug_barrier()  # keeps the assembler from waiting for each load before issuing the next
         if EARLY:
-            tl.extra.cuda.gdc_wait()  # for the inputs
+            tl.extra.cuda.gdc_wait()  # until the inputs are written
         if WIDE:
-            near = own_x + brick.to(tl.int64) * 4096
+            near = own_x + column_tile.to(tl.int64) * 4096
             b = tl.inline_asm_elementwise(_INPUTS, _OUTS_32, [near, there], _INTS_32, is_pure=False, pack=1)
-            g = tl.inline_asm_elementwise(_INPUTS, _OUTS_32, [near + bricks * 4096, there], _INTS_32, is_pure=False, pack=1)
+            g = tl.inline_asm_elementwise(_INPUTS, _OUTS_32, [near + across * 4096, there], _INTS_32, is_pure=False, pack=1)
         else:
-            near = ((brick < bricks) & (token < tokens)).to(tl.int32)
-            b = tl.inline_asm_elementwise(_PAIRS, _OUTS_32, [own_x + brick * 512, near], _INTS_32, is_pure=False, pack=1)
+            near = ((column_tile < across) & (token < tokens)).to(tl.int32)
+            b = tl.inline_asm_elementwise(_PAIRS, _OUTS_32, [own_x + column_tile * 512, near], _INTS_32, is_pure=False, pack=1)
         for k in tl.static_range(8):
             c = _multiply(a, b, m, c, k, HALF)
             d = _multiply(h, b, n, d, k, HALF)
@@ -138,84 +138,84 @@ def _bricks_kernel(
 
 
 @triton.jit
-def _prepare_kernel(x, out, tokens, columns, bricks, EARLY: tl.constexpr, SIZE: tl.constexpr):
-    """Inputs in pairs, in the order in which the tensor cores want them: for many tokens, reading them would take too long."""
+def _prepare_kernel(x, out, tokens, columns, across, EARLY: tl.constexpr, SIZE: tl.constexpr):
+    """Reorders the inputs, as pairs, into the order in which the tensor cores read them (only for more than eight tokens)."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     lane = at // 4 % 32
-    token = at // (bricks * 1024) * 8 + lane // 4
-    column = at // 128 % (bricks * 8) * 32 + at % 4 * 8 + lane % 4 * 2
+    token = at // (across * 1024) * 8 + lane // 4
+    column = at // 128 % (across * 8) * 32 + at % 4 * 8 + lane % 4 * 2
     inside = (token < tokens) & (column < columns)
     tl.store(out + at, tl.load(x + (token * columns + column) // 2, mask=inside, other=0))
 
 
-def bricks(x: Tensor, values: Tensor, words: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    (tokens, columns), (tiles, deep) = x.shape, values.shape[:2]
+def sparse24_mma(x: Tensor, values: Tensor, words: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    (tokens, columns), (down, across) = x.shape, values.shape[:2]
     wide = tokens > 8
     early = wide and _early(x.device)
-    warps = 8 if deep >= 32 and tiles < 512 else 4
+    warps = 8 if across >= 32 and down < 512 else 4
     groups = -(-tokens // 16) * 2 if wide else 1
     if wide:
-        seen = torch.empty(groups * deep * 1024, dtype=torch.int32, device=x.device)
-        _prepare_kernel[(groups * deep,)](x.view(torch.int32), seen, tokens, columns, deep, early, 1024)
+        seen = torch.empty(groups * across * 1024, dtype=torch.int32, device=x.device)
+        _prepare_kernel[(groups * across,)](x.view(torch.int32), seen, tokens, columns, across, early, 1024)
     else:
-        seen = F.pad(x, (0, deep * 256 - columns)) if columns != deep * 256 else x
+        seen = F.pad(x, (0, across * 256 - columns)) if columns != across * 256 else x
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
-    _bricks_kernel[(tiles // 2, max(1, groups // 2))](
-        values, words, seen, values if bias is None else bias, y, tokens, rows, deep,
+    _sparse24_mma_kernel[(down // 2, max(1, groups // 2))](
+        values, words, seen, values if bias is None else bias, y, tokens, rows, across,
         early, bias is not None, x.dtype == torch.float16, wide, warps, num_warps=warps, launch_pdl=early,
     )  # fmt: skip
     return y
 
 
-# ---------------------------------------------------------------- lists of columns, one token
+# ---------------------------------------------------------------- padded_rows: one token
 
 
-# Not tl.load: that would send everything through shared memory, to have the addresses in another order.
+# Inline assembly, because tl.load would move the addresses through shared memory to change their layout.
 _GATHER = tl.constexpr("{ .reg .pred p; setp.lt.u32 p, $2, $3; mov.u32 $0, 0; @p ld.global.u16 $0, [$1]; }")
 
 
 @triton.jit
-def _ask(values, index, item, chunks, each, rows, HIGH: tl.constexpr, TURNS: tl.constexpr):
-    """A part of HIGH rows: weights and their columns, in TURNS pieces of 256."""
+def _load_part(values, index, item, chunks, each, rows, HIGH: tl.constexpr, TURNS: tl.constexpr):
+    """Loads a part of HIGH rows: weights and their columns, in TURNS pieces of 256."""
     row = item // chunks * HIGH + tl.arange(0, HIGH)
     begin = row.to(tl.int64)[:, None] * each
     held, found = (), ()
     for turn in tl.static_range(TURNS):
         place = (item % chunks * TURNS + turn) * 256 + tl.arange(0, 256)[None, :]
         inside = (place < each) & (row < rows)[:, None]
-        held = held + (tl.load(values + begin + place, mask=inside, other=0.0),)  # noqa: RUF005 - Triton knows no unpacking
+        held = held + (tl.load(values + begin + place, mask=inside, other=0.0),)  # noqa: RUF005 - Triton does not support unpacking
         found = found + (tl.load(index + begin + place, mask=inside, other=-1),)  # noqa: RUF005
     return held, found
 
 
 @triton.jit
-def _lists_kernel(
+def _padded_rows_kernel(
     values, index, x, bias, y, rows, columns, each, chunks, groups,
     EARLY: tl.constexpr, BIAS: tl.constexpr, AHEAD: tl.constexpr, HIGH: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """One warp for each row. AHEAD: and for the next one when it is done; what that needs is on its way by then."""
+    """Computes rows, one warp each. With AHEAD, a program continues with further rows and loads them in advance."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     x += tl.program_id(1).to(tl.int64) * columns
     y += tl.program_id(1).to(tl.int64) * rows
     if AHEAD:
-        held, found = _ask(values, index, tl.program_id(0) * chunks, chunks, each, rows, HIGH, TURNS)
+        held, found = _load_part(values, index, tl.program_id(0) * chunks, chunks, each, rows, HIGH, TURNS)
     for group in range(tl.program_id(0), groups, tl.num_programs(0)):
         total = tl.zeros([HIGH, 256], tl.float32)
         for chunk in range(chunks):
             if AHEAD:
                 now, where = held, found
                 after = tl.where(chunk + 1 < chunks, group * chunks + chunk + 1, (group + tl.num_programs(0)) * chunks)
-                held, found = _ask(values, index, after, chunks, each, rows, HIGH, TURNS)
-                tl.debug_barrier()  # or the assembler asks for it late, to save registers
+                held, found = _load_part(values, index, after, chunks, each, rows, HIGH, TURNS)
+                tl.debug_barrier()  # keeps the assembler from delaying the loads
             else:
-                now, where = _ask(values, index, group * chunks + chunk, chunks, each, rows, HIGH, TURNS)
+                now, where = _load_part(values, index, group * chunks + chunk, chunks, each, rows, HIGH, TURNS)
                 if EARLY:
                     tl.debug_barrier()
             if EARLY:
-                tl.extra.cuda.gdc_wait()  # for the inputs
+                tl.extra.cuda.gdc_wait()  # until the inputs are written
             for turn in tl.static_range(TURNS):
                 column = where[turn].to(tl.int32) & 0xFFFF
                 at = x.to(tl.int64) + column.to(tl.int64) * 2
@@ -232,25 +232,25 @@ def _lists_kernel(
         tl.store(y + row, out.to(y.dtype.element_ty), mask=row < rows)
 
 
-def lists(x: Tensor, values: Tensor, index: Tensor, bias: Tensor | None) -> Tensor:
+def padded_rows(x: Tensor, values: Tensor, index: Tensor, bias: Tensor | None) -> Tensor:
     (tokens, columns), (rows, each) = x.shape, values.shape
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     turns = 1 if each <= 256 else 2 if each <= 512 else 4
     high, groups, programs = 4, -(-rows // 4), 8 * _multiprocessors(x.device)
     ahead, early = groups > programs, _early(x.device)
-    _lists_kernel[(programs if ahead else groups, tokens)](
+    _padded_rows_kernel[(programs if ahead else groups, tokens)](
         values, index, x, values if bias is None else bias, y, rows, columns, each, -(-each // (256 * turns)), groups,
         early, bias is not None, ahead, high, turns, num_warps=high, launch_pdl=early,
     )  # fmt: skip
     return y
 
 
-# ---------------------------------------------------------------- inputs that are zero, one token
+# ---------------------------------------------------------------- input_sparse: one token
 
 
 @triton.jit
-def _some(listed, first, count, TURNS: tl.constexpr, WARPS: tl.constexpr):
-    """The next rows to read: one for each warp, TURNS times."""
+def _next_rows(listed, first, count, TURNS: tl.constexpr, WARPS: tl.constexpr):
+    """Returns the next rows to read: one for each warp, TURNS times."""
     found = ()
     for turn in tl.static_range(TURNS):
         at = first + turn * WARPS + tl.arange(0, WARPS)
@@ -259,11 +259,11 @@ def _some(listed, first, count, TURNS: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _skips_kernel(
+def _input_sparse_kernel(
     weight, x, listed, parts, rows, columns,
     EARLY: tl.constexpr, EACH: tl.constexpr, TURNS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """The rows of the transposed weight whose input is not zero, added up; the others are not read."""
+    """Sums the rows of the transposed weight whose input is not zero. The other rows are not read."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     out = tl.program_id(0) * 256 + tl.arange(0, 256)
@@ -274,15 +274,15 @@ def _skips_kernel(
     count = tl.sum(kept.to(tl.int32))
     tl.debug_barrier()
     total = tl.zeros([WARPS, 256], tl.float32)
-    after = _some(listed, 0, count, TURNS, WARPS)
+    after = _next_rows(listed, 0, count, TURNS, WARPS)
     for first in range(0, count, WARPS * TURNS):
         now, held = after, ()
         for turn in tl.static_range(TURNS):
             row = now[turn]
             place = weight + row.to(tl.int64)[:, None] * rows + out[None, :]
             held = held + (tl.load(place, mask=(row >= 0)[:, None] & (out < rows)[None, :], other=0.0),)  # noqa: RUF005
-        after = _some(listed, first + WARPS * TURNS, count, TURNS, WARPS)
-        tl.debug_barrier()  # or the assembler waits for each row before it asks for the next, to save registers
+        after = _next_rows(listed, first + WARPS * TURNS, count, TURNS, WARPS)
+        tl.debug_barrier()  # keeps the assembler from waiting for each row before loading the next
         for turn in tl.static_range(TURNS):
             factor = tl.load(x + now[turn], mask=now[turn] >= 0, other=0.0)
             total += held[turn].to(tl.float32) * factor.to(tl.float32)[:, None]
@@ -291,6 +291,7 @@ def _skips_kernel(
 
 @triton.jit
 def _fold_kernel(parts, bias, y, rows, pieces, EARLY: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr):
+    """Sums the partial results of `pieces` programs and adds the bias."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
     out = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
@@ -305,7 +306,7 @@ def _fold_kernel(parts, bias, y, rows, pieces, EARLY: tl.constexpr, BIAS: tl.con
     tl.store(y + out, done.to(y.dtype.element_ty), mask=out < rows)
 
 
-def skips(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def input_sparse(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     columns, rows = weight.shape
     each, turns, warps = 128 if columns <= 1 << 14 else 512, 8, 1
     across, pieces = -(-rows // 256), -(-columns // each)
@@ -313,24 +314,24 @@ def skips(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     parts = torch.empty(pieces, rows, dtype=torch.float32, device=x.device)
     y = torch.empty(1, rows, dtype=x.dtype, device=x.device)
     early = _early(x.device)
-    _skips_kernel[(across, pieces)](weight, x, listed, parts, rows, columns, early, each, turns, warps, num_warps=warps)
+    _input_sparse_kernel[(across, pieces)](weight, x, listed, parts, rows, columns, early, each, turns, warps, num_warps=warps)
     _fold_kernel[(-(-rows // 32),)](
         parts, parts if bias is None else bias, y, rows, pieces, early, bias is not None, 128, 32, launch_pdl=early
     )
     return y
 
 
-# ---------------------------------------------------------------- blocks, many tokens
+# ---------------------------------------------------------------- dense_blocks: many tokens
 
 
 @triton.jit
-def _squares_kernel(
+def _dense_blocks_kernel(
     x, values, index, starts, order, bias, y, tokens, rows, columns,
     BIAS: tl.constexpr, ENGINE: tl.constexpr, HIGH: tl.constexpr, DEEP: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One row of blocks by TOKENS tokens, computed upside down: the tensor cores like the long side last.
+    """Computes one row of blocks by TOKENS tokens, transposed, because tensor cores are faster with the long side last.
 
-    With ENGINE, x, values and y are descriptors, and the copy engine moves the tiles.
+    With ENGINE, x, values and y are tensor descriptors, and the GPU's copy engine moves the tiles.
     """
     block_row = tl.load(order + tl.program_id(0))
     first = tl.program_id(1) * TOKENS
@@ -357,7 +358,9 @@ def _squares_kernel(
         tl.store(place, tl.trans(total.to(y.dtype.element_ty)), mask=(token < tokens)[:, None])
 
 
-def squares(x: Tensor, values: Tensor, index: Tensor, starts: Tensor, order: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+def dense_blocks(
+    x: Tensor, values: Tensor, index: Tensor, starts: Tensor, order: Tensor, bias: Tensor | None, rows: int
+) -> Tensor:
     (tokens, columns), (_, high, deep) = x.shape, values.shape
     wide = 256 if high == 64 and tokens >= 2048 else 128 if tokens >= 128 else 64
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
@@ -372,7 +375,7 @@ def squares(x: Tensor, values: Tensor, index: Tensor, starts: Tensor, order: Ten
             TensorDescriptor.from_tensor(values.view(-1, deep), [high, deep]),
             TensorDescriptor.from_tensor(y, [wide, high]),
         )
-    _squares_kernel[grid](
+    _dense_blocks_kernel[grid](
         tiles[0], tiles[1], index, starts, order, values if bias is None else bias, tiles[2], tokens, rows, columns,
         bias is not None, engine, high, deep, wide, num_warps=4, num_stages=3,
     )  # fmt: skip

@@ -1,1 +1,1 @@
-"""Kernels for CPUs: written as LLVM instructions, built for this machine, run on the threads of torch."""
+"""CPU kernels, written as LLVM IR, compiled for this machine and run on torch's threads."""

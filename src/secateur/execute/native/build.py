@@ -1,8 +1,9 @@
-"""From a kernel's text to machine code for this CPU, kept on disk, and how threads run it.
+"""Compiles LLVM IR to machine code for this CPU, caches it on disk, and runs kernels on several threads.
 
-Needs llvmlite and nothing else: no compiler, and not numba, whose import alone takes longer than everything here. A second
-process loads the machine code of the first. Threads are those of torch's own OpenMP pool, so that two pools never fight
-over the cores. `SECATEUR_CPU` names another CPU to build for ("x86-64-v3", "znver4", "generic"), or "none": no kernels.
+It needs only llvmlite: no C compiler, and not numba, whose import alone takes longer than compiling a kernel. A second process
+loads the machine code that the first one cached. Kernels run on torch's own OpenMP threads, so that two thread pools never
+compete for the cores. The environment variable `SECATEUR_CPU` selects another CPU to compile for ("x86-64-v3", "znver4",
+"generic"), or "none" to turn kernels off.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from typing import Any
 
 import torch
 
-Kernel = Callable[[int], None]  # takes the address of its arguments
+Kernel = Callable[[int], None]  # called with the address of the arguments
 
 
 @cache
 def target() -> tuple[str, frozenset[str]] | None:
-    """The CPU that kernels are built for and what it can do; None where there are no kernels."""
+    """Returns the name and the features of the CPU that kernels are compiled for, or None if kernels cannot be used."""
     wish = os.environ.get("SECATEUR_CPU", "")
     if wish == "none":
         return None
@@ -35,7 +36,7 @@ def target() -> tuple[str, frozenset[str]] | None:
         import llvmlite.binding as llvm
     except ImportError:
         return None
-    with suppress(RuntimeError):  # older releases ask for this, newer ones forbid it
+    with suppress(RuntimeError):  # older releases of llvmlite require this call, newer ones raise
         llvm.initialize()
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
@@ -45,7 +46,7 @@ def target() -> tuple[str, frozenset[str]] | None:
 
 
 def _features_of(cpu: str) -> frozenset[str]:
-    """What the kernels ask about, for a CPU given by name: its level, as the x86-64 levels count."""
+    """Returns the features of a CPU given by name, as far as kernels depend on them; none for an unknown name."""
     avx2 = frozenset({"avx2", "fma", "f16c", "popcnt", "bmi2"})
     avx512 = avx2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
     known = {"x86-64-v3": avx2, "haswell": avx2, "znver3": avx2, "x86-64-v4": avx512, "skylake-avx512": avx512}
@@ -55,14 +56,14 @@ def _features_of(cpu: str) -> frozenset[str]:
 
 
 def has(*features: str) -> bool:
-    """Kernels can be built here, for a CPU with all of these."""
+    """Returns True if kernels can be used and the CPU has all of these features."""
     found = target()
     return found is not None and found[1].issuperset(features)
 
 
 @cache
 def has_tiles() -> bool:
-    """Whether kernels may use tile registers of bfloat16 (AMX), which Linux gives to a process that asks."""
+    """Returns True if kernels may use AMX tile registers with bfloat16. Linux grants them to a process on request."""
     if sys.platform != "linux" or not has("amx-tile", "amx-bf16", "avx512bw", "avx512vbmi2", "avx512bf16"):
         return False
     arch_prctl, ask, tile_data = 158, 0x1023, 18
@@ -70,16 +71,17 @@ def has_tiles() -> bool:
 
 
 def reads_halves() -> bool:
-    """Whether the CPU turns float16 into float32. Where it cannot, LLVM would call a function that is not there."""
+    """Returns True if the CPU converts float16 to float32. Without it, LLVM would call a library function that is missing."""
     return any(has(feature) for feature in ("f16c", "fp-armv8", "neon"))
 
 
 def machine_code(text: str) -> bytes:
-    """LLVM's text, optimised and translated for the target CPU."""
+    """Optimizes LLVM IR and compiles it to an object file for the target CPU."""
     return _target_machine().emit_object(_optimised(text))
 
 
 def assembly(text: str) -> str:
+    """Does the same as `machine_code` and returns assembly text."""
     return _target_machine().emit_assembly(_optimised(text))
 
 
@@ -106,7 +108,7 @@ def _optimised(text: str) -> Any:
     machine = _target_machine()
     module.triple, module.data_layout = machine.triple, str(machine.target_data)
     options = llvm.create_pipeline_tuning_options(speed_level=2)
-    options.loop_vectorization = options.slp_vectorization = False  # the vectors are written out already
+    options.loop_vectorization = options.slp_vectorization = False  # the kernels are written with vectors already
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
     return module
@@ -119,7 +121,7 @@ def cache_folder() -> Path:
 
 @lru_cache(maxsize=1)
 def _source_stamp() -> str:
-    """Changes when the text of any kernel may have: a digest of this folder's files, and of who translates them."""
+    """Returns a digest of this folder's files and of the llvmlite version, which changes whenever a kernel may have changed."""
     import llvmlite
 
     digest = hashlib.sha256(llvmlite.__version__.encode() + sys.platform.encode())
@@ -130,12 +132,12 @@ def _source_stamp() -> str:
 
 @cache
 def kernel(writer: str, *options: Any) -> Kernel:
-    """The kernel that a function of this folder ("tiled.multiply_rows") writes, as something to run.
+    """Returns the kernel that a function of this folder generates, such as "tiled.multiply_rows", ready to run.
 
-    From disk if it was built before: its text is then not needed, nor the file that writes it.
+    A kernel from the disk cache is loaded without importing the module that generates it.
     """
     found = target()
-    assert found is not None, "kernels were asked for where none can be built"
+    assert found is not None, "a kernel was requested although kernels cannot be used"
     cpu, features = found
     file, function = writer.split(".")
     name = "_".join(["k", function, *map(str, options)])
@@ -150,7 +152,7 @@ def kernel(writer: str, *options: Any) -> Kernel:
 
 
 def _read(file: Path) -> bytes | None:
-    """The machine code in a file, if it is whole: a digest goes first."""
+    """Returns the machine code in a cache file, or None if the file is missing or its digest does not match."""
     try:
         whole = file.read_bytes()
     except OSError:
@@ -159,7 +161,10 @@ def _read(file: Path) -> bytes | None:
 
 
 def _write(file: Path, code: bytes) -> None:
-    """Beside first, then renamed, so that no process reads half a file. A folder that cannot be written costs a rebuild."""
+    """Writes a cache file under a temporary name and renames it, so that no process reads half a file.
+
+    If the folder cannot be written, nothing is cached.
+    """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, beside = tempfile.mkstemp(dir=file.parent)
@@ -170,7 +175,7 @@ def _write(file: Path, code: bytes) -> None:
         return
 
 
-_ENGINES: list[Any] = []  # machine code lives as long as the engine that holds it
+_ENGINES: list[Any] = []  # machine code is freed together with the engine that loaded it
 
 
 def _loaded(code: bytes, name: str) -> Kernel:
@@ -184,7 +189,7 @@ def _loaded(code: bytes, name: str) -> Kernel:
 
 
 def _host_machine() -> Any:
-    """A machine of its own for each engine, which takes it over."""
+    """Returns a new target machine, because an engine takes ownership of the one it is given."""
     import llvmlite.binding as llvm
 
     return llvm.Target.from_default_triple().create_target_machine(codemodel="jitdefault")
@@ -195,7 +200,10 @@ def _host_machine() -> Any:
 
 @cache
 def _pool() -> tuple[Any, int] | None:
-    """How torch's own OpenMP library starts threads, and where it lets them wait; None where it is not the GNU one."""
+    """Returns the function of torch's OpenMP library that starts threads and the address of its barrier.
+
+    Returns None if torch does not use GNU OpenMP.
+    """
     for file in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
         library = ctypes.CDLL(str(file))
         start, barrier = getattr(library, "GOMP_parallel", None), getattr(library, "GOMP_barrier", None)
@@ -205,22 +213,25 @@ def _pool() -> tuple[Any, int] | None:
     return None
 
 
-COUNTERS = (0, 0)  # the first arguments of a kernel: the next piece of work, and the next thread
+COUNTERS = (0, 0)  # the first two arguments of a kernel: counters of pieces of work and of threads
 
 
 def run(body: Kernel, arguments: Iterable[int], threads: int) -> None:
-    """Run a kernel on several threads."""
+    """Runs a kernel on several threads."""
     start(body, array("q", (*COUNTERS, *arguments)), threads)
 
 
 def run_in_steps(body: Kernel, arguments: Iterable[int], threads: int) -> None:
-    """The same for a kernel of two steps: three counters, of threads and of the pieces of each step, and where to wait."""
+    """Runs a kernel of two steps with a barrier between them.
+
+    Its first four arguments are counters of threads and of the pieces of each step, and the address of the barrier.
+    """
     pool = _pool() if threads > 1 else None
     run(body, (0, pool[1] if pool else 0, *arguments), threads)
 
 
 def start(body: Kernel, block: array[int], threads: int) -> None:
-    """Run a kernel whose arguments, counters and all, stand in a block that is only for this call."""
+    """Runs a kernel whose arguments, counters included, are in `block`. The kernel changes the counters."""
     pool, (address, _) = _pool() if threads > 1 else None, block.buffer_info()
     if pool is None:
         body(address)

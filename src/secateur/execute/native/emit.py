@@ -1,7 +1,7 @@
-"""A small language for kernels: Python that writes LLVM instructions. Numbers, vectors, addresses, loops; nothing else.
+"""A small builder for LLVM IR: integers, vectors, addresses and loops, written with Python's operators.
 
-Every kernel is `void kernel(int64 *arguments)`: integers and addresses. Work is shared through a counter that each thread
-raises by one to get its next piece, so a kernel needs to know nothing about threads.
+Every kernel is `void kernel(int64 *arguments)`, where arguments are integers and addresses. Threads share the work through an
+atomic counter: each thread increments it to get its next piece, so a kernel does not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ F16, F32 = ir.HalfType(), ir.FloatType()
 
 
 class BFloat(ir.Type):
-    """bfloat16, which llvmlite has no name for."""
+    """The type bfloat16, which llvmlite does not define."""
 
     null, intrinsic_name = "0.0", "bf16"
 
@@ -32,73 +32,73 @@ class BFloat(ir.Type):
 
 
 BF16 = BFloat()
-Number = Union[int, "Value"]
+Operand = Union[int, "Value"]
 
 
 class Value:
-    """A number, an address (64 bits) or a vector, with Python's operators."""
+    """An LLVM value (integer, float, 64-bit address or vector) with Python's operators."""
 
     def __init__(self, code: Code, raw: Any):
         self.code, self.raw = code, raw
 
-    def _apply(self, name: str, other: Number | float, *, swapped: bool = False) -> Value:
+    def _apply(self, name: str, other: Operand | float, *, swapped: bool = False) -> Value:
         mine, theirs = self.raw, self.code.raw(other, self.raw.type)
         pair = (theirs, mine) if swapped else (mine, theirs)
         scalar = self.raw.type.element if isinstance(self.raw.type, ir.VectorType) else self.raw.type
         table = {"add": "fadd", "sub": "fsub", "mul": "fmul"} if not isinstance(scalar, ir.IntType) else {}
         return Value(self.code, getattr(self.code.builder, table.get(name, name))(*pair))
 
-    def __add__(self, other: Number) -> Value:
+    def __add__(self, other: Operand) -> Value:
         return self._apply("add", other)
 
-    def __radd__(self, other: Number) -> Value:
+    def __radd__(self, other: Operand) -> Value:
         return self._apply("add", other, swapped=True)
 
-    def __sub__(self, other: Number) -> Value:
+    def __sub__(self, other: Operand) -> Value:
         return self._apply("sub", other)
 
-    def __rsub__(self, other: Number) -> Value:
+    def __rsub__(self, other: Operand) -> Value:
         return self._apply("sub", other, swapped=True)
 
-    def __mul__(self, other: Number) -> Value:
+    def __mul__(self, other: Operand) -> Value:
         return self._apply("mul", other)
 
-    def __rmul__(self, other: Number) -> Value:
+    def __rmul__(self, other: Operand) -> Value:
         return self._apply("mul", other, swapped=True)
 
-    def __floordiv__(self, other: Number) -> Value:
+    def __floordiv__(self, other: Operand) -> Value:
         return self._apply("udiv", other)
 
-    def __mod__(self, other: Number) -> Value:
+    def __mod__(self, other: Operand) -> Value:
         return self._apply("urem", other)
 
-    def __and__(self, other: Number) -> Value:
+    def __and__(self, other: Operand) -> Value:
         return self._apply("and_", other)
 
-    def __or__(self, other: Number) -> Value:
+    def __or__(self, other: Operand) -> Value:
         return self._apply("or_", other)
 
-    def __lshift__(self, other: Number) -> Value:
+    def __lshift__(self, other: Operand) -> Value:
         return self._apply("shl", other)
 
-    def __rshift__(self, other: Number) -> Value:
+    def __rshift__(self, other: Operand) -> Value:
         return self._apply("lshr", other)
 
-    def _compare(self, how: str, other: Number) -> Value:
+    def _compare(self, how: str, other: Operand) -> Value:
         return Value(self.code, self.code.builder.icmp_signed(how, self.raw, self.code.raw(other, self.raw.type)))
 
-    def __lt__(self, other: Number) -> Value:
+    def __lt__(self, other: Operand) -> Value:
         return self._compare("<", other)
 
-    def __le__(self, other: Number) -> Value:
+    def __le__(self, other: Operand) -> Value:
         return self._compare("<=", other)
 
-    def equals(self, other: Number) -> Value:
+    def equals(self, other: Operand) -> Value:
         return self._compare("==", other)
 
 
 class Variable:
-    """A place for a value that a loop changes. LLVM turns it into a register."""
+    """A variable that a loop may change. LLVM turns it into a register."""
 
     def __init__(self, code: Code, first: Value):
         self.code = code
@@ -114,7 +114,7 @@ class Variable:
 
 
 class Code:
-    """The kernel being written. `lanes` floats make one vector of this machine."""
+    """Builds one kernel. `lanes` is the number of floats in a vector register of the target CPU."""
 
     def __init__(self, name: str, features: frozenset[str]):
         self.features = features
@@ -128,7 +128,7 @@ class Code:
 
     # ------------------------------------------------------------------ numbers and vectors
 
-    def raw(self, value: Number | float, like: ir.Type) -> Any:
+    def raw(self, value: Operand | float, like: ir.Type) -> Any:
         if isinstance(value, Value):
             return value.raw
         if isinstance(like, ir.VectorType):
@@ -183,7 +183,7 @@ class Code:
     def select(self, condition: Value, yes: Value, no: Value) -> Value:
         return Value(self, self.builder.select(condition.raw, yes.raw, no.raw))
 
-    def least(self, first: Number, second: Number) -> Value:
+    def least(self, first: Operand, second: Operand) -> Value:
         first = first if isinstance(first, Value) else self.number(first)
         second = second if isinstance(second, Value) else self.number(second)
         return self.select(first < second, first, second)
@@ -192,19 +192,19 @@ class Code:
         return self.select(first < second, second, first)
 
     def call(self, name: str, result: ir.Type, *arguments: Value) -> Value:
-        """An LLVM intrinsic by name."""
+        """Calls an LLVM intrinsic by name."""
         kind = ir.FunctionType(result, [argument.raw.type for argument in arguments])
         function = self.module.globals.get(name) or ir.Function(self.module, kind, name)
         return Value(self, self.builder.call(function, [argument.raw for argument in arguments]))
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
-        """a * b + c."""
+        """Returns a * b + c."""
         kind = c.raw.type
         suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
         return self.call(f"llvm.fmuladd.{suffix}", kind, a, b, c)
 
     def total(self, vector: Value) -> Value:
-        """The sum of the lanes."""
+        """Returns the sum of the lanes."""
         width = vector.raw.type.count
         while width > 1:
             half = width // 2
@@ -215,8 +215,10 @@ class Code:
     # ------------------------------------------------------------------ memory
 
     def in_register(self, number: Value) -> Value:
-        """The same number, computed here and not inside what uses it: a vector instruction that reads memory at a sum of two
-        registers counts twice on Intel's CPUs."""
+        """Forces an address to be computed into one register.
+
+        On Intel CPUs, a vector instruction that reads memory at the sum of two registers is split in two.
+        """
         same = ir.FunctionType(I64, [I64])
         return Value(self, self.builder.asm(same, "", "=r,0", [number.raw], False))
 
@@ -224,7 +226,7 @@ class Code:
         return self.builder.inttoptr(address.raw, ir.PointerType())
 
     def pointer(self, address: Value) -> Value:
-        """An address as intrinsics take it."""
+        """Converts an address to the pointer type that intrinsics expect."""
         return Value(self, self._pointer(address))
 
     def load(self, address: Value, kind: ir.Type, align: int | None = None) -> Value:
@@ -232,12 +234,12 @@ class Code:
         return Value(self, self.builder.load(self._pointer(address), typ=kind, align=align or size_of(scalar)))
 
     def load_at(self, base: Value, index: Value, kind: ir.Type) -> Value:
-        """The number at a place in an array. Unlike a sum of addresses, LLVM leaves the base in one register."""
+        """Loads an array element. Unlike with a sum of addresses, LLVM keeps the base address in one register."""
         place = self.builder.gep(self._pointer(base), [index.raw], source_etype=kind)
         return Value(self, self.builder.load(place, typ=kind, align=size_of(kind)))
 
     def load_float(self, address: Value, stored: ir.Type, lanes: int = 1) -> Value:
-        """One float32 or a vector of them, from memory that holds float32, bfloat16 or float16."""
+        """Loads float32, bfloat16 or float16 as one float32 or as a vector of them."""
         kind = stored if lanes == 1 else ir.VectorType(stored, lanes)
         if stored == F32:
             return self.load(address, kind)
@@ -248,14 +250,14 @@ class Code:
         return Value(self, self.builder.fpext(self.load(address, kind).raw, wide))
 
     def load_splat(self, address: Value, stored: ir.Type, lanes: int) -> Value:
-        """One stored number in all lanes, as float32."""
+        """Loads one number and returns a float32 vector with it in all lanes."""
         if not isinstance(stored, BFloat):
             return self.splat(self.load_float(address, stored), lanes)
-        twice = self.splat(self.load(address, I16), 2 * lanes)  # in both halves of each lane; the lower one goes
+        twice = self.splat(self.load(address, I16), 2 * lanes)  # in both halves of each lane; the lower half is then cleared
         return self.cast(self.cast(twice, self.vector(lanes, I32)) & 0xFFFF0000, self.vector(lanes))
 
     def expand_load(self, address: Value, mask: Value, kind: ir.VectorType) -> Value:
-        """The numbers from an address on, one for each lane that the mask has, and zeros in the others."""
+        """Loads consecutive numbers into the lanes that the mask selects, and zeros into the others."""
         name, zeros = f"llvm.masked.expandload.v{kind.count}i{kind.element.width}", ir.Constant(kind, None)
         function = self.module.globals.get(name) or ir.Function(
             self.module, ir.FunctionType(kind, [ir.PointerType(), mask.raw.type, kind]), name
@@ -269,19 +271,20 @@ class Code:
         )
 
     def prefetch(self, address: Value) -> None:
-        """Ask for the memory around this address before it is needed. It need not be there."""
+        """Prefetches the cache line at this address. The address may be invalid."""
         kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(), I32, I32, I32])
         function = self.module.globals.get("llvm.prefetch.p0") or ir.Function(self.module, kind, "llvm.prefetch.p0")
-        self.builder.call(function, [self._pointer(address), *(ir.Constant(I32, n) for n in (0, 3, 1))])  # to read, near, data
+        self.builder.call(function, [self._pointer(address), *(ir.Constant(I32, n) for n in (0, 3, 1))])  # read, keep, data
 
     def take(self, counter: Value) -> Value:
-        """Raise the counter by one and say what it was: a piece of work of one's own."""
+        """Increments the counter atomically and returns its old value, the number of the next piece of work."""
         return Value(self, self.builder.atomic_rmw("add", self._pointer(counter), ir.Constant(I64, 1), "monotonic"))
 
     # ------------------------------------------------------------------ control
 
     @contextmanager
-    def loop(self, first: Number, end: Number, step: int = 1) -> Iterator[Value]:
+    def loop(self, first: Operand, end: Operand, step: int = 1) -> Iterator[Value]:
+        """Loops over range(first, end, step). The body of the `with` statement becomes the body of the loop."""
         i = Variable(self, first if isinstance(first, Value) else self.number(first))
         head, body, after = (self.builder.append_basic_block(name) for name in ("head", "loop", "after"))
         self.builder.branch(head)
@@ -295,8 +298,8 @@ class Code:
         self.builder.position_at_end(after)
 
     @contextmanager
-    def pieces(self, counter: Value, count: Number) -> Iterator[Value]:
-        """Pieces of work 0 .. count - 1, shared with the other threads that run this kernel."""
+    def pieces(self, counter: Value, count: Operand) -> Iterator[Value]:
+        """Loops over pieces of work 0 to count - 1, which all threads running this kernel share."""
         head, body, after = (self.builder.append_basic_block(name) for name in ("take", "work", "done"))
         self.builder.branch(head)
         self.builder.position_at_end(head)
@@ -320,7 +323,7 @@ class Code:
                 no()
 
     def wait_for_others(self, barrier: Value) -> None:
-        """Until every thread is here, by the function at this address; with none (0) there are no others."""
+        """Calls the barrier function at this address; 0 means that there is one thread only."""
         with self.when(self.number(0) < barrier):
             function = self.builder.inttoptr(barrier.raw, ir.FunctionType(ir.VoidType(), []).as_pointer())
             self.builder.call(function, [])

@@ -1,17 +1,17 @@
-"""Products with one row of inputs, where reading the weights is the work: few bytes for each weight, each read once."""
+"""Kernels for one input row, where the time is that of reading the weights: few bytes per weight, each read once."""
 
 from __future__ import annotations
 
 from .emit import BF16, F32, I1, I8, I16, I32, I64, Code, Value, Variable, size_of
 from .tiled import STORED
 
-ROWS = 64  # rows of a piece of work
+ROWS = 64  # matrix rows of a piece of work
 GROUP = 8  # weights that are multiplied at once
-AHEAD = 2048  # bytes by which memory is asked for in advance: the CPU's own guess ends with each page
+AHEAD = 2048  # prefetch distance in bytes; the CPU's own prefetcher stops at the end of each page
 
 
 def _each_row(code: Code, rows: Value, bias: Value, y: Value, together: int = 1):
-    """Pieces of rows, and what to do with the sum of a row."""
+    """Returns the loop over pieces of work, and the function that adds the bias to the sum of a row and stores it."""
 
     def finish(row: Value, total: Value) -> None:
         code.store(total + code.load(bias + row * 4, F32), y + row * 4)
@@ -20,7 +20,7 @@ def _each_row(code: Code, rows: Value, bias: Value, y: Value, together: int = 1)
 
 
 def gather(name: str, features: frozenset[str], stored: str) -> str:
-    """Rows as groups of eight: eight values, a byte each for the column after the group's first, and that first column."""
+    """Generates the kernel of `gather`: groups of eight values, the first column of the group, and eight one-byte offsets."""
     code, kind = Code(name, features), STORED[stored]
     x, bias, y, rows, values, index, first, starts = (code.argument(i) for i in range(2, 10))
     pieces, finish = _each_row(code, rows, bias, y)
@@ -28,7 +28,7 @@ def gather(name: str, features: frozenset[str], stored: str) -> str:
 
     def group(g: Value) -> Value:
         seen = x + code.widen(code.load(first + g * 2, I16), I64) * 4
-        columns = code.load(index + g * GROUP, I64, align=1)  # as one word, since loads are what this loop waits for
+        columns = code.load(index + g * GROUP, I64, align=1)  # eight bytes in one load, because loads limit this loop
         picked = code.zero(GROUP)
         for lane in range(GROUP):
             column = columns >> (8 * lane) & 0xFF
@@ -55,7 +55,7 @@ def gather(name: str, features: frozenset[str], stored: str) -> str:
 
 
 def runs(name: str, features: frozenset[str], stored: str) -> str:
-    """Rows as runs of eight columns side by side: eight values and the first column."""
+    """Generates the kernel of `runs`: eight neighbouring values and the first column of each run."""
     code, kind = Code(name, features), STORED[stored]
     x, bias, y, rows, values, first, starts = (code.argument(i) for i in range(2, 9))
     pieces, finish = _each_row(code, rows, bias, y)
@@ -79,7 +79,7 @@ def runs(name: str, features: frozenset[str], stored: str) -> str:
 
 
 def panels(name: str, features: frozenset[str], height: int, stored: str) -> str:
-    """`height` rows share a list of columns: each input meets a vector of weights, and no sum over lanes is needed."""
+    """Generates the kernel of `panels`: `height` rows share a list of columns, so that no sum over lanes is needed."""
     code, kind = Code(name, features), STORED[stored]
     x, bias, y, count, values, index, starts = (code.argument(i) for i in range(2, 9))
     vectors, chains, per_piece = height // GROUP, 4, ROWS // height
@@ -110,12 +110,12 @@ def panels(name: str, features: frozenset[str], height: int, stored: str) -> str
 
 
 def bitmask(name: str, features: frozenset[str], stored: str) -> str:
-    """A bit for each weight and the values of those that are there, for x86 with AVX2. Four rows at a time share the inputs;
-    their masks take turns, byte by byte (those of up to three rows at the end do not).
+    """Generates the kernel of `bitmask`: one bit per weight and the nonzero values, for x86 with AVX2.
 
-    A byte of the mask looks up in `table` how to spread the next values over eight lanes. Halves: a byte shuffle (32 bytes
-    for each mask), which puts them where the upper half of a float32 is and zeros elsewhere; the lower half stays zero.
-    Floats: the lane that each takes its value from (8 numbers), with the sign bit set where there is none.
+    Four rows at a time share the loaded inputs; the bytes of their masks are interleaved, except for up to three rows at the
+    end. A byte of the mask is looked up in `table`, which tells how to move the next values to eight lanes. For bfloat16, an
+    entry holds 32 indices of a byte shuffle that puts each value into the upper half of a float32 and zeros elsewhere. For
+    float32, an entry holds the source lane of each of the eight lanes, with the sign bit set for a zero.
     """
     code, kind = Code(name, features), STORED[stored]
     x, bias, y, rows, groups, values, masks, starts, table = (code.argument(i) for i in range(2, 11))
@@ -145,13 +145,13 @@ def bitmask(name: str, features: frozenset[str], stored: str) -> str:
             seen = code.load(x + g * 32, code.vector(8))
             word = code.widen(code.load(mine + g * count, I32 if count == together else I8, align=1), I64)
             for r in range(count):
-                shift = 8 * r - 5  # the mask of this row, times the 32 bytes of a table entry
+                shift = 8 * r - 5  # selects the mask of this row, times 32, the bytes of a table entry
                 entry = (word >> shift if shift >= 0 else word << -shift) & (0xFF << 5)
                 sums[r].set(code.fma(spread(table + entry, at[r].get()), seen, sums[r].get()))
                 at[r].set(at[r].get() + code.call("llvm.ctpop.i64", I64, entry) * size)
 
         whole = done + (groups - done) // 4 * 4
-        with code.loop(done, whole, 4) as g:  # while these rows are read, ask for those after them at the same pace
+        with code.loop(done, whole, 4) as g:  # while these rows are read, the next ones are prefetched at the same rate
             for line in range(0, 256, 64):
                 code.prefetch(soon.get() + line)
             code.prefetch(mine + g * count + AHEAD // 2)
@@ -177,8 +177,10 @@ def bitmask(name: str, features: frozenset[str], stored: str) -> str:
 def _by_32(
     code: Code, groups: Value, x: Value, masks: Value, at: list[Variable], soon: Variable, pace: Value
 ) -> tuple[Value, list[Value]]:
-    """The same for 32 columns at once, where one instruction spreads that many halves (AVX-512): how many groups of eight are
-    done, and sums of each row."""
+    """Processes 32 columns at once with AVX-512, which expands 32 bfloat16 in one instruction.
+
+    Returns how many groups of eight columns are done, and the sums of each row.
+    """
     count, done = len(at), groups // 4 * 4
     sums = [[Variable(code, code.zero(16)) for _ in range(2)] for _ in at]
     with code.loop(0, done, 4) as g:
@@ -191,14 +193,14 @@ def _by_32(
             halves = code.expand_load(place.get(), code.cast(mask, code.vector(32, I1)), code.vector(32, I16))
             place.set(place.get() + code.widen(code.call("llvm.ctpop.i32", I32, mask), I64) * 2)
             bits = code.cast(halves, code.vector(16, I32))
-            for odd, weights in enumerate((bits << 16, bits & 0xFFFF0000)):  # as floats, of even columns and of odd ones
+            for odd, weights in enumerate((bits << 16, bits & 0xFFFF0000)):  # the even columns as float32, then the odd ones
                 seen = code.shuffle(inputs[0], inputs[1], range(odd, 32, 2))
                 totals[odd].set(code.fma(code.cast(weights, code.vector(16)), seen, totals[odd].get()))
     return done, [even.get() + odd.get() for even, odd in sums]
 
 
 def _masks_of_32(code: Code, place: Value, count: int) -> list[Value]:
-    """The bits of 32 columns, of one row or of four whose bytes take turns."""
+    """Returns the bits of 32 columns for one row, or for four rows whose bytes are interleaved."""
     if count == 1:
         return [code.load(place, I32, align=1)]
     words, masks = [code.load(place + 8 * half, I64, align=1) for half in (0, 1)], []
@@ -210,7 +212,7 @@ def _masks_of_32(code: Code, place: Value, count: int) -> list[Value]:
 
 
 def columns(name: str, features: frozenset[str], stored: str) -> str:
-    """A dense weight stored by columns, times a row of inputs of which many are zero: their columns are not read.
+    """Generates the kernel of `columns`: a dense weight stored by columns. Columns whose input is zero are not read.
 
     Eight columns at a time are added to a slice of the outputs, so that memory is read in long runs.
     """
@@ -219,7 +221,7 @@ def columns(name: str, features: frozenset[str], stored: str) -> str:
     lanes, size, streams = 8, size_of(kind), 8
     active = scratch + code.take(code.argument_address(1)) * scratch_size
     count = Variable(code, code.number(0))
-    with code.loop(0, inputs) as k:  # without a branch, which would be guessed wrong half of the time
+    with code.loop(0, inputs) as k:  # branch-free, because a branch would be mispredicted half of the time
         code.store(k, active + count.get() * 8)
         bits = code.load(x + k * 4, I32)
         count.set(count.get() + code.select((bits & 0x7FFFFFFF).equals(0), code.number(0), code.number(1)))

@@ -1,9 +1,9 @@
-"""The tiled product: a sparse matrix times many columns of numbers, `tile` of them at a time.
+"""The kernels of the format `tiled`: a sparse matrix times many positions (input rows or image positions), `tile` at a time.
 
-The inputs are first laid out as [tile][input][position in the tile], so that one weight meets `tile` inputs that lie side
-by side. Weights come in blocks of columns small enough for their inputs to stay in the first-level cache, and with them
-as positions in the block, one byte each. `height` rows share one list of columns. Inside a block, rows are ordered by the
-length of their lists, so that loops of one length follow each other and the CPU guesses their ends.
+The inputs are first repacked as [tile][input][position in the tile], so that one weight is multiplied with `tile` neighbouring
+numbers. Weights are stored in blocks of columns, small enough for the inputs of a block to stay in the L1 cache, with one byte
+per column for its place in the block. `height` rows share one list of columns. Inside a block, rows are ordered by the length
+of their lists, so that loops of equal length follow each other and the CPU predicts where they end.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from llvmlite import ir
 
 from .emit import BF16, F16, F32, I8, I16, I32, I64, Code, Value, Variable, size_of
 
-# "pair": two bfloat16 side by side, which meet two inputs side by side
+# "pair": two neighbouring bfloat16, which are multiplied with two neighbouring inputs
 STORED: dict[str, ir.Type] = {"float32": F32, "bfloat16": BF16, "float16": F16, "pair": I32}
-PACK_WIDTH = 64  # columns of the input that are laid out together: what is written meanwhile stays in cache
+PACK_WIDTH = 64  # input columns that are repacked together, so that the output stays in the cache
 
 
 def transposed(code: Code, rows: list[Value]) -> list[Value]:
-    """As many vectors as lanes, mirrored: halves (then quarters, ...) change places across pairs of vectors. Squares of four by
-    four are zipped twice, which takes one instruction for each vector where a swap would take two."""
+    """Transposes a square matrix of as many vectors as a vector has lanes.
+
+    Halves (then quarters, and so on) are exchanged between pairs of vectors. The last two steps, on squares of 4x4, interleave
+    instead, which takes one instruction per vector where an exchange takes two.
+    """
     n, rows, mirrored = len(rows), list(rows), []
     step = n // 2
     while step >= 4:
@@ -39,15 +42,15 @@ def transposed(code: Code, rows: list[Value]) -> list[Value]:
 
 
 def _zipped(code: Code, a: Value, b: Value, first: int, width: int) -> Value:
-    """Of each four lanes, two from `first` on: those of a and b in turns, `width` at a time."""
+    """Takes two lanes from `first` on of each four lanes, alternating between a and b, `width` lanes at a time."""
     n = a.raw.type.count
     turns = [(source, k + i) for k in range(first, first + 2, width) for source in (0, n) for i in range(width)]
     return code.shuffle(a, b, [source + four + lane for four in range(0, n, 4) for source, lane in turns])
 
 
 def _pack_rows(code: Code, tile: int, seen: str, x: Value, stride: Value, batch: Value, inputs: Value, packed: Value) -> None:
-    """x [batch, ...] to float32 [input][position], of up to `tile` rows; positions past the batch become zero."""
-    kind, unit, more = (F32, 2, 3) if seen == "six" else (STORED[seen], 1, 1)  # numbers that make so many inputs each
+    """Repacks up to `tile` rows of x as float32 [input][position]; positions past the batch become zero."""
+    kind, unit, more = (F32, 2, 3) if seen == "six" else (STORED[seen], 1, 1)  # `unit` numbers of x make `unit * more` inputs
     size, side, numbers = size_of(kind), min(code.lanes, tile), inputs // more
 
     def put(lines: list[Value], k: Value, b: Value) -> None:
@@ -67,17 +70,17 @@ def _pack_rows(code: Code, tile: int, seen: str, x: Value, stride: Value, batch:
                     lambda: put([code.zero_number()] * unit, k, j),
                 )
 
-        def squares(first: Value = first, whole: Value = whole, b: Value = b) -> None:
+        def by_squares(first: Value = first, whole: Value = whole, b: Value = b) -> None:
             with code.loop(first, whole, side) as k:
                 source = x + b * stride + k * size
                 put(transposed(code, [code.load_float(source + stride * i, kind, side) for i in range(side)]), k, b)
             one_by_one(whole)
 
-        code.either(b + side <= batch, squares, lambda first=first: one_by_one(first))
+        code.either(b + side <= batch, by_squares, lambda first=first: one_by_one(first))
 
 
 def _six_of(code: Code, lines: list[Value]) -> list[Value]:
-    """Of each two pairs of halves a b, c d: the pairs ab, ac, ad, bc, bd, cd (the first in the lower bits)."""
+    """Expands two pairs of bfloat16 (a, b), (c, d) to ab, ac, ad, bc, bd, cd, with the first of each in the lower bits."""
     six: list[Value] = []
     for first, second in zip(lines[::2], lines[1::2]):
         both = ir.VectorType(I32, first.raw.type.count) if isinstance(first.raw.type, ir.VectorType) else I32
@@ -88,7 +91,7 @@ def _six_of(code: Code, lines: list[Value]) -> list[Value]:
 
 
 def _pad_planes(code: Code, arguments: int, counter: Value, padded: Value) -> None:
-    """Planes [height, width] of float32 into planes with zeros around them."""
+    """Copies float32 planes [height, width] into planes with a border of zeros."""
     x, planes, height, width, pad_y, pad_x = (code.argument(arguments + i) for i in range(6))
     wide, high = width + pad_x * 2, height + pad_y * 2
     with code.pieces(counter, planes) as plane:
@@ -108,7 +111,7 @@ def _zeros(code: Code, to: Value, count: Value) -> None:
 
 
 def _copy(code: Code, source: Value, count: Value, to: Value) -> None:
-    """Eight floats at a time; the last eight may overlap those before, which is quicker than one by one."""
+    """Copies floats, eight at a time. The last eight may overlap the previous ones, which is faster than single copies."""
 
     def eight(j: Value) -> None:
         code.store(code.load(source + j * 4, code.vector(8)), to + j * 4)
@@ -126,7 +129,7 @@ def _copy(code: Code, source: Value, count: Value, to: Value) -> None:
 
 
 class _Matrix:
-    """The arguments that describe the packed matrix, and the rows of sums that a thread works on."""
+    """The kernel arguments that describe the packed matrix, and the product of a chunk of its rows with packed inputs."""
 
     def __init__(self, code: Code, first: int, height: int, tile: int, kind: ir.Type):
         self.code, self.height, self.tile, self.kind = code, height, tile, kind
@@ -140,8 +143,10 @@ class _Matrix:
         return self.code.least(self.chunk, self.panels - chunk * self.chunk) * self.height
 
     def multiply(self, chunk: Value, packed: Value, sums: Value, lay_out: Callable[[Value], None] | None = None) -> None:
-        """sums [row of the chunk][position] = bias + matrix times the packed inputs: all of them, or those of one block, which
-        `lay_out` puts there."""
+        """Sets sums [row of the chunk][position] to bias + matrix times the packed inputs.
+
+        `packed` holds all inputs, or, if `lay_out` is given, those of one block, which `lay_out` puts there.
+        """
         code, height, tile, size = self.code, self.height, self.tile, size_of(self.kind)
         lanes = min(code.lanes, tile)
         with code.loop(0, self.rows(chunk)) as r:
@@ -165,20 +170,20 @@ class _Matrix:
                 weights.set(weights.get() + count * (height * size))
 
     def part(self, number: Value, parts: Value) -> tuple[Value, Value]:
-        """The first chunk of one of so many parts, and the end."""
+        """Returns the first chunk of one of `parts` parts of the rows, and the end."""
         each = (self.chunks + parts - 1) // parts
         return number * each, self.code.least(number * each + each, self.chunks)
 
 
-MATRIX = 12  # arguments of a _Matrix
-RUN, STEPS = 2, 4  # arguments before all others: counters of pieces and threads; with two steps, how to wait in between
+MATRIX = 12  # number of arguments of a _Matrix
+RUN, STEPS = 2, 4  # number of leading arguments set by build.run and by build.run_in_steps
 
 
 def multiply_rows(name: str, features: frozenset[str], height: int, tile: int, seen: str, stored: str) -> str:
-    """x times the matrix, plus bias: y [batch, rows].
+    """Generates the kernel for y [batch, rows] = x @ matrix.T + bias.
 
-    A piece is one tile of positions, which a thread lays out in memory of its own that stays in cache, then multiplies with
-    all rows, or where tiles are few with one of `splits` parts of them. Nobody waits for anybody.
+    A piece of work is one tile of positions. A thread repacks it in its own scratch memory, which stays in the cache, and
+    multiplies it with all rows, or with one of `splits` parts of the rows if tiles are few. No thread waits for another.
     """
     code = Code(name, features)
     batch, rows, tiles, splits, scratch_size = (code.argument(RUN + i) for i in range(5))
@@ -198,12 +203,12 @@ def multiply_rows(name: str, features: frozenset[str], height: int, tile: int, s
 
 
 def multiply_planes(name: str, features: frozenset[str], height: int, tile: int, stored: str, side_by_side: bool) -> str:
-    """A convolution: y [image, row, position] = bias + matrix times what the kernel sees of the padded images.
+    """Generates the kernel of a convolution: y [image, row, position] = bias + matrix times the padded image at each position.
 
-    A piece is one tile of positions and all rows, or with few tiles one of `splits` parts of them. For each block of columns
-    a thread lays out what they see in memory of its own that stays in the first-level cache. With steps of 1, positions are
-    `side_by_side`: they go on through the padding between two lines. A few are computed for nothing, but what a weight sees of
-    a tile is one piece of memory.
+    A piece of work is one tile of positions and all rows, or one of `splits` parts of the rows if tiles are few. For each
+    block of columns, a thread copies their inputs into its own scratch memory, which stays in the L1 cache. With stride 1,
+    positions are `side_by_side`: they continue through the padding between two lines. That computes a few unused positions,
+    but the inputs of one weight over a tile are contiguous.
     """
     code = Code(name, features)
     matrix, more = _Matrix(code, STEPS, height, tile, STORED[stored]), STEPS + MATRIX
@@ -211,7 +216,7 @@ def multiply_planes(name: str, features: frozenset[str], height: int, tile: int,
     y, images, rows, splits, out_y, out_x = (code.argument(more + 6 + i) for i in range(6))
     _pad_planes(code, more + 14, code.argument_address(1), x)
     code.wait_for_others(code.argument(3))
-    line = width if side_by_side else out_x  # positions from one line to the next
+    line = width if side_by_side else out_x  # number of positions from one line to the next
     places = (out_y - 1) * line + out_x
     tiles = (places + tile - 1) // tile
     packed = scratch + code.take(code.argument_address(0)) * scratch_size
@@ -224,7 +229,7 @@ def multiply_planes(name: str, features: frozenset[str], height: int, tile: int,
             corner = x + image * size
             with code.loop(0, code.least(matrix.width, matrix.inputs - column)) as j:
                 seen, to = corner + code.load(offsets + (column + j) * 8, I64), packed + j * (tile * 4)
-                if side_by_side:  # always a whole tile: what is there after the images must be there to read
+                if side_by_side:  # always a whole tile, so memory after the images must be readable
                     for part in range(0, tile, min(code.lanes, tile)):
                         code.store(code.load(seen + first * 4 + part * 4, code.vector(min(code.lanes, tile))), to + part * 4)
                 else:
@@ -246,8 +251,11 @@ def multiply_planes(name: str, features: frozenset[str], height: int, tile: int,
 def _line_by_line(
     code: Code, corner: Value, width: Value, step_y: Value, step_x: Value, first: Value, count: Value, out_x: Value, to: Value
 ) -> None:
-    """Positions first .. first + count as one weight sees them. Eight floats at a time: what runs over the end is written over
-    by what comes next, so eight floats after the images and after `packed` must be there to touch."""
+    """Copies the inputs of one weight at the positions from first to first + count.
+
+    It copies eight floats at a time and overwrites the excess with what follows, so eight floats after the images and after
+    `packed` must be accessible.
+    """
     first_row, last_row = first // out_x, (first + count - 1) // out_x
     place, begin = Variable(code, to), Variable(code, first - first_row * out_x)
     with code.loop(first_row, last_row + 1) as oy:
@@ -273,20 +281,20 @@ def _copy_over(code: Code, source: Value, step: Value, count: Value, to: Value) 
 def _accumulate(
     code: Code, height: int, tile: int, kind: ir.Type, index: Value, values: Value, count: Value, x: Value, sums: Value
 ) -> None:
-    """sums [height][tile] += values [count][height] times the x rows that `index` names. The inner loop of everything.
+    """Adds values [count][height] times the rows of x named by `index` to sums [height][tile]. This is the inner loop.
 
-    Loads are what it waits for, so four columns are read as one word, and weights in twos or fours where that is possible.
+    Loads limit its speed, so four columns are read as one word, and weights in twos or fours where possible.
     """
     lanes = min(code.lanes, tile)
     vectors = tile // lanes
-    chains = max(1, min(4, 8 // (height * vectors)))  # independent sums, since one addition waits for the one before
+    chains = max(1, min(4, 8 // (height * vectors)))  # independent sums, because an addition has to wait for the previous one
     places = [sums + 4 * (r * tile + v * lanes) for r in range(height) for v in range(vectors)]
     totals = [[Variable(code, code.load(place, code.vector(lanes))) for place in places]]
     totals += [[Variable(code, code.zero(lanes)) for _ in places] for _ in range(chains - 1)]
     pairs, size, scale = kind == I32, size_of(kind), (tile * 4).bit_length() - 1
 
     def step(row: Value, weights: list[Value], into: list[Variable]) -> None:
-        row = code.in_register(row) if lanes > 8 else row  # with vectors of eight it gains nothing
+        row = code.in_register(row) if lanes > 8 else row  # no gain with vectors of eight
         seen = [code.load(row + 4 * v * lanes, code.vector(lanes, I32 if pairs else F32)) for v in range(vectors)]
         for r, weight in enumerate(weights):
             for v in range(vectors):
@@ -302,7 +310,7 @@ def _accumulate(
         columns = code.widen(code.load(index + i, I32, align=1), I64)
         weights = _weights(code, values + i * (height * size), 4 * height, kind, lanes, alone=height == 1)
         for c in range(4):
-            left = scale - 8 * c  # from its byte of the word to the address of its inputs
+            left = scale - 8 * c  # shifts the column's byte in the word to the offset of its inputs
             row = x + ((columns << left if left >= 0 else columns >> -left) & (0xFF << scale))
             step(row, weights[c * height : (c + 1) * height], totals[c % chains])
     two = count // 2 * 2
@@ -311,20 +319,25 @@ def _accumulate(
         one(whole + 1, totals[1 % chains])
     with code.when(two < count):
         one(two, totals[0])
-    for number, place in enumerate(places):
-        total = totals[0][number].get()
-        for c in range(1, chains):
-            total = total + totals[c][number].get()
+    _store_totals(code, totals, places)
+
+
+def _store_totals(code: Code, totals: list[list[Variable]], places: list[Value]) -> None:
+    """Adds the independent sums of each vector and stores the result."""
+    for place, first, *others in zip(places, *totals):
+        total = first.get()
+        for other in others:
+            total = total + other.get()
         code.store(total, place)
 
 
 def _weight(code: Code, place: Value, kind: ir.Type, lanes: int) -> Value:
-    """One stored weight, or pair of them, in all lanes."""
+    """Loads one stored weight, or one pair of weights, into all lanes."""
     return code.splat(code.load(place, I32), lanes) if kind == I32 else code.load_splat(place, kind, lanes)
 
 
 def _weights(code: Code, place: Value, count: int, kind: ir.Type, lanes: int, alone: bool) -> list[Value]:
-    """So many weights side by side, each in all lanes. Those that are `alone` in their column are read in fours."""
+    """Loads `count` neighbouring weights, each into all lanes. With `alone` (one row per list), float32 is read in fours."""
     if kind == BF16:
         return [half for n in range(0, count, 2) for half in _two_halves(code, place + 2 * n, lanes)]
     if kind == F32 and alone and lanes >= 8:
@@ -333,7 +346,7 @@ def _weights(code: Code, place: Value, count: int, kind: ir.Type, lanes: int, al
 
 
 def _four_floats(code: Code, place: Value, lanes: int) -> list[Value]:
-    """All four in each quarter of a vector, fenced: LLVM would turn what is picked from them into four loads again."""
+    """Loads four floats into each quarter of a vector, behind a fence that keeps LLVM from splitting them into four loads."""
     four = code.load(place, code.vector(4))
     wide = code.shuffle(four, four, [j % 4 for j in range(lanes)])
     quad = code.call(f"llvm.arithmetic.fence.v{lanes}f32", code.vector(lanes), wide)
@@ -341,13 +354,13 @@ def _four_floats(code: Code, place: Value, lanes: int) -> list[Value]:
 
 
 def _two_halves(code: Code, place: Value, lanes: int) -> tuple[Value, Value]:
-    """Two bfloat16 as one word in all lanes, since a word is spread by the load itself and a half is not."""
+    """Loads two bfloat16 as one word into all lanes, because the load instruction can broadcast words but not halves."""
     both = code.splat(code.load(place, I32, align=2), lanes)
     return code.cast(both << 16, code.vector(lanes)), code.cast(both & 0xFFFF0000, code.vector(lanes))
 
 
 def _pair_product(a: Value, b: Value, total: Value) -> Value:
-    """total + a.low * b.low + a.high * b.high: one instruction where the CPU has it (avx512bf16), else two products."""
+    """Returns total + a.low * b.low + a.high * b.high, in one instruction with avx512bf16 and in two otherwise."""
     code, lanes = a.code, a.raw.type.count
     if "avx512bf16" in code.features and lanes == 16:
         halves = code.vector(32, BF16)
@@ -358,7 +371,7 @@ def _pair_product(a: Value, b: Value, total: Value) -> Value:
 
 
 def _store_rows(code: Code, tile: int, sums: Value, y: Value, rows: Value, stride: Value, count: Value) -> None:
-    """sums [row][tile] to y [position, row], mirrored in squares where both sides are long enough."""
+    """Writes sums [row][tile] to y [position, row], transposing whole squares and copying the rest one by one."""
     side = min(code.lanes, tile)
     whole_rows, whole_count = rows // side * side, count // side * side
 

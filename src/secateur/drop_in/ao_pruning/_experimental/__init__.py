@@ -1,1 +1,1 @@
-"""What torch keeps under `_experimental`, under the same paths."""
+"""The drop-ins for `torch.ao.pruning._experimental`, under the same paths."""

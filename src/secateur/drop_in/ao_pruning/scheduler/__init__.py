@@ -1,1 +1,1 @@
-"""Schedulers: the sparsity level of a sparsifier as a function of the step."""
+"""Schedulers set the sparsity level of a sparsifier as a function of the step."""

@@ -1,4 +1,4 @@
-"""Schedulers set the sparsity level of a sparsifier's groups, step by step."""
+"""The base class of schedulers, which set the sparsity levels of a sparsifier's groups at every step."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["BaseScheduler"]
 
 
 class BaseScheduler:
-    """Writes the levels that `get_sl` gives, one for each group, at every `step`, and the first of them when it is made.
+    """Writes the levels that `get_sl` returns, one for each group, at every `step` and once on construction.
 
-    `base_sl` are the levels that the user gave the groups. The sparsifier remembers them while a scheduler writes others, so
-    a scheduler that is made anew in the middle of a schedule has the same targets.
+    `base_sl` are the levels that the user gave the groups. The sparsifier remembers them while a scheduler writes other ones,
+    so that a scheduler which is created again in the middle of a schedule has the same targets.
     """
 
     _last_sl: list[float]
 
     def __init__(self, sparsifier: BaseSparsifier, last_epoch: int = -1, verbose: bool = False) -> None:
         if not isinstance(sparsifier, BaseSparsifier):
-            raise TypeError(f"a scheduler takes a BaseSparsifier, and this is a {type(sparsifier).__name__}")
+            raise TypeError(f"a scheduler needs a BaseSparsifier, not a {type(sparsifier).__name__}")
         self.sparsifier = sparsifier
         self.base_sl = _targets(sparsifier)
         self.last_epoch = last_epoch
@@ -34,31 +34,31 @@ class BaseScheduler:
         self.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the sparsifier."""
+        """Returns all attributes except the sparsifier."""
         return {name: value for name, value in vars(self).items() if name != "sparsifier"}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave, and gives the groups the levels they had then."""
+        """Loads a `state_dict` and sets the levels of the groups to those of that time."""
         if len(base := state_dict.get("base_sl", self.base_sl)) != (groups := len(self.sparsifier.groups)):
-            raise ValueError(f"the sparsifier has {groups} groups, and this state of a scheduler is for {len(base)}")
+            raise ValueError(f"the sparsifier has {groups} groups, and this state_dict is for {len(base)}")
         vars(self).update({name: list(value) if isinstance(value, list) else value for name, value in state_dict.items()})
         self._write(state_dict.get("_last_sl", ()))
 
     def get_last_sl(self) -> list[float]:
-        """The levels that were written last."""
+        """Returns the levels that were written last."""
         return self._last_sl
 
     def get_sl(self) -> list[float]:
-        """The level of every group at `last_epoch`; a subclass says which. It is for `step` to call."""
+        """Returns the level of every group at `last_epoch`. A subclass implements it, and `step` calls it."""
         self._warn_outside_step()
-        raise NotImplementedError(f"{type(self).__name__} has no get_sl, which says what the levels are")
+        raise NotImplementedError(f"{type(self).__name__} must implement get_sl, which returns the levels")
 
     def _warn_outside_step(self) -> None:
         if not self._get_sl_called_within_step:
-            warnings.warn("get_sl is for step to call; get_last_sl() has the levels that were written last", stacklevel=3)
+            warnings.warn("only step should call get_sl; use get_last_sl() for the levels that were written last", stacklevel=3)
 
     def print_sl(self, is_verbose: bool, group: int, sl: float, epoch: int | None = None) -> None:
-        """Says what was written, if asked."""
+        """Prints the level of a group if `is_verbose`."""
         if is_verbose:
             text = f"adjusting sparsity level of group {group} to {sl:.4e}."
             print(text.capitalize() if epoch is None else f"Epoch {epoch:5d}: {text}")
@@ -67,7 +67,7 @@ class BaseScheduler:
         return f"{type(self).__name__} (\nSparsifier {self.sparsifier}\n    base_sl: {self.base_sl}\n)"
 
     def step(self, epoch: int | None = None) -> None:
-        """Writes the next levels; to be called after `sparsifier.step()`."""
+        """Writes the next levels. Call it after `sparsifier.step()`."""
         if self._step_count == 1:
             warn_of_order(self.sparsifier)
         self._step_count += 1
@@ -92,33 +92,33 @@ class BaseScheduler:
         return written
 
     def _make_sure_a_list(self, var: Any) -> list[Any]:
-        """One value for each group."""
+        """Returns a list with one value for each group."""
         groups = len(self.sparsifier.groups)
         if not isinstance(var, list | tuple):
             return [var] * groups
         if len(var) != groups:
-            raise ValueError(f"the sparsifier has {groups} groups, and {len(var)} values were given: {var!r}")
+            raise ValueError(f"the sparsifier has {groups} groups, but {len(var)} values were given: {var!r}")
         return list(var)
 
 
 def warn_of_order(sparsifier: BaseSparsifier) -> None:
-    """Warns a scheduler that steps again when its sparsifier did not step in between, or cannot be seen to."""
+    """Warns if the sparsifier has not been stepped before the second step of a scheduler, or if its steps are not counted."""
     if not hasattr(sparsifier.step, "_with_counter"):
-        text = "sparsifier.step was replaced after this scheduler was made, so it cannot see whether it is called"
+        text = "sparsifier.step was replaced after this scheduler was created, so its calls are not counted"
     elif vars(sparsifier)["_step_count"] < 1:
-        text = "scheduler.step() was called before sparsifier.step(), so the first levels were never used"
+        text = "scheduler.step() was called before sparsifier.step(), so the first levels were not used"
     else:
         return
     warnings.warn(f"{text}; call sparsifier.step() before scheduler.step()", UserWarning, stacklevel=3)
 
 
 def _targets(sparsifier: BaseSparsifier) -> list[float]:
-    """The levels that the user gave the groups: those they have, unless it was a scheduler that wrote them."""
+    """Returns the levels that the user gave the groups: their current ones, unless a scheduler wrote those."""
     remembered, targets = vars(sparsifier).get("_scheduled", {}), []
     for group in sparsifier.groups:
         if "sparsity_level" not in group:
             raise KeyError(
-                f"{group['tensor_fqn']!r} has no 'sparsity_level' to schedule ({type(sparsifier).__name__} uses none)"
+                f"{group['tensor_fqn']!r} has no 'sparsity_level' to schedule ({type(sparsifier).__name__} does not use one)"
             )
         target, written = remembered.get(group["tensor_fqn"], (None, None))
         targets.append(target if written == group["sparsity_level"] else group["sparsity_level"])

@@ -1,4 +1,4 @@
-"""Levels that are a function of the step times the target."""
+"""A schedule given by a function of the epoch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["LambdaSL"]
 
 
 class LambdaSL(BaseScheduler):
-    """Each group's level is its target times `sl_lambda(epoch)`; one function for all groups, or a list with one for each."""
+    """Sets the level of each group to its target times `sl_lambda(epoch)`: one function for all groups, or a list of them."""
 
     def __init__(
         self,
@@ -28,12 +28,12 @@ class LambdaSL(BaseScheduler):
         super().__init__(sparsifier, last_epoch, verbose)
 
     def get_sl(self) -> list[float]:
-        """The level of every group at `last_epoch`."""
+        """Returns the level of every group at `last_epoch`."""
         self._warn_outside_step()
         return [base * function(self.last_epoch) for function, base in zip(self.sl_lambdas, self.base_sl)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the sparsifier, and the functions only if they can be saved; who loads has functions of his own."""
+        """Returns all attributes except the sparsifier, and except functions that cannot be pickled."""
         state = super().state_dict()
         try:
             pickle.dumps(self.sl_lambdas)

@@ -1,1 +1,1 @@
-"""Sparsifiers: what gets a mask, and which mask."""
+"""Sparsifiers: objects that put masks on the tensors of a model and compute them."""

@@ -1,4 +1,4 @@
-"""The life of a sparsifier: it puts masks on a model, has them updated, saves and loads them, and makes them permanent."""
+"""The base class of sparsifiers: it adds masks to a model, updates, saves and loads them, and makes them permanent."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KEYS_NOT_IN_STATE_DICT = ["module", "module_fqn", "tensor_name"]
 
 
 class Entry(dict[str, Any]):
-    """What a sparsifier knows of one tensor. Entries with equal tensors are equal, which plain dicts cannot say."""
+    """The state of one tensor: a dict that compares the values of tensors, which `==` of a plain dict cannot do."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, dict) and self.keys() == other.keys() and all(_equal(self[key], other[key]) for key in self)
@@ -60,10 +60,10 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 class BaseSparsifier(abc.ABC):
-    """Keeps a mask on tensors of a model. A subclass says in `update_mask` what the mask of a tensor is.
+    """Keeps masks on tensors of a model. A subclass implements `update_mask`, which computes the mask of one tensor.
 
-    `defaults` are settings for every tensor; what `prepare` is given for one tensor comes on top. All of them reach
-    `update_mask` as keyword arguments. `groups` holds one dict of settings for each tensor, `state` its mask.
+    `defaults` are the settings of every tensor; the config that `prepare` receives for a tensor overrides them. `update_mask`
+    receives the settings as keyword arguments. `groups` holds one dict of settings per tensor, and `state` the masks.
     """
 
     def __init__(self, defaults: dict[str, Any] | None = None) -> None:
@@ -72,7 +72,7 @@ class BaseSparsifier(abc.ABC):
         self.state: dict[str, dict[str, Any]] = defaultdict(Entry)
         self.groups: list[dict[str, Any]] = []
         self.enable_mask_update = True
-        self._registered: dict[nn.Module, tuple[nn.Module, str]] = {}  # own parametrizations: on which tensor of which module
+        self._registered: dict[nn.Module, tuple[nn.Module, str]] = {}  # our parametrizations: the module and the tensor of each
 
     # --- copies ---------------------------------------------------------------------------------------------------------
 
@@ -80,11 +80,11 @@ class BaseSparsifier(abc.ABC):
         return self._everything()
 
     def _everything(self) -> dict[str, Any]:
-        """All attributes but the counting `step`, which belongs to this very object; for copies and pickles."""
+        """Returns all attributes for copies and pickles, except the counting `step`, which refers to this object."""
         return {name: value for name, value in vars(self).items() if not getattr(value, "_with_counter", False)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).setdefault("_registered", {})  # of a subclass that says itself what its state is
+        vars(self).setdefault("_registered", {})  # a subclass may define its own state
         vars(self).setdefault("enable_mask_update", True)
         vars(self).update(state)
         if "_step_count" in state and "step" not in state:
@@ -111,24 +111,24 @@ class BaseSparsifier(abc.ABC):
     # --- saving and loading ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The masks by tensor name, and the settings of every tensor. The tensors are the live ones, as in `nn.Module`."""
-        for group in self.groups:  # `.to()` and its kin give a module a new mask
+        """Returns masks by tensor name and the settings of every tensor. Tensors are not copied, as in `nn.Module`."""
+        for group in self.groups:  # `.to()` and similar methods replace the mask of a module
             if (holder := self._holder_or_none(group["module"], group["tensor_name"])) is not None:
                 self.state[group["tensor_fqn"]]["mask"] = holder.mask
         groups = [{key: value for key, value in group.items() if key not in KEYS_NOT_IN_STATE_DICT} for group in self.groups]
         return {"state": {name: dict(entry) for name, entry in self.state.items()}, "groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Takes over settings and masks, which are copied. A tensor that has no mask yet gets one.
+        """Loads settings and masks, which are copied. A tensor that has no mask yet gets one.
 
-        With `strict` every tensor has to be in the model; without, those that are not there are left out.
+        With `strict` every tensor must be in the model; otherwise those that are missing are skipped.
         """
         if not hasattr(self, "model"):
             raise AttributeError(
-                f"this {type(self).__name__} has no model to load masks into; call prepare(model, config) first"
+                f"this {type(self).__name__} has no model yet to load masks into; call prepare(model, config) first"
             )
         if absent := {"state", "groups"} - state_dict.keys():
-            raise KeyError(f"this is no state of a sparsifier: {sorted(absent)} missing")
+            raise KeyError(f"the state_dict of a sparsifier needs the keys 'state' and 'groups'; missing: {sorted(absent)}")
         states, groups = state_dict["state"], state_dict["groups"]
         names = dict.fromkeys([*states, *(group["tensor_fqn"] for group in groups)])
         found = {name: _resolved(self.model, name) for name in names}
@@ -137,11 +137,11 @@ class BaseSparsifier(abc.ABC):
                 raise RuntimeError(f"the model has no tensor {name!r} to load a mask into.{_nearest(self.model, name)}")
             mask = states.get(name, {}).get("mask")
             if info is not None and mask is not None and mask.shape != (shape := self._mask_shape(info)):
-                raise RuntimeError(f"the mask of {name!r} has shape {tuple(mask.shape)}, and the model's {tuple(shape)}")
+                raise RuntimeError(f"the mask of {name!r} has shape {tuple(mask.shape)}, and the model needs {tuple(shape)}")
         there = {name: info for name, info in found.items() if info is not None}
         places = {(id(info["module"]), info["tensor_name"]) for info in there.values()}
         for own, (module, tensor_name) in list(self._registered.items()):
-            if (id(module), tensor_name) not in places:  # a mask that the state does not speak of
+            if (id(module), tensor_name) not in places:  # the state has no such mask
                 unregister(module, tensor_name, own)
                 del self._registered[own]
         new_groups = [copy.deepcopy(group) | there[group["tensor_fqn"]] for group in groups if group["tensor_fqn"] in there]
@@ -166,12 +166,12 @@ class BaseSparsifier(abc.ABC):
     def make_config_from_model(
         self, model: nn.Module, SUPPORTED_MODULES: Iterable[type[nn.Module]] = SUPPORTED_MODULES
     ) -> None:
-        """Writes to `config` the weight of every descendant whose type is exactly one of these."""
+        """Sets `config` to the weights of all descendants whose type is exactly one of these."""
         self.config: Any = []
         stack, seen = [model], {model}
         while stack:
             for child in stack.pop().children():
-                if child in seen:  # a layer in two places is one layer
+                if child in seen:  # the same layer, registered in two places
                     continue
                 seen.add(child)
                 if type(child) in SUPPORTED_MODULES:
@@ -180,10 +180,10 @@ class BaseSparsifier(abc.ABC):
                     stack.append(child)
 
     def prepare(self, model: nn.Module, config: Any) -> None:
-        """Puts a mask of ones on every tensor that `config` names, in place.
+        """Adds a mask of ones to every tensor that `config` names, in place.
 
-        `config` is a list of dicts, each with a `tensor_fqn` and settings of its own; None takes the weights of all
-        `nn.Linear`. A tensor that this sparsifier masks already keeps its mask and gets the new settings.
+        `config` is a list of dicts, each with a `tensor_fqn` and optional settings; None means the weights of all `nn.Linear`.
+        A tensor that already has a mask of this sparsifier keeps it and gets the new settings.
         """
         before = dict(vars(self))
         try:
@@ -196,7 +196,7 @@ class BaseSparsifier(abc.ABC):
             self.groups = _merged([group for group in self.groups if _is_masked(group)], asked)
             names = {group["tensor_fqn"] for group in self.groups}
             self.state = defaultdict(Entry, {name: entry for name, entry in self.state.items() if name in names})
-            remembered = vars(self).get("_scheduled", {})  # by schedulers, of the settings that were there before
+            remembered = vars(self).get("_scheduled", {})  # written by schedulers, for the previous settings
             self._scheduled = {n: level for n, level in remembered.items() if n not in {g["tensor_fqn"] for g in asked}}
             self._prepare()
         except BaseException:
@@ -208,13 +208,13 @@ class BaseSparsifier(abc.ABC):
             raise
         if config is None and not self.groups:
             warnings.warn(
-                f"{type(self).__name__}.prepare found nothing in {type(model).__name__}: config=None takes children whose type "
-                "is exactly nn.Linear; name others as [{'tensor_fqn': ...}, ...]",
+                f"{type(self).__name__}.prepare found nothing in {type(model).__name__}: config=None selects children of "
+                "exactly the type nn.Linear; name other tensors as [{'tensor_fqn': ...}, ...]",
                 stacklevel=2,
             )
 
     def _prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Puts the parametrizations on the model, where they are not there yet."""
+        """Registers the parametrizations that are not on the model yet."""
         for group in self.groups:
             module, tensor_name = group["module"], group["tensor_name"]
             if self._mine(module, tensor_name):
@@ -229,7 +229,7 @@ class BaseSparsifier(abc.ABC):
         return parametrization
 
     def _mine(self, module: nn.Module, tensor_name: str) -> list[nn.Module]:
-        """The parametrizations of a tensor that this sparsifier put there."""
+        """Returns the parametrizations of a tensor that this sparsifier registered."""
         there = parts(module, tensor_name) if is_parametrized(module, tensor_name) else ()
         return [one for one in there if one in self._registered]
 
@@ -238,15 +238,15 @@ class BaseSparsifier(abc.ABC):
         return next((one for one in (*self._mine(module, tensor_name), *there) if hasattr(one, "mask")), None)
 
     def _holder(self, module: nn.Module, tensor_name: str) -> Any:
-        """The parametrization that holds this sparsifier's mask of a tensor, whatever else is on that tensor."""
+        """Returns the parametrization that holds this sparsifier's mask of a tensor, which may have other ones too."""
         if (holder := self._holder_or_none(module, tensor_name)) is None:
             raise AttributeError(
                 f"{tensor_name!r} of {type_before_parametrizations(module).__name__} has no mask: "
-                "it was not prepared, or its mask was squashed already"
+                "it was not prepared, or squash_mask has removed its mask"
             )
         return holder
 
-    # --- life with masks ------------------------------------------------------------------------------------------------
+    # --- updating masks -------------------------------------------------------------------------------------------------
 
     def step(self, use_path: bool = True) -> None:
         """Updates every mask, unless `enable_mask_update` is False."""
@@ -258,7 +258,7 @@ class BaseSparsifier(abc.ABC):
 
     @abc.abstractmethod
     def update_mask(self, module: nn.Module, tensor_name: str, **kwargs: Any) -> None:
-        """Writes the new mask of one tensor; the settings of its group come as keyword arguments."""
+        """Writes the new mask of one tensor. `kwargs` are the settings of its group."""
 
     def squash_mask(
         self,
@@ -267,16 +267,16 @@ class BaseSparsifier(abc.ABC):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Writes the zeros into the tensors and takes the parametrizations off.
+        """Writes the zeros into the tensors and removes the parametrizations.
 
-        The settings named in `params_to_keep`, or for one layer in `params_to_keep_per_layer`, stay as the dict
-        `sparse_params` of the module.
+        The settings named in `params_to_keep`, or for one layer in `params_to_keep_per_layer`, are kept in the attribute
+        `sparse_params` of the module, a dict.
         """
         kept = []
         params_to_keep = (params_to_keep,) if isinstance(params_to_keep, str) else params_to_keep
         for group in self.groups:
             if not _is_masked(group):
-                raise ValueError(f"{group['tensor_fqn']!r} has no mask to squash: it was squashed already")
+                raise ValueError(f"{group['tensor_fqn']!r} has no mask any more: squash_mask has already removed it")
             names = [*(params_to_keep or ()), *((params_to_keep_per_layer or {}).get(group["module_fqn"]) or ())]
             for name in names:
                 if name not in group:
@@ -296,23 +296,23 @@ class BaseSparsifier(abc.ABC):
         inplace: bool = False,
         parameterization: type[nn.Module] = FakeSparsity,
     ) -> nn.Module:
-        """Replaces the descendants that have this parametrization by what `mapping` has for their type (`from_dense`)."""
+        """Replaces the descendants that have this parametrization with `mapping[their type].from_dense(descendant)`."""
         if mapping is None:
             raise NotImplementedError(
                 "convert needs a mapping from types to sparse types; get_static_sparse_quantized_mapping() is one"
             )
         if not inplace:
             module = copy.deepcopy(module)
-        for owner, name, new in list(_swaps(module, mapping, parameterization)):  # all are made before the first is put in
+        for owner, name, new in list(_swaps(module, mapping, parameterization)):  # create all before changing
             owner._modules[name] = new
         return module
 
 
 def count_steps(sparsifier: BaseSparsifier) -> None:
-    """From now on calls of `sparsifier.step` are counted in `_step_count`, which schedulers read."""
+    """Counts calls of `sparsifier.step` in `_step_count`, which schedulers read."""
     if getattr(sparsifier.step, "_with_counter", False):
         return
-    alive = weakref.ref(sparsifier)  # a strong reference from its own attribute would keep the sparsifier's memory
+    alive = weakref.ref(sparsifier)  # weak, because a reference cycle would delay freeing the sparsifier
     replaced = vars(sparsifier).get("step")
 
     @functools.wraps(type(sparsifier).step)
@@ -330,39 +330,39 @@ def _is_masked(group: Mapping[str, Any]) -> bool:
 
 
 def _checked(model: nn.Module, config: Any, defaults: Any) -> list[dict[str, Any]]:
-    """A group for every element of the config; nothing is touched."""
+    """Returns a group for every element of the config, after checking all of them. Changes nothing."""
     groups = []
     for asked in config:
         if not isinstance(asked, dict):
-            raise AssertionError(f"config is a list of dicts, each with a 'tensor_fqn', and this is in it: {asked!r}")
+            raise AssertionError(f"config must be a list of dicts, each with a 'tensor_fqn'; it contains {asked!r}")
         if not isinstance(defaults, dict):
-            raise AssertionError(f"defaults is a dict of settings, not {defaults!r}")
+            raise AssertionError(f"defaults must be a dict of settings, not {defaults!r}")
         group = copy.deepcopy(defaults) | asked
         if group.get("tensor_fqn") is None:
-            raise AssertionError(f"the config {asked!r} names no tensor; give it a 'tensor_fqn' such as 'layer.weight'")
+            raise AssertionError(f"the config {asked!r} has no 'tensor_fqn'; add the name of a tensor, such as 'layer.weight'")
         name = group["tensor_fqn"]
         info = get_arg_info_from_tensor_fqn(model, name)
         for key, value in info.items():
             if key in group and group[key] != value:
-                raise AssertionError(f"the config of {name!r} says {key}={group[key]!r}, but that is {value!r}")
+                raise AssertionError(f"the config of {name!r} has {key}={group[key]!r}, but the model has {value!r}")
         if _resolved(model, name) is None:
             raise AttributeError(f"the model has no tensor {name!r}.{_nearest(model, name)}")
         if not isinstance(tensor := getattr(info["module"], info["tensor_name"]), Tensor):
-            raise TypeError(f"{name!r} is {tensor!r}, and only a tensor can have a mask; leave it out of the config")
+            raise TypeError(f"{name!r} is {tensor!r}, and only a tensor can have a mask; remove it from the config")
         groups.append(group | info)
     for name, times in Counter(group["tensor_fqn"] for group in groups).items():
         if times > 1:
-            raise AssertionError(f"the config names {name!r} {times} times; a tensor has one mask")
+            raise AssertionError(f"the config contains {name!r} {times} times; name each tensor once")
     return groups
 
 
 def _merged(groups: Iterable[dict[str, Any]], asked: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups there are and those asked for; where both speak of one tensor, the new one in the old one's place."""
+    """Returns existing and new groups in order. A new group replaces an existing one of the same tensor."""
     return list({(id(group["module"]), group["tensor_name"]): group for group in (*groups, *asked)}.values())
 
 
 def _resolved(model: nn.Module, name: str) -> dict[str, Any] | None:
-    """Where the tensor of this name lives, or None if there is no such tensor."""
+    """Returns the owner of the tensor of this name, or None if there is no such tensor."""
     info = get_arg_info_from_tensor_fqn(model, name)
     there = isinstance(info["module"], nn.Module) and hasattr(info["module"], info["tensor_name"])
     return info if there else None

@@ -14,13 +14,13 @@ __all__ = ["NearlyDiagonalSparsifier"]
 
 
 class NearlyDiagonalSparsifier(BaseSparsifier):
-    """Keeps `nearliness` diagonals, the main one and as many on either side: an odd number. Nothing, if it is not positive."""
+    """Keeps `nearliness` diagonals: the main one and equally many on either side, so an odd number. Prunes all if it is ≤ 0."""
 
     def __init__(self, nearliness: int = 1) -> None:
         super().__init__(defaults={"nearliness": nearliness})
 
     def update_mask(self, module: nn.Module, tensor_name: str, nearliness: int, **kwargs: Any) -> None:  # type: ignore[override]
-        """Writes the band to the mask."""
+        """Writes the band of diagonals to the mask."""
         mask = self._holder(module, tensor_name).mask.data
         _check(kwargs.get("tensor_fqn", tensor_name), mask.shape, nearliness)
         if nearliness <= 0:
@@ -29,7 +29,7 @@ class NearlyDiagonalSparsifier(BaseSparsifier):
             mask.fill_(1).triu_(-(nearliness // 2)).tril_(nearliness // 2)
 
     def step(self, use_path: bool = True) -> None:
-        """Updates every mask, unless `enable_mask_update` is False; or none, where a setting is wrong."""
+        """Updates every mask, unless `enable_mask_update` is False. If a setting is wrong, no mask is updated."""
         if self.enable_mask_update and type(self).update_mask is NearlyDiagonalSparsifier.update_mask:
             for group in self.groups:
                 mask = self._holder(group["module"], group["tensor_name"]).mask
@@ -39,12 +39,12 @@ class NearlyDiagonalSparsifier(BaseSparsifier):
 
 def _check(name: str, shape: Sequence[int], nearliness: int) -> None:
     if not isinstance(nearliness, Integral):
-        raise TypeError(f"nearliness={nearliness!r} for {name!r}: it is a number of diagonals, a whole one")
+        raise TypeError(f"nearliness={nearliness!r} for {name!r} must be an integer: the number of diagonals")
     if nearliness <= 0:
         return
     if len(shape) != 2:
         raise ValueError(f"{name!r} has shape {tuple(shape)}; only a matrix has a diagonal")
     if nearliness % 2 == 0:
-        raise ValueError(f"nearliness={nearliness} for {name!r} is even; it counts the diagonal and equal numbers beside it")
+        raise ValueError(f"nearliness={nearliness} for {name!r} must be odd: the main diagonal and equally many on either side")
     if nearliness // 2 >= min(shape):
-        raise ValueError(f"nearliness={nearliness} is more than {name!r} has diagonals: its shape is {tuple(shape)}")
+        raise ValueError(f"nearliness={nearliness} is too large for {name!r} of shape {tuple(shape)}")

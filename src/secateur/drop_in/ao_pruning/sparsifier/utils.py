@@ -1,4 +1,4 @@
-"""The mask as a parametrization, and the way from names to modules and back."""
+"""The mask as a parametrization, and the conversion between names and modules."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = [
 
 
 class FakeSparsity(nn.Module):
-    """A parametrization: the tensor times its mask.
+    """A parametrization that multiplies the tensor by a mask.
 
-    The mask is not part of a model's `state_dict` (the sparsifier saves it), so it is no persistent buffer: a prepared model
-    can load what it saved. Its contents change, the object stays the same. A mask of any dtype leaves the tensor's dtype alone.
+    The mask is a non-persistent buffer, because the sparsifier saves it: a prepared model can load its own `state_dict`. The
+    contents of the mask change and the object stays the same. The result always has the dtype of the tensor.
     """
 
     mask: Tensor
@@ -37,27 +37,25 @@ class FakeSparsity(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = self.mask  # once: a module looks its buffers up slowly, and this runs in every forward pass
+        mask = self.mask  # read once: attribute lookup on a module is slow, and this runs in every forward pass
         if mask.shape != x.shape:
-            raise AssertionError(
-                f"the mask has shape {tuple(mask.shape)} and its tensor {tuple(x.shape)}; a mask has the tensor's shape"
-            )
+            raise AssertionError(f"the mask has shape {tuple(mask.shape)} and its tensor {tuple(x.shape)}; they must be equal")
         return (mask if mask.dtype == x.dtype else mask.to(x.dtype)) * x
 
 
 def module_contains_param(module: nn.Module, parametrization: type[nn.Module]) -> bool:
-    """Whether any tensor of the module has a parametrization of this type."""
+    """Returns whether any tensor of the module has a parametrization of this type."""
     return any(isinstance(one, parametrization) for tensor in tensors_parametrized(module) for one in parts(module, tensor))
 
 
 def swap_module(mod: nn.Module, mapping: Mapping[type[nn.Module], Any]) -> nn.Module:
-    """What `mapping` has for a module of this type, made by its `from_dense`, with the hooks and the device of `mod`."""
+    """Returns the replacement of a module: `mapping[type].from_dense(mod)`, with the hooks and on the device of `mod`."""
     target = mapping.get(type_before_parametrizations(mod))
     if target is None:
         return mod
     devices = {tensor.device for tensor in chain(mod.parameters(), mod.buffers())}
     if len(devices) > 1:
-        raise AssertionError(f"the tensors of {mod} lie on {sorted(map(str, devices))}; a module is swapped on one device only")
+        raise AssertionError(f"the tensors of {mod} are on {sorted(map(str, devices))}; move them to one device first")
     new = target.from_dense(mod)
     for key, before in mod._forward_pre_hooks.items():
         new.register_forward_pre_hook(before, with_kwargs=key in mod._forward_pre_hooks_with_kwargs)
@@ -69,13 +67,13 @@ def swap_module(mod: nn.Module, mapping: Mapping[type[nn.Module], Any]) -> nn.Mo
 
 
 def module_to_fqn(model: nn.Module, module: nn.Module, prefix: str = "") -> str | None:
-    """The dotted name of a module in the model, "" for the model itself, None if it is not there."""
+    """Returns the dotted name of a module in the model: "" for the model itself, None if it is not in the model."""
     found = next((name for name, one in model.named_modules() if one is module), None)
     return prefix + found if found else found
 
 
 def fqn_to_module(model: nn.Module | None, path: str) -> Any:
-    """What lies at the dotted path, a module or a tensor; None if there is nothing."""
+    """Returns the module or tensor at the dotted path, or None."""
     found: Any = model
     for name in path.split(".") if path else ():
         found = getattr(found, name, None)
@@ -83,7 +81,7 @@ def fqn_to_module(model: nn.Module | None, path: str) -> Any:
 
 
 def get_arg_info_from_tensor_fqn(model: nn.Module, tensor_fqn: str) -> dict[str, Any]:
-    """The parts of a tensor's name, and the module that owns it (None if there is none)."""
+    """Returns the parts of a tensor's name, and the module that owns it (None if there is none)."""
     module_fqn, _, tensor_name = tensor_fqn.rpartition(".")
     return {
         "module_fqn": module_fqn,
@@ -94,26 +92,26 @@ def get_arg_info_from_tensor_fqn(model: nn.Module, tensor_fqn: str) -> dict[str,
 
 
 def tensors_parametrized(module: nn.Module) -> list[str]:
-    """The names of a module's parametrized tensors."""
+    """Returns the names of a module's parametrized tensors."""
     return list(cast(nn.ModuleDict, module.parametrizations)) if is_parametrized(module) else []
 
 
 def parts(module: nn.Module, tensor_name: str) -> parametrize.ParametrizationList:
-    """The parametrizations of a parametrized tensor, in the order in which they act."""
+    """Returns the parametrizations of a tensor, in the order in which they are applied."""
     return cast(parametrize.ParametrizationList, cast(nn.ModuleDict, module.parametrizations)[tensor_name])
 
 
 def register(module: nn.Module, tensor_name: str, parametrization: nn.Module) -> None:
-    """Puts a parametrization on a tensor, so that the module can still be pickled, copied, and trained as it was.
+    """Registers a parametrization on a tensor of a module, which can still be pickled, deep-copied and trained.
 
-    torch gives a parametrized module a class made on the spot. It refuses to be pickled, because pickle could not find that
-    class again, and a deep copy shares it with the original: removing the parametrization from one breaks the other. A
-    reduction that names the class underneath, and makes a new class for every copy, mends both.
+    torch creates a new class for a parametrized module. pickle cannot find that class, and a deep copy shares it with the
+    original, so that removing the parametrization from one breaks the other. `_reduce` avoids both: it names the class from
+    before, and every copy gets a new class of its own.
     """
     original = module._parameters.get(tensor_name)
     if original is None or hasattr(parametrization, "right_inverse"):
         parametrize.register_parametrization(module, tensor_name, parametrization)
-    else:  # torch writes the parameter to itself, which cuts off what listens to its gradient, as a DDP wrapper does
+    else:  # torch would call `set_` on the parameter, which detaches gradient hooks such as those of DDP
         module._parameters[tensor_name] = nn.Parameter(original.detach(), original.requires_grad)
         try:
             parametrize.register_parametrization(module, tensor_name, parametrization)
@@ -121,11 +119,11 @@ def register(module: nn.Module, tensor_name: str, parametrization: nn.Module) ->
             module._parameters[tensor_name] = original
             raise
         parts(module, tensor_name)._parameters["original"] = original
-    _have_reduced(type(module))
+    _make_reducible(type(module))
 
 
 def unregister(module: nn.Module, tensor_name: str, parametrization: nn.Module) -> None:
-    """Takes one parametrization off again, and leaves those that were there before it."""
+    """Removes one parametrization and keeps the others."""
     there = parts(module, tensor_name)
     if len(there) == 1:
         parametrize.remove_parametrizations(module, tensor_name, leave_parametrized=False)
@@ -134,7 +132,7 @@ def unregister(module: nn.Module, tensor_name: str, parametrization: nn.Module) 
 
 
 def squash(module: nn.Module, tensor_name: str) -> None:
-    """Takes all parametrizations off and leaves the tensor with the value they gave it, in the memory it had."""
+    """Removes all parametrizations and writes their result to the original tensor, in its own memory."""
     there = parts(module, tensor_name)
     if there.is_tensor:
         with torch.no_grad():
@@ -142,43 +140,43 @@ def squash(module: nn.Module, tensor_name: str) -> None:
     parametrize.remove_parametrizations(module, tensor_name, leave_parametrized=not there.is_tensor)
 
 
-def _have_reduced(made: Any) -> None:
+def _make_reducible(made: Any) -> None:
     made.__reduce_ex__ = _reduce
-    if "__deepcopy__" in vars(made):  # torch's, which shares the class; without it, copy asks for the reduction
+    if "__deepcopy__" in vars(made):  # torch's version shares the class; without it, copy uses `__reduce_ex__`
         del made.__deepcopy__
 
 
 def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
     plain: Any = type_before_parametrizations(module)
-    with torch.no_grad():  # recurrent layers put their masked weights in a list here; with a graph they could not be copied
+    with torch.no_grad():  # recurrent layers list their masked weights here; with an autograd graph they could not be copied
         state = plain.__getstate__(module)
     return _rebuild, (plain, tensors_parametrized(module)), state
 
 
 def _rebuild(plain: type[nn.Module], tensors: Iterable[str]) -> nn.Module:
-    """An empty module of the class `plain` with these tensors parametrized, about to be given its state."""
+    """Creates a module of the class `plain` with these tensors parametrized; its state is set afterwards."""
     module: nn.Module = object.__new__(plain)
     parametrize._inject_new_class(module)
     for name in tensors:
         parametrize._inject_property(module, name)
-    _have_reduced(type(module))
+    _make_reducible(type(module))
     return module
 
 
 def refuse_lambdas(owner: object, functions: Mapping[str, Any]) -> None:
-    """A clear error for a function that pickle could not find again by its name."""
+    """Raises an error that names the function which pickle cannot find by its name."""
     for name, function in functions.items():
         try:
             pickle.dumps(function)
         except Exception as error:
             raise pickle.PicklingError(
                 f"{type(owner).__name__} cannot be pickled: {name} is {function!r}; "
-                "give a function that is defined at the top of a module"
+                "use a function that is defined at the top level of a module"
             ) from error
 
 
 def clone(one: Any, state: dict[str, Any], memo: dict[int, Any] | None) -> Any:
-    """A copy of an object that is given this state; with a memo a deep one."""
+    """Copies an object that has this state, deeply if a memo is given."""
     new: Any = object.__new__(type(one))
     if memo is not None:
         memo[id(one)] = new

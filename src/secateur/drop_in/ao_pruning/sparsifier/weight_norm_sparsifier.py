@@ -1,4 +1,4 @@
-"""Blocks compete by their norm; `select` does the ranking."""
+"""Prunes the blocks of a tensor that have the lowest norms. `select` does the ranking."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from .utils import FakeSparsity, parts
 
 __all__ = ["WeightNormSparsifier"]
 
-_PART = 1 << 20  # elements that are looked at together, which takes a byte each
-_PEEK = 4096  # elements of a mask that tell most pruned masks from one that is all ones
+_PART = 1 << 20  # elements that are compared at once, one byte each
+_PEEK = 4096  # elements that suffice to see that most pruned masks are not all ones
 
 
 class WeightNormSparsifier(BaseSparsifier):
     """Prunes the blocks of a tensor that have the lowest norms.
 
-    `sparsity_level` is the share of blocks that are pruned (one is always kept below 1.0), `sparse_block_shape` their rows and
-    columns, `zeros_per_block` how many elements a pruned block loses, its lowest (all of them by default). `norm` is 1, 2
-    (the default) or a function that gives a score for each element; a block's score is the mean over its elements. A tensor
-    of more dimensions is seen as a matrix with its first one as rows. What is pruned scores 0, so it does not come back.
+    `sparsity_level` is the fraction of blocks that are pruned (below 1.0 at least one is kept), `sparse_block_shape` their
+    rows and columns, and `zeros_per_block` how many elements are pruned in such a block, the lowest (by default all). `norm` is
+    1, 2 (the default) or a function that scores each element; the score of a block is the mean over its elements. A tensor
+    of more than two dimensions is treated as a matrix with its first dimension as rows. Pruned elements score 0, so they stay
+    pruned.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class WeightNormSparsifier(BaseSparsifier):
         norm: Callable[[Tensor], Tensor] | int | None = None,
     ) -> None:
         if not callable(norm) and norm not in (None, 1, 2):
-            raise NotImplementedError(f"norm={norm!r} is not known; give 1, 2, or a function that scores each element")
+            raise NotImplementedError(f"norm={norm!r} is not supported; give 1, 2, or a function that scores each element")
         super().__init__(
             defaults={
                 "sparsity_level": sparsity_level,
@@ -62,7 +63,7 @@ class WeightNormSparsifier(BaseSparsifier):
         zeros_per_block: int,
         **kwargs: Any,
     ) -> None:
-        """Ranks the blocks of the masked tensor and writes what is kept into its mask."""
+        """Ranks the blocks of the masked tensor and writes its new mask."""
         name, size = kwargs.get("tensor_fqn", tensor_name), math.prod(sparse_block_shape)
         check_blocks(name, sparsity_level, sparse_block_shape, zeros_per_block)
         mask = self._holder(module, tensor_name).mask
@@ -78,7 +79,7 @@ class WeightNormSparsifier(BaseSparsifier):
             write_mask(mask, keep_blocks(scores, sparsity_level, sparse_block_shape, zeros_per_block, name, spare=1), weight)
 
     def step(self, use_path: bool = True) -> None:
-        """Updates every mask, unless `enable_mask_update` is False; or none, where a setting is wrong."""
+        """Updates every mask, unless `enable_mask_update` is False. If a setting is wrong, no mask is updated."""
         if self.enable_mask_update and type(self).update_mask is WeightNormSparsifier.update_mask:
             if self._step_on_gpu(_ON_GPU.get(self)):
                 return
@@ -90,10 +91,10 @@ class WeightNormSparsifier(BaseSparsifier):
         super().step(use_path)
 
     def _step_on_gpu(self, held: _OnGPU | None) -> bool:
-        """All masks with few kernels and one wait, if what is held is still good for it."""
-        if held is None or held.norm is not self.norm_fn or len(held.asked) != len(self.groups):
+        """Updates all masks with a few kernels and one synchronisation. Returns False if the prepared state no longer fits."""
+        if held is None or held.norm is not self.norm_fn or len(held.updates) != len(self.groups):
             return False
-        if not all(_unchanged(one, group) for one, group in zip(held.asked, self.groups, strict=True)):
+        if not all(_unchanged(one, group) for one, group in zip(held.updates, self.groups, strict=True)):
             return False
         bad = held.steps(held.jobs, held.drops)
         if bad is not None:
@@ -101,10 +102,10 @@ class WeightNormSparsifier(BaseSparsifier):
         return True
 
     def _on_gpu(self) -> _OnGPU | None:
-        """What steps on a GPU need, where all masks lie on one and there are kernels for them; what fits of it is kept."""
-        asked = [_asked(group) for group in self.groups]
-        there = [one for one in asked if one is not None]
-        if not there or len(there) < len(asked) or len({one.weight.device for one in there}) > 1:
+        """Prepares steps on a GPU, if all masks are on one GPU and there are kernels for them. Reuses what still fits."""
+        updates = [_update_of(group) for group in self.groups]
+        there = [one for one in updates if one is not None]
+        if not there or len(there) < len(updates) or len({one.weight.device for one in there}) > 1:
             return None
         if self.norm_fn not in (_magnitude, _square):
             return None
@@ -112,21 +113,21 @@ class WeightNormSparsifier(BaseSparsifier):
 
         new = _OnGPU(there, self.norm_fn, [one.drop for one in there], None)
         held = _ON_GPU.pop(self, None)
-        same = held is not None and held.norm is new.norm and [a.key for a in held.asked] == [a.key for a in there]
+        same = held is not None and held.norm is new.norm and [a.key for a in held.updates] == [a.key for a in there]
         steps = held.steps if held is not None and same else None
-        del held  # its memory is used for the new one
+        del held  # frees its memory for the new one
         _ON_GPU[self] = new = new._replace(steps=steps or Steps(new.jobs()))
         return new
 
     def _scores(self, weight: Tensor, mask: Tensor | None) -> Scores:
-        """The scores of `weight`, under the mask if one is given; the product of the two is made only for a function."""
+        """Returns the scores of `weight`, masked if a mask is given. Only a function as norm needs their product."""
         if self.norm_fn not in (_magnitude, _square):
             scores = self.norm_fn(weight if mask is None else mask.to(weight.dtype) * weight).detach()
             return Scores.of(_matrix(scores if scores.dtype in RANKED else scores.double()))
         under = None if mask is None or (mask.device.type == "cpu" and _is_ones(mask)) else _matrix(mask).to(weight.dtype)
         return Scores.magnitude(_matrix(weight), power=1 if self.norm_fn is _magnitude else 2, under=under)
 
-    # --- the parts, for subclasses that call them by name -----------------------------------------------------------------
+    # --- helpers that subclasses call by name ------------------------------------------------------------------------------
 
     def _make_tensor_mask(
         self,
@@ -136,14 +137,14 @@ class WeightNormSparsifier(BaseSparsifier):
         sparse_block_shape: Sequence[int],
         mask: Tensor | None = None,
     ) -> Tensor:
-        """A mask of whole blocks: zero in the share `sparsity_level` of blocks that score lowest in `data`."""
+        """Returns a mask that is zero in the fraction `sparsity_level` of blocks, those with the lowest scores in `data`."""
         zeros = math.prod(sparse_block_shape)
         return _filled(mask, keep_blocks(Scores.of(data), sparsity_level, sparse_block_shape, zeros, spare=1), data.shape)
 
     def _make_block_mask(
         self, data: Tensor, sparse_block_shape: Sequence[int], zeros_per_block: int, mask: Tensor | None = None
     ) -> Tensor:
-        """A mask with `zeros_per_block` zeros in every block, where `data` scores lowest."""
+        """Returns a mask with `zeros_per_block` zeros in every block, at the lowest scores in `data`."""
         return _filled(mask, keep_blocks(Scores.of(data), 1.0, sparse_block_shape, zeros_per_block), data.shape)
 
     def _scatter_fold_block_mask(
@@ -156,10 +157,10 @@ class WeightNormSparsifier(BaseSparsifier):
         input_shape: Sequence[int] | None = None,
         device: torch.device | None = None,
     ) -> Tensor:
-        """A mask from the layout of `F.unfold` (1, elements of a block, blocks), zero at the indices, to that of the tensor."""
+        """Zeroes a mask in the layout of `F.unfold` (1, elements of a block, blocks) at `indices`, and folds it."""
         if mask is None:
             if input_shape is None:
-                raise AssertionError("give either a mask or the input_shape of one")
+                raise AssertionError("give either a mask or its input_shape")
             mask = torch.ones(tuple(input_shape), device=device)
         unfolded = mask.scatter_(dim, indices, 0)
         mask.data = F.fold(unfolded, tuple(output_shape), kernel_size=tuple(block_shape), stride=tuple(block_shape))
@@ -175,39 +176,39 @@ def _square(T: Tensor) -> Tensor:
 
 
 def _flat_idx_to_2d(idx: Any, shape: Sequence[int]) -> tuple[Any, Any]:
-    """Row and column of a position in a flattened matrix."""
+    """Returns row and column of a position in a flattened matrix."""
     return idx // shape[1], idx % shape[1]
 
 
 def check_blocks(name: str, level: float, block: Sequence[int], zeros: int) -> None:
-    """Raises unless there are such blocks, each with so many elements to lose, and `level` can be a share of them."""
+    """Raises unless the level, the block shape and the number of zeros per block are valid."""
     try:
         known = math.isnan(level) or (zeros % 1 == 0 and all(isinstance(one, Integral) for one in block))
-    except TypeError:  # a level that is no number, a block that is no pair
+    except TypeError:  # the level is not a number, or the block not a sequence
         known = False
     if not known:
         raise TypeError(
             f"sparsity_level={level!r}, sparse_block_shape={block!r}, zeros_per_block={zeros!r} for {name!r}: "
-            "a number, (rows, columns) and a whole number are expected"
+            "expected a number, (rows, columns) and an integer"
         )
     if math.isnan(level):
-        raise ValueError(f"sparsity_level of {name!r} is NaN; it is the share of blocks to prune, from 0 to 1")
+        raise ValueError(f"sparsity_level of {name!r} is NaN; give the fraction of blocks to prune, from 0 to 1")
     if len(block) != 2 or min(block) < 1:
-        raise ValueError(f"sparse_block_shape={block} for {name!r}: a block has (rows, columns), from 1 up")
+        raise ValueError(f"sparse_block_shape={block} for {name!r} must be (rows, columns), both at least 1")
     if not 0 <= zeros <= math.prod(block):
         raise ValueError(
-            f"zeros_per_block={zeros} for {name!r}: a block of {tuple(block)} loses from 0 to {math.prod(block)} elements"
+            f"zeros_per_block={zeros} for {name!r} must be from 0 to {math.prod(block)} for blocks of {tuple(block)}"
         )
 
 
-class _Asked(NamedTuple):
-    """A mask to be written on a GPU: of `total` blocks `drop` lose `lose` elements, or all where that is 0."""
+class _Update(NamedTuple):
+    """The update of one mask on a GPU: of `total` blocks, `drop` lose `lose` elements each, or all if `lose` is 0."""
 
     there: Any  # the parametrizations of the weight
     weight: Tensor
     mask: Tensor
     level: float
-    shape: Any  # of the blocks, as it was given
+    shape: Any  # of the blocks, as the user gave it
     zeros: int
     block: tuple[int, int]
     lose: int
@@ -217,15 +218,15 @@ class _Asked(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What has to stay the same for kernels to be launched again as they were."""
+        """Returns what must not change for the same kernels to be launched again."""
         weight = self.weight
         return *self.where, weight.shape, weight.dtype, weight.device, self.block, self.lose, self.drop < self.total
 
 
 class _OnGPU(NamedTuple):
-    """What a sparsifier's steps on a GPU keep."""
+    """What a sparsifier keeps between its steps on a GPU."""
 
-    asked: list[_Asked]
+    updates: list[_Update]
     norm: Callable[[Tensor], Tensor]
     drops: list[int]
     steps: Any
@@ -236,15 +237,15 @@ class _OnGPU(NamedTuple):
         power = 1 if self.norm is _magnitude else 2
         return [
             Job(_matrix(one.weight.detach()), _matrix(one.mask), one.block, power, one.lose, one.drop < one.total)
-            for one in self.asked
+            for one in self.updates
         ]
 
 
-_ON_GPU: WeakKeyDictionary[Any, _OnGPU] = WeakKeyDictionary()  # by sparsifier, of whose state it is no part
+_ON_GPU: WeakKeyDictionary[Any, _OnGPU] = WeakKeyDictionary()  # by sparsifier; not part of its state
 
 
-def _unchanged(one: _Asked, group: Mapping[str, Any]) -> bool:
-    """Whether a group still asks for the same, of tensors that are where they were; this is looked at in every step."""
+def _unchanged(one: _Update, group: Mapping[str, Any]) -> bool:
+    """Returns whether settings, tensors and addresses of a group are the same as before. Runs in every step."""
     listed = group["module"]._modules.get("parametrizations")
     there, weight, mask = one.there, one.weight, one.mask
     return (
@@ -264,8 +265,8 @@ def _unchanged(one: _Asked, group: Mapping[str, Any]) -> bool:
     )
 
 
-def _asked(group: Mapping[str, Any]) -> _Asked | None:
-    """What a group asks for, if there are kernels for it."""
+def _update_of(group: Mapping[str, Any]) -> _Update | None:
+    """Returns the update that a group needs, or None if there are no kernels for it."""
     module, name, level, shape = (group[key] for key in ("module", "tensor_name", "sparsity_level", "sparse_block_shape"))
     there = parts(module, name) if is_parametrized(module, name) else ()
     if len(there) != 1 or type(there[0]) is not FakeSparsity:
@@ -280,16 +281,16 @@ def _asked(group: Mapping[str, Any]) -> _Asked | None:
     cols, (height, width), zeros = weight.numel() // rows, map(int, shape), int(group["zeros_per_block"])
     total, lose = -(-rows // height) * -(-cols // width), 0 if zeros == height * width else zeros
     drop = total if level >= 1 else min(round(level * total), total - 1)
-    offsets = weight.storage_offset(), mask.storage_offset()  # four are read as one word
+    offsets = weight.storage_offset(), mask.storage_offset()  # the kernel reads four elements as one word
     fours = (height, width) == (1, 4) and weight.element_size() == 2 and not any(n % 4 for n in (cols, *offsets))
     if zeros == 0 or drop < 1 or width > kernels.WIDEST_BLOCK or cols > 1 << 22 or not (fours if lose else drop < total):
         return None
     where = weight.data_ptr(), mask.data_ptr()
-    return _Asked(there, weight, mask, level, shape, zeros, (height, width), lose, drop, total, where)
+    return _Update(there, weight, mask, level, shape, zeros, (height, width), lose, drop, total, where)
 
 
 class Kept(NamedTuple):
-    """What is kept of a matrix of some shape: a grid of units, each of so many rows and columns."""
+    """The kept units of a matrix: a bool grid of units, each of `height` rows and `width` columns."""
 
     grid: Tensor
     height: int
@@ -299,12 +300,12 @@ class Kept(NamedTuple):
     def write_(self, out: Tensor) -> None:
         matrix = out.reshape(self.shape)
         kernels.spread_(matrix, self.grid, self.height, self.width)
-        if matrix.data_ptr() != out.data_ptr():  # one that is not contiguous was copied
+        if matrix.data_ptr() != out.data_ptr():  # reshape has copied a tensor that is not contiguous
             out.copy_(matrix.view(out.shape))
 
 
 def keep_blocks(scores: Scores, level: float, block: Sequence[int], zeros: int, name: str = "data", *, spare: int = 0) -> Kept:
-    """The share `level` of blocks loses `zeros` each; below 1.0, `spare` blocks stay in any case."""
+    """Prunes `zeros` elements in each of the fraction `level` of blocks. Below 1.0 it always keeps `spare` blocks."""
     height, width = (int(size) for size in block)
     pattern = Pattern((height, width), lose=None if zeros in (0, height * width) else int(zeros))
     blocks, shape = math.prod(pattern.grid(scores.layout)), (scores.layout.rows, scores.layout.cols)
@@ -324,8 +325,8 @@ def _is_ones(mask: Tensor) -> bool:
 
 
 def write_mask(mask: Tensor, kept: Kept | bool, weight: Tensor) -> None:
-    """Into the mask as it is. Through `data`, because a backward pass may be under way that has saved the mask."""
-    if (mask.shape, mask.dtype) != (weight.shape, weight.dtype):  # a file or a user put another there
+    """Writes a mask in place. Writes through `data`, because autograd may have saved the mask for a backward pass."""
+    if (mask.shape, mask.dtype) != (weight.shape, weight.dtype):  # loaded from a file, or set by the user
         mask.data = torch.empty_like(weight, device=mask.device)
     if isinstance(kept, bool):
         mask.data.fill_(kept)

@@ -1,1 +1,1 @@
-"""Where torch keeps `ActivationSparsifier`: the class is in the module of the same name."""
+"""The path of `ActivationSparsifier` in torch: the class is in the module of the same name."""

@@ -1,16 +1,16 @@
-"""`ActivationSparsifier`: one static mask for each layer's input, computed from the inputs seen.
+"""`ActivationSparsifier`: a static mask for the input of each layer, computed from inputs that the layer received.
 
 Names, signatures, state format, error types and numbers are torch's. Differences:
 
-* inputs may change their sizes between two steps (`_hooks.aggregate` says how; a batch of one is not broadcast over the rows);
-* hooks leave the caller's input and further arguments alone;
-* what is aggregated keeps no autograd graph, and may be gathered under `inference_mode`;
-* masks are applied in the dtype and on the device of the input; a feature may be a list of indices;
-* a sparsifier, or a model with its hooks, can be copied and pickled (if the functions can); loading a state replaces hooks;
-* `hook_state` is "None" after `squash_mask(attach_sparsify_hook=False)`; torch writes "sparsify", and cannot load "None";
-* a call that fails leaves sparsifier and model as they were.
+* The sizes of inputs may change between two steps (see `_hooks.aggregate`); a batch of one is not broadcast over the rows.
+* Hooks do not change the caller's input, and pass on further arguments.
+* Aggregated data have no autograd graph, and can be collected under `inference_mode`.
+* Masks are applied in the dtype and on the device of the input; a feature may be a list of indices.
+* A sparsifier, or a model with its hooks, can be copied and pickled (if the functions can); loading a state replaces hooks.
+* `hook_state` is "None" after `squash_mask(attach_sparsify_hook=False)`; torch writes "sparsify", and cannot load "None".
+* A call that fails leaves sparsifier and model as they were.
 
-As in torch, the first forward after a `step` puts ones in place of the mask, so `squash_mask` belongs right after `step`.
+As in torch, the first forward pass after a `step` replaces the mask with ones, so call `squash_mask` right after `step`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class ActivationSparsifier:
         sparsifier.step()               # the mask is computed
         sparsifier.squash_mask()        # from now on the inputs of `fc` are masked
 
-    With `features`, only these indices of dimension `feature_dim` are masked, each with a mask of its own. What is given here
-    is the default for `register_layer`.
+    With `features`, only these indices of dimension `feature_dim` are masked, each with a mask of its own. The arguments are
+    the defaults of `register_layer`.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class ActivationSparsifier:
     @staticmethod
     def _safe_rail_checks(args: dict[str, Any]) -> None:
         if args["features"] is not None and args["feature_dim"] is None:
-            raise AssertionError(f"features={args['features']} need a feature_dim: the dimension of the input that they index")
+            raise AssertionError(f"features={args['features']} need a feature_dim, the dimension of the input that they index")
         for key in ("aggregate_fn", "reduce_fn", "mask_fn"):
             if not callable(args[key]):
-                raise AssertionError(f"{key}={args[key]!r} must be callable; give it here or when the sparsifier is made")
+                raise AssertionError(f"{key}={args[key]!r} must be callable; give it here or to ActivationSparsifier")
 
     def _aggregate_hook(self, name: str) -> Aggregate:
         return Aggregate(self, name)
@@ -84,7 +84,7 @@ class ActivationSparsifier:
         return Sparsify(name, self.get_mask(name), config["features"], config["feature_dim"])
 
     def _attach(self, name: str, hook_state: str) -> None:
-        """Leaves exactly one hook on the layer, or with "None" no hook."""
+        """Replaces the hook of a layer, or removes it if `hook_state` is "None"."""
         config = self.data_groups[name]
         if old := config.pop("hook", None):
             old.remove()
@@ -103,7 +103,7 @@ class ActivationSparsifier:
         feature_dim: int | None = None,
         **sparse_config: Any,
     ) -> None:
-        """Aggregates the inputs of `layer`, a submodule of the model, from now on. What is not given is the default."""
+        """Aggregates the inputs of `layer`, a submodule of the model, from now on. Missing arguments are the defaults."""
         name = self._name(layer)
         config = copy.deepcopy(self.defaults)
         given = {
@@ -118,27 +118,27 @@ class ActivationSparsifier:
         config["sparse_config"].update(sparse_config)
         self._safe_rail_checks(config)
         if name in self.data_groups:
-            warnings.warn(f"layer {name!r} was registered before; what is given now replaces it", stacklevel=2)
+            warnings.warn(f"layer {name!r} was registered before; the new registration replaces it", stacklevel=2)
             self.unregister_layer(name)
         self.data_groups[name] = config
-        self.state[name]["mask"] = None  # its shape is known at the first forward
+        self.state[name]["mask"] = None  # its shape is known after the first forward pass
         self._attach(name, "aggregate")
 
     def _name(self, layer: nn.Module) -> str:
         name = module_to_fqn(self.model, layer)
         if name is None:
-            raise AssertionError(f"the layer {layer} is not in the model; give one of its own submodules, not a copy")
+            raise AssertionError(f"the layer {layer} is not in the model; give one of its submodules, not a copy")
         return name
 
     def get_mask(self, name: str | None = None, layer: nn.Module | None = None) -> Any:
-        """The mask of a layer, named or given: a tensor, or with features a list of tensors."""
+        """Returns the mask of a layer, given by name or as a module: a tensor, or with features a list of tensors."""
         if name is None:
             if layer is None:
-                raise AssertionError("whose mask? give the name of a registered layer, or the layer")
+                raise AssertionError("give the name of a registered layer, or the layer")
             name = self._name(layer)
         mask = self._mask(name)
         for tensor in _tensors(mask):
-            if 0 in tensor.stride():  # the ones from before the first step: the caller may want to write into them
+            if 0 in tensor.stride():  # expanded ones from before the first step, which the caller could not write to
                 tensor.data = tensor.contiguous()
         return mask
 
@@ -147,11 +147,11 @@ class ActivationSparsifier:
             raise ValueError(f"no layer {name!r} is registered.{nearest(name, self.state)}")
         mask = self.state[name].get("mask")
         if mask is None:
-            raise ValueError(f"layer {name!r} has no mask yet: its shape is known once the model has run")
+            raise ValueError(f"layer {name!r} has no mask yet; run the model first, which determines its shape")
         return mask
 
     def unregister_layer(self, name: str) -> None:
-        """Takes the hook off the layer and forgets its mask."""
+        """Removes the hook and the mask of a layer."""
         if name not in self.data_groups:
             raise KeyError(f"no layer {name!r} is registered.{nearest(name, self.data_groups)}")
         self._attach(name, "None")
@@ -159,12 +159,11 @@ class ActivationSparsifier:
         self.data_groups.pop(name)
 
     def step(self) -> None:
-        """Computes the mask of every layer from the inputs seen since the last step, and forgets these."""
+        """Computes the mask of every layer from the inputs since the last step, and discards those inputs."""
         idle = [name for name, config in self.data_groups.items() if "data" not in config]
         if idle:
-            what = (
-                "squash_mask has ended it" if self.data_groups[idle[0]]["hook_state"] != "aggregate" else "run the model first"
-            )
+            aggregates = self.data_groups[idle[0]]["hook_state"] == "aggregate"
+            what = "run the model first" if aggregates else "squash_mask has ended the aggregation"
             raise KeyError(f"nothing was aggregated since the last step for {', '.join(map(repr, idle))}; {what}")
         before = [(mask, mask.data) for name in self.data_groups for mask in _tensors(self._mask(name))]
         with torch.no_grad():
@@ -180,14 +179,14 @@ class ActivationSparsifier:
             config.pop("data")
 
     def update_mask(self, name: str, data: Any, configs: dict[str, Any]) -> None:
-        """Puts `mask_fn(reduce_fn(data))` into the mask of one layer, feature by feature if there are features."""
+        """Sets the mask of one layer, or of each of its features, to `mask_fn(reduce_fn(data))`."""
         mask = self._mask(name)
         pairs = [(mask, data)] if configs["features"] is None else zip(mask, data, strict=True)
         for one, seen in pairs:
             one.data = configs["mask_fn"](configs["reduce_fn"](seen), **configs["sparse_config"])
 
     def squash_mask(self, attach_sparsify_hook: bool = True, **kwargs: Any) -> None:
-        """Ends the aggregation. From now on the masks are applied, unless `attach_sparsify_hook` is False."""
+        """Ends the aggregation. The masks are applied from now on, unless `attach_sparsify_hook` is False."""
         if attach_sparsify_hook:
             for name in self.data_groups:
                 self._mask(name)
@@ -203,7 +202,7 @@ class ActivationSparsifier:
         return defaultdict(None, groups)
 
     def _convert_mask(self, states_dict: dict[str, Any], sparse_coo: bool = True) -> dict[str, Any]:
-        """A copy of the states with their masks in COO format, or with dense ones."""
+        """Returns a copy of the states with masks in COO format, or dense."""
 
         def convert(mask: Any) -> Any:
             if mask is None:
@@ -219,12 +218,12 @@ class ActivationSparsifier:
         return states
 
     def state_dict(self) -> dict[str, Any]:
-        """`state` (name to mask, in COO format), `data_groups` (name to configuration) and `defaults`: all but the model."""
+        """Returns `state` (masks in COO format by name), `data_groups` (configurations by name) and `defaults`."""
         groups = self._get_serializable_data_groups()
         return {"state": self._convert_mask(self.state), "data_groups": groups, "defaults": self.defaults}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Becomes what `state_dict` says, on this sparsifier's own model. The hooks that are there are replaced."""
+        """Loads a `state_dict` for this sparsifier's own model. Replaces existing hooks."""
         self.__set_state__({key: state_dict[key] for key in ("state", "data_groups", "defaults")})
 
     def __get_state__(self) -> dict[str, Any]:
@@ -237,10 +236,10 @@ class ActivationSparsifier:
             hook_state = config.get("hook_state", "None")
             if hook_state not in ("aggregate", "sparsify", "None"):
                 raise ValueError(
-                    f"hook_state of layer {name!r} is {hook_state!r}; known are 'aggregate', 'sparsify' and 'None'"
+                    f"hook_state of layer {name!r} is {hook_state!r}; it must be 'aggregate', 'sparsify' or 'None'"
                 )
             if hook_state == "sparsify" and masks.get(name, {}).get("mask") is None:
-                raise ValueError(f"the inputs of layer {name!r} should be masked, but the state has no mask for it")
+                raise ValueError(f"hook_state of layer {name!r} is 'sparsify', but the state has no mask for it")
         for name in self.data_groups:
             self._attach(name, "None")
         self.defaults, self.state, self.data_groups = copy.copy(state["defaults"]), masks, defaultdict(dict)
@@ -257,7 +256,7 @@ class ActivationSparsifier:
         return layer
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "model" in state:  # a copy or a pickle: the hooks come with the model
+        if "model" in state:  # a copy or a pickle: the model brings the hooks
             vars(self).update(state)
         else:
             self.__set_state__(state)

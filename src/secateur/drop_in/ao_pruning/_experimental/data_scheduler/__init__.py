@@ -1,4 +1,4 @@
-"""Schedules for data sparsifiers; the names of `torch.ao.pruning._experimental.data_scheduler`."""
+"""Schedulers for data sparsifiers, with the names of `torch.ao.pruning._experimental.data_scheduler`."""
 
 from .base_data_scheduler import BaseDataScheduler
 

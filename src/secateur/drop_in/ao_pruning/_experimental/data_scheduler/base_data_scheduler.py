@@ -1,4 +1,4 @@
-"""`BaseDataScheduler`: one setting of a data sparsifier, step by step."""
+"""The base class of data schedulers, which set one setting of a data sparsifier at every step."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["BaseDataScheduler"]
 
 
 class BaseDataScheduler:
-    """Writes what `get_schedule_param` gives into the config of every name, at each `step`, and first when it is made.
+    """Writes the values that `get_schedule_param` returns into the configs, at every `step` and once on construction.
 
-    `base_param` are the values that the configs have then. A scheduler that is made anew in the middle of a schedule, which it
-    is told by `last_epoch`, has the values that the first one found.
+    `base_param` are the values that the configs have on construction. A scheduler that continues a schedule (`last_epoch` is
+    not -1) takes the values that the first scheduler found.
 
     Args:
         data_sparsifier: the sparsifier whose configs are written.
-        schedule_param: the setting to vary, such as "sparsity_level".
-        last_epoch: how many steps were made already, less one, when a schedule goes on.
-        verbose: print what is written.
+        schedule_param: the setting to schedule, such as "sparsity_level".
+        last_epoch: the number of steps made so far, minus one, to continue a schedule.
+        verbose: whether to print the values.
     """
 
     _last_param: dict[str, Any]
@@ -32,7 +32,7 @@ class BaseDataScheduler:
         self, data_sparsifier: BaseDataSparsifier, schedule_param: str, last_epoch: int = -1, verbose: bool = False
     ) -> None:
         if not isinstance(data_sparsifier, BaseDataSparsifier):
-            raise TypeError(f"a data scheduler takes a BaseDataSparsifier, and this is a {type(data_sparsifier).__name__}")
+            raise TypeError(f"a data scheduler needs a BaseDataSparsifier, not a {type(data_sparsifier).__name__}")
         if type(self).get_schedule_param is BaseDataScheduler.get_schedule_param:
             self.get_schedule_param()
         self.data_sparsifier = data_sparsifier
@@ -47,15 +47,15 @@ class BaseDataScheduler:
         self.step()
 
     def get_schedule_param(self) -> dict[str, Any]:
-        """The value for every name at `last_epoch`; a subclass says which."""
-        raise NotImplementedError(f"{type(self).__name__} has no get_schedule_param, which says what the values are")
+        """Returns the value for every name at `last_epoch`. A subclass implements it."""
+        raise NotImplementedError(f"{type(self).__name__} must implement get_schedule_param, which returns the values")
 
     def get_last_param(self) -> dict[str, Any]:
-        """The values that were written last."""
+        """Returns the values that were written last."""
         return self._last_param
 
     def step(self) -> None:
-        """Write the next values; to be called after `data_sparsifier.step()`."""
+        """Writes the next values. Call it after `data_sparsifier.step()`."""
         if self._step_count == 1:
             warn_of_order(self.data_sparsifier)
         self._step_count += 1
@@ -78,7 +78,7 @@ class BaseDataScheduler:
         return {name: config.get(self.schedule_param) for name, config in self.data_sparsifier.data_groups.items()}
 
     def _values_before(self) -> dict[str, Any]:
-        """The values of now, but the first ones where it was a scheduler that wrote those of now."""
+        """Returns the current values, or the original ones where a scheduler has written the current ones."""
         remembered = vars(self.data_sparsifier).get("_scheduled", {})
         found = {}
         for name, value in self._values().items():
@@ -93,11 +93,11 @@ class BaseDataScheduler:
             remembered[self.schedule_param, name] = self.base_param.get(name, value), value
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the data sparsifier, which is saved for itself, and before this."""
+        """Returns all attributes except the data sparsifier. Save (and load) the sparsifier first."""
         return {key: value for key, value in vars(self).items() if key != "data_sparsifier"}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, and give the data that are here the values they had then."""
+        """Loads a `state_dict` and sets the values of the data that are present to those of that time."""
         vars(self).update(copy.deepcopy(state_dict))
         last = state_dict.get("_last_param", {})
         self._write({name: value for name, value in last.items() if name in self.data_sparsifier.data_groups})

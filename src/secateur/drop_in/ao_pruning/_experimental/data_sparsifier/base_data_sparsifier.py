@@ -1,4 +1,4 @@
-"""`BaseDataSparsifier`: masks for tensors, parameters and embeddings that the user owns, kept in a container module."""
+"""The base class of data sparsifiers: masks for tensors, parameters and embeddings, held in a container module."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ __all__ = ["BaseDataSparsifier"]
 EMBEDDING_TYPES = {nn.Embedding, nn.EmbeddingBag}
 SUPPORTED_TYPES = {Tensor, nn.Parameter, *EMBEDDING_TYPES}
 
-_DOT = "\u2024"  # stands for "." in the container, whose attributes cannot have one; never seen outside it
+_DOT = "\u2024"  # replaces "." in the container, where attribute names cannot contain it; not visible outside
 
 
 class _Container(nn.Module):
-    """Holds the data, each under its name, so that `parametrize` can mask them."""
+    """Holds the data by name, so that `parametrize` can mask them."""
 
 
 _TAKEN = {"parametrizations", *dir(nn.ModuleDict())}
 
 
 class BaseDataSparsifier(base_sparsifier.BaseSparsifier):
-    """Masks for data given by name; a subclass says in `update_mask(name, data, **config)` how a mask is made.
+    """Keeps masks for named data. A subclass implements `update_mask(name, data, **config)`, which computes a mask.
 
-    The sparsifier holds the caller's own tensors, not copies: what is changed outside is seen here, and `squash_mask` writes
-    the zeros into them.
+    The sparsifier holds the caller's tensors, not copies: it sees changes made outside, and `squash_mask` writes the zeros into
+    them.
 
     Args:
         data_list: (name, data) pairs to add with the defaults. Data are tensors, parameters, `nn.Embedding`, `nn.EmbeddingBag`.
-        defaults: the config of everything that is added, unless `add_data` says otherwise.
+        defaults: the config of all data, which `add_data` can override.
     """
 
     def __init__(self, data_list: list[tuple[str, Any]] | None = None, **defaults: Any) -> None:
@@ -50,20 +50,20 @@ class BaseDataSparsifier(base_sparsifier.BaseSparsifier):
             self.add_data(name, data, **self.defaults)
 
     def prepare(self, model: Any, config: Any) -> None:
-        raise NotImplementedError("a data sparsifier prepares no model; give it data with add_data(name, data)")
+        raise NotImplementedError("a data sparsifier has no model to prepare; add data with add_data(name, data)")
 
     def _extract_weight(self, data: Any) -> Tensor:
         return data.weight if type(data) in EMBEDDING_TYPES else data
 
     def add_data(self, name: str, data: Any, reuse_mask: bool = True, **config: Any) -> Tensor:
-        """Take `data` under `name` and give back its masked value.
+        """Adds `data` under `name` and returns its masked value.
 
-        A name that is there already is replaced, with a warning: its config stays except for what `config` says, and so does
-        its mask, unless `reuse_mask=False`; for that the shape must be the same.
+        Data of the same name are replaced, with a warning. Their config is updated with `config`, and their mask is kept unless
+        `reuse_mask=False`; to keep it, the shape must be the same.
         """
         if type(data) not in SUPPORTED_TYPES:
             raise AssertionError(
-                f"{name!r} is a {type(data).__name__}; data are a torch.Tensor, nn.Parameter, nn.Embedding or nn.EmbeddingBag"
+                f"{name!r} is a {type(data).__name__}; give a torch.Tensor, nn.Parameter, nn.Embedding or nn.EmbeddingBag"
             )
         _check_name(name)
         weight = self._extract_weight(data)
@@ -79,7 +79,7 @@ class BaseDataSparsifier(base_sparsifier.BaseSparsifier):
         mask = torch.ones_like(weight, requires_grad=False) if mask is None else mask
         local_args = copy.deepcopy(self.data_groups[name] if known else self.defaults) | config
         parametrization = local_args.get("parametrization", utils.FakeSparsity)(mask)
-        with torch.no_grad():  # a mask that does not fit says so here, while the old data are still in place
+        with torch.no_grad():  # raises for a mask that does not fit, before the old data are replaced
             parametrization(weight)
         if known:
             warnings.warn(f"Replacing the data named {name!r}. Did you mean another name?", stacklevel=2)
@@ -90,16 +90,16 @@ class BaseDataSparsifier(base_sparsifier.BaseSparsifier):
         return getattr(self._container, _key(name))
 
     def get_data(self, name: str, return_original: bool = True) -> Tensor:
-        """The data under `name` as they were given, or (`return_original=False`) masked."""
+        """Returns the data under `name` as they were given, or masked with `return_original=False`."""
         self._check_known(name, self.data_groups)
         if not return_original:
             return getattr(self._container, _key(name))
         if not self._is_masked(name):
-            raise ValueError(f"the mask of {name!r} was squashed, so its original is gone; ask with return_original=False")
+            raise ValueError(f"the mask of {name!r} was squashed, so there is no original; use return_original=False")
         return self._container.parametrizations[_key(name)].original  # type: ignore[index]
 
     def get_mask(self, name: str) -> Tensor:
-        """The mask under `name`: the tensor that masks the data, not a copy."""
+        """Returns the mask under `name`: the tensor that masks the data, not a copy."""
         self._check_known(name, self.state)
         return self.state[name]["mask"]
 
@@ -114,10 +114,10 @@ class BaseDataSparsifier(base_sparsifier.BaseSparsifier):
 
     @abc.abstractmethod
     def update_mask(self, name: str, data: Tensor, **kwargs: Any) -> None:  # type: ignore[override]
-        """Write into `self.get_mask(name)`; `kwargs` is the config of that name."""
+        """Writes the new mask into `self.get_mask(name)`. `kwargs` is the config of that name."""
 
     def step(self) -> None:  # type: ignore[override]
-        """Update the mask of everything, from the unmasked data; nothing when `enable_mask_update` is off."""
+        """Updates all masks from the unmasked data, unless `enable_mask_update` is False."""
         if not self.enable_mask_update:
             return
         everything = [(name, self.get_data(name), config) for name, config in self.data_groups.items()]
@@ -128,15 +128,15 @@ class BaseDataSparsifier(base_sparsifier.BaseSparsifier):
     def squash_mask(  # type: ignore[override]
         self, *args: Any, leave_parametrized: bool = True, names: Iterable[str] | None = None, **kwargs: Any
     ) -> None:
-        """Write the zeros into the data and take the masks away, for `names` or for all.
+        """Writes the zeros into the data and removes the masks, of `names` or of all.
 
-        With `leave_parametrized=False` the masks go and the data stay whole.
+        With `leave_parametrized=False` the masks are removed and the data do not change.
         """
         names = list(self.data_groups if names is None else names)
         for name in names:
             self._check_known(name, self.data_groups)
             if not self._is_masked(name):
-                raise ValueError(f"the mask of {name!r} was squashed already; name only those that are still masked")
+                raise ValueError(f"the mask of {name!r} was squashed already; name only data that are still masked")
         for name in dict.fromkeys(names):
             if leave_parametrized:
                 utils.squash(self._container, _key(name))
@@ -144,7 +144,7 @@ class BaseDataSparsifier(base_sparsifier.BaseSparsifier):
                 parametrize.remove_parametrizations(self._container, _key(name), leave_parametrized=False)
 
     def _delete_data(self, name: str) -> None:
-        """Let go of the data under `name`, unmasked."""
+        """Removes the data under `name` without masking them."""
         if self._is_masked(name):
             self.squash_mask(names=[name], leave_parametrized=False)
         delattr(self._container, _key(name))
@@ -167,12 +167,12 @@ class BaseDataSparsifier(base_sparsifier.BaseSparsifier):
         return copies
 
     def _tensors(self) -> dict[str, Tensor]:
-        """What the container holds, by the names that users gave; a parameter stays a parameter."""
+        """Returns what the container holds, by the names that users gave. Parameters stay parameters."""
         held = self._container.state_dict(keep_vars=True).items()
         return {key.replace(_DOT, "."): value if isinstance(value, nn.Parameter) else value.detach() for key, value in held}
 
     def state_dict(self) -> dict[str, Any]:
-        """`state` (masks as sparse COO tensors), `data_groups` (the configs) and `_container` (the data, not copied)."""
+        """Returns `state` (masks as sparse COO tensors), `data_groups` (configs) and `_container` (the data, not copied)."""
         return {
             "state": self._convert_mask(self.state),
             "data_groups": {name: dict(config) for name, config in self.data_groups.items()},
@@ -180,9 +180,9 @@ class BaseDataSparsifier(base_sparsifier.BaseSparsifier):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Become what `state_dict` describes, with copies of its tensors.
+        """Loads a `state_dict`, with copies of its tensors.
 
-        With `strict=False` what is here already stays as it is, and only data of other names are added.
+        With `strict=False` data that are present stay as they are, and only data of other names are added.
         """
         here = {} if strict else self.data_groups
         states = {name: state for name, state in state_dict["state"].items() if name not in here}
@@ -194,7 +194,7 @@ class BaseDataSparsifier(base_sparsifier.BaseSparsifier):
         self.__setstate__({"state": states | ({} if strict else self.state), "data_groups": groups | here})
 
     def __getstate__(self) -> dict[str, Any]:
-        """All attributes, for copies and pickles: masks as in `state_dict`, the container as its tensors."""
+        """Returns all attributes for copies and pickles: masks as in `state_dict`, the container as its tensors."""
         return super().__getstate__() | {
             "state": self._convert_mask(self.state),
             "data_groups": dict(self.data_groups),
@@ -223,7 +223,7 @@ class BaseDataSparsifier(base_sparsifier.BaseSparsifier):
 
 
 def flat_names(names: Iterable[str]) -> dict[str, str]:
-    """Names with "_" for ".", as torch has them; one that would then be there twice keeps its dots."""
+    """Replaces "." in names by "_", as torch does, except where two names would become equal."""
     names = list(names)
     taken = {name for name in names if "." not in name}
     flat: dict[str, str] = {}
@@ -240,13 +240,13 @@ def _key(name: str) -> str:
 
 def _check_name(name: str) -> None:
     if not isinstance(name, str):
-        raise TypeError(f"data are added under a name, a string, not {name!r}")
+        raise TypeError(f"the name of data must be a string, not {name!r}")
     if not name or _DOT in name or _key(name) in _TAKEN:
-        raise KeyError(f"data cannot be named {name!r}, which is empty or a name that modules use themselves; choose another")
+        raise KeyError(f"data cannot be named {name!r}: the name is empty or an attribute of nn.Module; choose another")
 
 
 def _attach(container: nn.Module, name: str, data: Tensor, parametrization: nn.Module | None) -> None:
-    """Put the tensor itself, no copy, into the container."""
+    """Registers the tensor itself, not a copy, in the container."""
     if isinstance(data, nn.Parameter):
         container.register_parameter(_key(name), data)
     else:
@@ -261,7 +261,7 @@ def _fill(
     groups: Mapping[str, dict[str, Any]],
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Put the data of `tensors` into the container, masked unless they were squashed; all of them or, with an error, none."""
+    """Registers the data of `tensors` in the container, masked unless they were squashed. On an error none is registered."""
     found: list[tuple[str, Tensor, nn.Module | None]] = []
     for name, state in states.items():
         if name not in groups:
@@ -279,7 +279,7 @@ def _fill(
 
 
 def _fitting(name: str, mask: Tensor | None, data: Tensor) -> Tensor:
-    """The mask in the shape of the data; torch saves the masks of (n,) and (n, 1) data as (1, n)."""
+    """Returns the mask in the shape of the data. torch saves the masks of (n,) and (n, 1) data as (1, n)."""
     if mask is None:
         return torch.ones_like(data, requires_grad=False)
     if mask.squeeze().shape != data.squeeze().shape:

@@ -1,4 +1,4 @@
-"""`DataNormSparsifier`: blocks with the lowest norm lose their lowest elements."""
+"""Prunes the blocks of data that have the lowest norms."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["DataNormSparsifier"]
 class DataNormSparsifier(BaseDataSparsifier):
     """Prunes the blocks whose mean absolute value (L1) or mean square (L2) is lowest.
 
-    Data are seen as a matrix without its axes of length one, and one row of values as (1, n). Each step scores the data as they
-    are, not as they are masked, so what was pruned can come back.
+    Dimensions of size 1 are ignored, and a vector is treated as a matrix of shape (1, n). Each step scores the unmasked data,
+    so pruned elements can return.
 
     Args:
         data_list: (name, data) pairs to add with the defaults.
         sparsity_level: the fraction of blocks to prune.
-        sparse_block_shape: rows and columns of a block; the last ones are smaller where the shape is not divided.
-        zeros_per_block: how many elements a pruned block loses, its lowest; all of them by default.
+        sparse_block_shape: rows and columns of a block. Blocks at the edge are smaller if they do not divide the shape.
+        zeros_per_block: how many elements are pruned in such a block, the lowest; by default all.
         norm: "L1" or "L2".
     """
 
@@ -37,7 +37,7 @@ class DataNormSparsifier(BaseDataSparsifier):
         norm: str = "L1",
     ) -> None:
         if norm not in ("L1", "L2"):
-            raise AssertionError(f"norm={norm!r} is not known; it is 'L1' or 'L2'")
+            raise AssertionError(f"norm={norm!r} is not supported; give 'L1' or 'L2'")
         self.norm = norm
         super().__init__(
             data_list=data_list,
@@ -63,7 +63,7 @@ class DataNormSparsifier(BaseDataSparsifier):
         write_mask(self.get_mask(name), kept, data)
 
     def step(self) -> None:
-        """Update all masks, or, where a config or a shape is wrong, none."""
+        """Updates all masks. If a config or a shape is wrong, no mask is updated."""
         if self.enable_mask_update and type(self).update_mask is DataNormSparsifier.update_mask:
             for name, config in self.data_groups.items():
                 asked = (config[key] for key in ("sparsity_level", "sparse_block_shape", "zeros_per_block"))
@@ -75,13 +75,13 @@ class DataNormSparsifier(BaseDataSparsifier):
         check_blocks(name, level, sparse_block_shape, zeros_per_block)
         if sum(length != 1 for length in data.shape) > 2:
             raise ValueError(
-                f"{name!r} has shape {tuple(data.shape)}: blocks are cut out of data with at most two axes longer than one; "
-                "add a view of two axes instead, such as data.flatten(1)"
+                f"{name!r} has shape {tuple(data.shape)}, and blocks need data with at most two dimensions larger than 1; "
+                "add a view of two dimensions instead, such as data.flatten(1)"
             )
 
 
 def _matrix(data: Tensor) -> Tensor:
-    """The data as a matrix that can be ranked: axes of length one left out, whole numbers as floats."""
+    """Returns the data as a matrix that can be ranked: without dimensions of size 1, and integers as floats."""
     shape = data.squeeze().shape
     matrix = data.detach().reshape(shape if len(shape) == 2 else (1, data.numel()))
     return matrix if matrix.dtype in RANKED or matrix.is_complex() else matrix.double()

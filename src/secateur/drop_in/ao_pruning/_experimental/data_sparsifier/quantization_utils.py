@@ -1,4 +1,4 @@
-"""Embeddings that are both sparse and quantized."""
+"""Sparsifies and quantizes embeddings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SUPPORTED_MODULES = EMBEDDING_TYPES
 
 
 def _fetch_all_embeddings(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every Embedding and EmbeddingBag below the model, with its dotted name."""
+    """Returns every descendant Embedding and EmbeddingBag of the model with its dotted name."""
     found: dict[str, nn.Module] = {}
     stack = [model]
     while stack:
@@ -33,14 +33,14 @@ def post_training_sparse_quantize(
     select_embeddings: list[nn.Module] | None = None,
     **sparse_config: Any,
 ) -> None:
-    """Sparsifies and quantizes the embeddings of a model, in place; nothing else in it changes.
+    """Sparsifies and quantizes the embeddings of a model, in place. Nothing else in the model changes.
 
     Args:
-        model: the model whose `nn.Embedding` and `nn.EmbeddingBag` modules are replaced by quantized ones.
-        data_sparsifier_class: the data sparsifier to use; `sparse_config` are the arguments it is made with.
-        sparsify_first: prune the float weights and quantize the result, or (False) quantize, prune the quantized values and
-            quantize those with the same scales and zero points.
-        select_embeddings: the modules to treat; all of them by default.
+        model: the model whose `nn.Embedding` and `nn.EmbeddingBag` modules are replaced with quantized ones.
+        data_sparsifier_class: the class of the data sparsifier; `sparse_config` are its arguments.
+        sparsify_first: True prunes the float weights and quantizes the result. False quantizes, prunes the quantized values
+            and quantizes the result with the same scales and zero points.
+        select_embeddings: the modules to replace; by default all.
     """
     data_sparsifier = data_sparsifier_class(**sparse_config)
     chosen = _fetch_all_embeddings(model) if select_embeddings is None else _checked(model, select_embeddings)
@@ -67,9 +67,9 @@ def _checked(model: nn.Module, embeddings: list[nn.Module]) -> list[tuple[str, n
     chosen: list[tuple[str, nn.Module]] = []
     for embedding in embeddings:
         if type(embedding) not in SUPPORTED_MODULES:
-            raise AssertionError(f"{embedding} in select_embeddings is no nn.Embedding or nn.EmbeddingBag")
+            raise AssertionError(f"{embedding} in select_embeddings is not an nn.Embedding or nn.EmbeddingBag")
         name = module_to_fqn(model, embedding)
-        if not name:  # None: not there; "": the model itself, which cannot be replaced in place
+        if not name:  # None: not in the model; "": the model itself, which cannot be replaced in place
             raise AssertionError(f"{embedding} in select_embeddings is not inside the model")
         chosen.append((name, embedding))
     return chosen
@@ -83,7 +83,7 @@ def _sparsify(data_sparsifier: BaseDataSparsifier, data: dict[str, Any]) -> None
 
 
 def _quantized(embedding: nn.Module) -> nn.Module:
-    """The quantized module for a float one, which stays as it is; its hooks and its device go along."""
+    """Returns a quantized copy of an embedding, with its hooks and on its device."""
     from torch.ao.quantization import float_qparams_weight_only_qconfig, get_default_static_quant_module_mappings
     from torch.ao.quantization.quantize import swap_module
 
@@ -99,7 +99,7 @@ def _quantized(embedding: nn.Module) -> nn.Module:
 
 
 def _requantized(values: Tensor, like: Tensor) -> Tensor:
-    """The values as integers, on the scales and zero points of `like`."""
+    """Quantizes the values with the scales and zero points of `like`."""
     return torch.quantize_per_channel(
         values,
         scales=like.q_per_channel_scales(),

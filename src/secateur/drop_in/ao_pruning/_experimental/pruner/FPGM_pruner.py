@@ -1,4 +1,4 @@
-"""Prunes the filters nearest to all others: filter pruning via geometric median (He et al., 2019)."""
+"""Filter pruning via geometric median (He et al., 2019): prunes the filters that are closest to all others."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ __all__ = ["FPGMPruner"]
 
 
 class FPGMPruner(BaseStructuredSparsifier):
-    """Prunes the share `sparsity_level` of filters whose distances to all others add up to least: the others replace them best.
+    """Prunes the fraction `sparsity_level` of filters with the smallest sum of distances to all others.
 
-    `dist` is 1, 2 (the default) for the L1 or L2 distance, or a function from a matrix with a filter in each row to the matrix
-    of distances between them. What is pruned stays pruned and counts as part of the share.
+    `dist` is 1 or 2 (the default) for the L1 or L2 distance, or a function that maps a matrix with one filter per row to the
+    matrix of distances between them. Pruned filters stay pruned and count towards the fraction.
     """
 
     def __init__(self, sparsity_level: float = 0.5, dist: Callable[[Tensor], Tensor] | int | None = None) -> None:
         if not callable(dist) and dist not in (None, 1, 2):
-            raise NotImplementedError(f"dist={dist!r} is not known; give 1, 2, or a function from rows to their distances")
+            raise NotImplementedError(f"dist={dist!r} is not supported; give 1, 2, or a function from rows to their distances")
         super().__init__(defaults={"sparsity_level": sparsity_level})
         self.dist_fn: Callable[[Tensor], Tensor] = dist if callable(dist) else partial(_distances, p=dist or 2)
 
     def _compute_distance(self, t: Tensor) -> Tensor:
-        """The sum of the distances of every filter to all filters."""
+        """Returns for every filter the sum of its distances to all filters."""
         return self.dist_fn(t.detach().flatten(1)).abs().sum(1)
 
     def update_mask(self, module: nn.Module, tensor_name: str, sparsity_level: float, **kwargs: Any) -> None:  # type: ignore[override]

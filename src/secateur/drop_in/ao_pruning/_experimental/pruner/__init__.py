@@ -1,4 +1,4 @@
-"""Structured pruning; the names of `torch.ao.pruning._experimental.pruner`."""
+"""Structured pruning, with the names of `torch.ao.pruning._experimental.pruner`."""
 
 from .base_structured_sparsifier import BaseStructuredSparsifier
 from .FPGM_pruner import FPGMPruner

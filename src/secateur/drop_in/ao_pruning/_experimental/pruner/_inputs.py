@@ -1,4 +1,4 @@
-"""Inputs on which a prepared model can be run: like those it was called with, or guessed from its first layer."""
+"""Example inputs for a prepared model: similar to those of its first call, or guessed from its first layer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .....edit import run
+
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 _KEPT = {Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device}
-_SIZES = (8, 16, 28, 32, 64, 224)  # spatial sizes that are tried, one after the other
+_SIZES = (8, 16, 28, 32, 64, 224)  # spatial sizes to try, in this order
 
 
 @dataclass(frozen=True)
 class Like:
-    """A tensor of this kind. The values themselves are not kept: they are the user's, and would end up in a pickle."""
+    """The kind of a tensor. Its values are not stored: they are the user's data and would be part of a pickle."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -31,12 +33,12 @@ class Like:
         values = tensor.detach().double()
         values = values[values.isfinite()]
         values = values if len(values) else torch.zeros(1)
-        if tensor.dtype == torch.bool:  # a mask: what most of it says
+        if tensor.dtype == torch.bool:  # a mask: the value of most of its elements
             values = values.mean().round()
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device, float(values.min()), float(values.max()))
 
     def make(self, draw: torch.Generator, least: int = 1) -> Tensor:
-        """Such a tensor, with no dim shorter than `least`."""
+        """Creates such a tensor, with every dimension at least `least`."""
         shape = tuple(max(size, least) for size in self.shape)
         if self.dtype.is_floating_point:
             spread = torch.rand(shape, generator=draw, dtype=torch.float64) * (self.high - self.low) + self.low
@@ -45,7 +47,7 @@ class Like:
 
 
 class InputRecord:
-    """A forward hook that remembers what kind of inputs a model first ran on. A call that fails does not get that far."""
+    """A forward hook that records the kind of the inputs of the first successful call."""
 
     def __init__(self) -> None:
         self.seen: Any = None
@@ -54,26 +56,24 @@ class InputRecord:
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or self.seen is not None:
             return
         if all(type(leaf) in _KEPT for leaf in tree_leaves((args, kwargs))):
-            with contextlib.suppress(RuntimeError):  # a tensor without values, as under torch.func.vmap
+            with contextlib.suppress(RuntimeError):  # tensors under torch.func.vmap have no values
                 self.seen = tree_map(lambda leaf: Like.of(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
 
 
 def find_inputs(model: nn.Module, record: InputRecord | None) -> Inputs | None:
-    """Inputs that the model runs on, or None."""
-    from .....edit import run
-
+    """Returns inputs on which the model runs without an error, or None."""
     seen = None if record is None else record.seen
     for args, kwargs in _guessed(model) if seen is None else _alike(model, seen):
         try:
             run(model, args, kwargs)
-        except Exception:  # whatever it is that does not fit, the next ones may
+        except Exception:  # these inputs do not fit; try the next
             continue
         return args, kwargs
     return None
 
 
 def _alike(model: nn.Module, seen: Any) -> Iterator[Inputs]:
-    """Inputs like those seen. In a sequence of one step no state goes from step to step, so first a longer one."""
+    """Yields inputs like those of the first call; for recurrent layers first a sequence of at least two steps."""
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
     for least in (2, 1) if recurrent else (1,):
         draw = torch.Generator().manual_seed(0)
@@ -81,7 +81,7 @@ def _alike(model: nn.Module, seen: Any) -> Iterator[Inputs]:
 
 
 def _guessed(model: nn.Module) -> Iterator[Inputs]:
-    """One tensor, of a shape that the first layer takes."""
+    """Yields one tensor of a shape that the first layer accepts."""
     layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.Embedding)
     first = next((module for module in model.modules() if isinstance(module, layers)), None)
     if first is None:

@@ -1,25 +1,38 @@
-"""What runs of a masked model show: what it returns, and which units are zero, for these inputs or for any."""
+"""Runs of a masked model: what it returns, and which units are zero, for these inputs or for all inputs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
-from .....axes import Atom, Cat, Expr, atoms, keep_mask, norm
-from .....trace import Trace
+from .....axes import Atom, Cat, Expr, Fam, atoms, new_size, norm
+from .....trace import LeftTrace, Replay, Trace, paired
 
 Keep = dict[Atom, Tensor]
 
+# Operators with an axis rule that sum over products of their input and a weight.
+_CONVOLUTIONS = {"convolution", "_convolution", "convolution_overrideable", "mkldnn_convolution", "cudnn_convolution"}
+_CONVOLUTIONS |= {"thnn_conv2d", "_slow_conv2d_forward", "_conv_depthwise2d", "conv_depthwise3d"}
+_MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_", "addbmm", "_addmm_activation", "_grouped_mm"}
+_MATRIX_PRODUCTS |= {"linear", "mkldnn_linear", "_linear_pointwise", "_mkl_linear", "_trilinear"}
 
-def unit_of_index(e: Expr, atom: Atom) -> Tensor:
-    """For every index of an axis the unit of this atom that it belongs to, or -1."""
+
+def unit_of_index(e: Expr, atom: Atom, at: Mapping[Atom, int] | None = None) -> Tensor:
+    """Returns for every index of an axis the unit of this atom that it belongs to, or -1.
+
+    `at` gives the index along the axis that a family of expressions depends on.
+    """
     e = norm(e)
     if isinstance(e, Atom):
         return torch.arange(e.size) if e is atom else torch.full((e.size,), -1)
-    parts = [unit_of_index(p, atom) for p in e.parts]
+    if isinstance(e, Fam):
+        return unit_of_index(e.parts[(at or {})[_key(e)]], atom, at)
+    parts = [unit_of_index(p, atom, at) for p in e.parts]
     if isinstance(e, Cat):
         return torch.cat(parts)
     units = torch.full((1,), -1)
@@ -28,54 +41,90 @@ def unit_of_index(e: Expr, atom: Atom) -> Tensor:
     return units
 
 
-class Seen:
-    """Two runs of the masked model, on the example inputs and on others.
+def _units(axes: Sequence[Expr], dim: int, atom: Atom, at: Mapping[Atom, int] | None = None) -> Tensor:
+    """Returns the units of this atom along one dimension, in a shape that broadcasts against the tensor.
 
-    `returned`: the atoms of what it returns. `loud`: for each atom, the units of which a matrix product or a convolution reads
-    a value other than zero; `possible`: those of which it could, for some input. `passing`: weights of convolutions with the
-    atoms of what they read.
+    The units may depend on the index along another dimension: the states of a recurrent network with several layers are
+    stacked along the first dimension, and each layer has hidden units of its own along the last.
+    """
+    at = at or {}
+    key = next((key for key in _keys(axes[dim]) if key not in at), None)
+    if key is None:
+        shape = [1] * len(axes)
+        shape[dim] = -1
+        return unit_of_index(axes[dim], atom, at).view(shape)
+    other = next(d for d, e in enumerate(axes) if key in atoms(e))
+    slices = [_units(axes, dim, atom, {**at, key: index}) for index in range(key.size)]
+    return torch.cat(slices, other).index_select(other, unit_of_index(axes[other], key))
+
+
+def _key(family: Fam) -> Atom:
+    key = norm(family.key)
+    assert isinstance(key, Atom)  # the algebra never splits the key of a family
+    return key
+
+
+def _keys(e: Expr) -> list[Atom]:
+    """Returns the atoms on whose index an expression depends."""
+    e = norm(e)
+    if isinstance(e, Atom):
+        return []
+    return ([_key(e)] if isinstance(e, Fam) else []) + [key for part in e.parts for key in _keys(part)]
+
+
+def _kept(tensor: Tensor, axes: Sequence[Expr], keep: Keep) -> Tensor:
+    """Returns a bool tensor that is False for the elements of removed units."""
+    kept = torch.ones((), dtype=torch.bool)
+    for dim, e in enumerate(axes):
+        for atom in dict.fromkeys(atoms(e)):
+            if atom in keep:
+                units = _units(axes, dim, atom)
+                kept = kept & ((units < 0) | keep[atom].cpu()[units.clamp(min=0)])
+    return kept.expand(tensor.shape).to(tensor.device)
+
+
+class Observed:
+    """Two runs of the masked model, on the example inputs and on different ones.
+
+    `returned` are the atoms of the model's outputs. `nonzero` are, for each atom, the units of which a matrix product or a
+    convolution reads a value other than zero in these runs, and `possible` those of which it could for some input. `passing`
+    are pairs of a convolution's weight and an atom of its input.
     """
 
     def __init__(self, plain: nn.Module, traced: Trace, args: Any, kwargs: Any) -> None:
-        from .....trace import LeftTrace
-
         self.traced = traced
-        self.loud: Keep = {}
+        self.nonzero: Keep = {}
         self.possible: Keep = {}
         self.passing = {
             (traced.names.get(getattr(step.args[1], "number", -1)), atom)
             for step in traced.steps
-            if "convolution" in step.name
+            if step.kind in _CONVOLUTIONS
             for e in traced.axes[step.args[0].number]
             for atom in atoms(e)
         }
         self.values, self.axes = self._run(plain, args, kwargs, torch.clone)
         try:
             self.others = self._run(plain, args, kwargs, _other)[0]
-        except LeftTrace:  # other values take another way through the model
+        except LeftTrace:  # other values take another branch of the model
             self.others = self.values
         self.returned = {atom for axes in self.axes for e in axes or () for atom in atoms(e)}
 
     def _run(self, plain: nn.Module, args: Any, kwargs: Any, change: Any) -> tuple[list[Tensor], list[Any]]:
-        from torch.utils.weak import WeakIdKeyDictionary
-
-        from .....trace import Replay, paired
-
         made: Any = WeakIdKeyDictionary()
         replay = Replay(plain, self.traced, args, kwargs)
-        anything = _Anything(self.traced, replay.origin.keys())
+        generic_run = _Generic(self.traced, replay.origin.keys())
 
         def visit(i: int, step: Any, func: Any, given: Any, named: Any) -> Any:
-            reads = any(kind in step.name for kind in ("conv", "mm", "linear"))
+            reads = step.kind in _CONVOLUTIONS | _MATRIX_PRODUCTS
 
-            def heard(into: Keep, tensor: Tensor, number: int) -> Tensor:
+            def note(into: Keep, tensor: Tensor, number: int) -> Tensor:
                 if reads and number not in replay.origin:
-                    _listen(into, tensor, self.traced.axes[number])
+                    _note_nonzero(into, tensor, self.traced.axes[number])
                 return tensor
 
-            paired(step, given, named, lambda t, n: heard(self.loud, t, n))
-            generic = paired(step, given, named, lambda t, n: heard(self.possible, anything.like(t, n), n))
-            anything.follow(step, func, *generic)
+            paired(step, given, named, lambda t, n: note(self.nonzero, t, n))
+            generic = paired(step, given, named, lambda t, n: note(self.possible, generic_run.like(t, n), n))
+            generic_run.follow(step, func, *generic)
             out = func(*given, **named)
             made.update(zip(_tensors(out), step.outs))
             return out
@@ -84,35 +133,33 @@ class Seen:
         return tensors, [self.traced.axes[made[t]] if t in made else None for t in tensors]
 
     def alive(self, keep: Keep) -> dict[Atom, str]:
-        """Atoms of which the model returns units that are not constant; without them the output would say less."""
+        """Returns the atoms that have removed units which the model returns and which are not constant, with the reason."""
         bad = {}
         for atom, mask in keep.items():
             for value, other, axes in zip(self.values, self.others, self.axes):
-                for d, e in enumerate(axes or ()):
-                    gone = (~keep_mask(e, {atom: mask})).nonzero()[:, 0].to(value.device)
-                    if len(gone) and not torch.allclose(value.index_select(d, gone), other.index_select(d, gone)):
-                        bad[atom] = "the model returns these units, and something else than the masked layer makes them"
+                gone = ~_kept(value, axes or (), {atom: mask})
+                if not torch.allclose(value[gone], other[gone]):
+                    bad[atom] = "the model returns these units, and not only the masked layer computes them"
         return bad
 
     def kept(self, keep: Keep) -> list[Tensor]:
-        """What a model without the removed units returns."""
-        found = []
-        for value, axes in zip(self.values, self.axes):
-            for d, e in enumerate(axes or ()):
-                value = value.index_select(d, keep_mask(e, keep).nonzero()[:, 0].to(value.device))
-            found.append(value)
-        return found
+        """Returns the outputs of the model without the removed units."""
+        counts = {atom: int(mask.sum()) for atom, mask in keep.items()}
+        return [
+            value[_kept(value, axes, keep)].view([new_size(e, counts) for e in axes]) if axes else value
+            for value, axes in zip(self.values, self.axes)
+        ]
 
 
-class _Anything:
-    """Follows zeros through a run with random numbers in the place of all others, operator by operator.
+class _Generic:
+    """Propagates zeros through the operators of a run, with random numbers in the place of all other values.
 
-    A unit that is zero by accident, behind an activation that these inputs do not open, is not taken for one that always is.
+    This tells units that are zero for every input from units that are zero only for these inputs, such as behind a ReLU.
     """
 
     def __init__(self, traced: Trace, fixed: Any) -> None:
         self.traced, self.fixed = traced, fixed
-        self.zeros: dict[int, dict[int, Tensor]] = {}  # number of a tensor -> dim -> indices that are zero
+        self.zeros: dict[int, dict[int, Tensor]] = {}  # tensor number -> dim -> indices that are zero
 
     def like(self, tensor: Tensor, number: int) -> Tensor:
         if number in self.fixed or not tensor.is_floating_point():
@@ -123,15 +170,13 @@ class _Anything:
         return made
 
     def follow(self, step: Any, func: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Notes what the operator makes zero of these numbers and of their opposites."""
-        from .....trace import paired
-
+        """Records where the operator returns zero for these numbers and for their negatives."""
         opposite = paired(
             step, tuple(args), kwargs, lambda t, n: -t if n not in self.fixed and t.is_floating_point() else t.clone()
         )
         try:
             outs = [_tensors(func(*args, **kwargs)), _tensors(func(*opposite[0], **opposite[1]))]
-        except RuntimeError:  # not made for just any numbers, as a draw from probabilities
+        except RuntimeError:  # some operators do not accept arbitrary numbers, such as sampling from probabilities
             return
         for one, other, number in zip(*outs, step.outs):
             found = {}
@@ -150,14 +195,16 @@ def _nonzero(tensor: Tensor, dim: int) -> Tensor:
     return (tensor != 0).movedim(dim, 0).reshape(tensor.shape[dim], -1).any(1)
 
 
-def _listen(into: Keep, tensor: Tensor, axes: list[Expr]) -> None:
-    """Notes the units of a tensor that are not zero."""
+def _note_nonzero(into: Keep, tensor: Tensor, axes: list[Expr]) -> None:
+    """Adds the units of a tensor that are not zero to `into`."""
     for d, e in enumerate(axes):
         for atom in dict.fromkeys(atoms(e)):
             if atom.frozen is None and tensor.numel():
-                units = unit_of_index(e, atom)
-                heard = into.setdefault(atom, torch.zeros(atom.size, dtype=torch.bool))
-                heard[units[_nonzero(tensor, d).cpu() & (units >= 0)]] = True
+                units = _units(axes, d, atom)
+                whole = tuple(dim for dim, size in enumerate(units.shape) if size == 1)
+                found = into.setdefault(atom, torch.zeros(atom.size, dtype=torch.bool))
+                nonzero = (tensor != 0).any(whole, keepdim=True) if whole else tensor != 0
+                found[units[nonzero.cpu() & (units >= 0)]] = True
 
 
 def _other(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Cuts the masked units out of a prepared model, in place and without a change of what it computes.
+"""Removes the masked units of a prepared model, in place and without changing what it computes.
 
-A masked unit may go if nothing notices: what reads it loses a constant at most, which a bias can take. That is found by
-following the axes of the model on one run and looking at what each reader loses. Units that are needed elsewhere (another
-layer adds to them, a constant meets zero padding) stay, as zeros.
+A masked unit can be removed if its readers lose at most a constant, which a bias can absorb. A trace of the model shows which
+units belong together and what each reader loses. Units that the model still needs (another layer adds to them, or a constant
+meets zero padding) stay as zeros.
 """
 
 from __future__ import annotations
@@ -10,26 +10,28 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .....axes import Atom, Expr, Group, atoms, keep_mask
+from .....edit import Cuts, apply_cuts_, run
+from .....surgery.cut import cuts_of
+from .....surgery.exact import fold_
 from .....trace import Trace, plan_counts, trace
-from ._observe import Seen, unit_of_index
-from .parametrization import Dress, masked_modules, masked_tensors, take_off
-
-if TYPE_CHECKING:
-    from .....edit import Cuts
+from ._observe import Observed, unit_of_index
+from .parametrization import SavedMasks, masked_modules, masked_tensors, remove_masks
 
 Keep = dict[Atom, Tensor]
+_UNTOLD = "its masked rows are not whole units, or other weights that produce the same units keep them"
+_GATES = " (a hidden unit has a row in every gate of both weights; SaliencyPruner masks all of them together)"
 _WITH_BIAS = (nn.Linear, nn.modules.conv._ConvNd)
 
 
 class Settled(NamedTuple):
-    """Which units stay, the full-size model with the constants of the others folded in, and why masked ones stay."""
+    """The units to keep, the full-size model with the constants of the others folded in, and why masked units stay."""
 
     keep: Keep
     folded: nn.Module
@@ -40,13 +42,10 @@ class Settled(NamedTuple):
 def shrink_(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], only: Iterable[nn.Module] | None = None
 ) -> dict[str, str]:
-    """Removes the masked units of the modules in `only` (by default of all) and takes their masks off.
+    """Removes the masked units of the modules in `only` (by default of all), and their masks.
 
-    Returns, for each tensor that keeps masked units as zeros, why. Whatever fails leaves the model as it was.
+    Returns the reason for each tensor that keeps masked units as zeros. On any error the model is unchanged.
     """
-    from .....edit import apply_cuts_
-    from .....surgery.cut import cuts_of
-
     masked = masked_modules(model)
     chosen = {path for path, module in masked.items() if only is None or any(module is one for one in only)}
     plain = _copy(model)
@@ -55,11 +54,11 @@ def shrink_(
     for path, module in masked_modules(plain).items():
         if path in chosen:
             masks |= {f"{path}.{name}".lstrip("."): mask.bool().cpu() for name, mask in masked_tensors(module).items()}
-        take_off(module, True, shared)
+        remove_masks(module, True, shared)
     given = _give_biases(plain)
     traced = trace(plain, args, kwargs, outputs=lambda _: ())
-    seen = Seen(plain, traced, args, kwargs)
-    settled = _settle(plain, traced, _wishes(traced, masks, seen), seen, args, kwargs)
+    seen = Observed(plain, traced, args, kwargs)
+    settled = _settle(plain, traced, _candidates(traced, masks, seen), seen, args, kwargs)
     cuts = cuts_of(traced, settled.keep)
     changed = _changes(plain, settled.folded)
     needless = given - changed.keys()
@@ -81,13 +80,13 @@ def _copy(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     except Exception as error:
         raise RuntimeError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and the cut is tried on a copy first. "
-            "The model is as it was."
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and the cut needs a copy. "
+            "The model is unchanged."
         ) from error
 
 
 def _shared(model: nn.Module) -> set[int]:
-    """The ids of parameters that lie in more than one place."""
+    """Returns the ids of parameters that are registered in more than one place."""
     places = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     return {key for key, times in places.items() if times > 1}
 
@@ -97,7 +96,7 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 
 
 def _give_biases(model: nn.Module) -> set[str]:
-    """A bias of zeros for every layer that could have one, so that there is a place for constants; returns their names."""
+    """Adds a bias of zeros, which can absorb constants, to every layer that can have one. Returns the names."""
     given = set()
     for path, module in model.named_modules():
         if isinstance(module, _WITH_BIAS) and "bias" in module._parameters and module._parameters["bias"] is None:
@@ -112,26 +111,26 @@ def _add_bias(module: Any) -> None:
     module._parameters["bias"] = nn.Parameter(zeros, requires_grad=module.weight.requires_grad)
 
 
-# --- which units may go ---------------------------------------------------------------------------------------------------
+# --- which units can be removed -------------------------------------------------------------------------------------------
 
 
 def _gone(e: Expr, atom: Atom, mask: Tensor) -> Tensor:
-    """The units all of whose rows the mask drops."""
+    """Returns True for the units whose rows are all masked."""
     units = unit_of_index(e, atom)
     kept = torch.zeros(atom.size, dtype=torch.bool)
     kept[units[mask & (units >= 0)]] = True
     return ~kept
 
 
-def _wishes(traced: Trace, masks: Mapping[str, Tensor], seen: Seen) -> dict[Atom, list[Tensor]]:
-    """For each atom the sets of units that could go, largest first.
+def _candidates(traced: Trace, masks: Mapping[str, Tensor], seen: Observed) -> dict[Atom, list[Tensor]]:
+    """Returns for each atom the sets of units that could be removed, the largest first.
 
-    A unit is silent if every weight that makes it has it masked. A depthwise convolution makes no units, it passes them on: if
-    it has one masked, that one may go too, provided nothing else reads it. So may a unit that is zero wherever it is read
-    whatever the input, as one that a masked layer multiplies. Of silent units some are zero by their values, and can go where
-    a constant could not. Units that the model returns go only if their last layer has them masked.
+    A unit is masked if every weight that produces it masks it. A depthwise convolution produces no units but passes them on:
+    a unit that it masks can be removed too, provided that nothing else reads it. The same holds for a unit that is zero for
+    every input wherever it is read, such as one that is multiplied by a masked unit. Some masked units have the value zero, and
+    can be removed where a constant cannot. Units that the model returns are removed only if their last layer masks them.
     """
-    wishes: dict[Atom, list[Tensor]] = {}
+    candidates: dict[Atom, list[Tensor]] = {}
     for group in traced.groups:
         atom = group.atom
         none = torch.zeros(atom.size, dtype=torch.bool)
@@ -142,30 +141,30 @@ def _wishes(traced: Trace, masks: Mapping[str, Tensor], seen: Seen) -> dict[Atom
                 makers[name, dim] = _gone(traced.dims[name][0], atom, masks[name])
         passing = [gone for (name, _), gone in makers.items() if (name, atom) in seen.passing and name not in reads]
         making = [gone for (name, _), gone in makers.items() if (name, atom) not in seen.passing or name in reads]
-        silent = torch.stack(making).all(0) if making else none
+        masked_out = torch.stack(making).all(0) if making else none
         blocked = torch.stack(passing).any(0) if passing else none
         some = torch.stack(list(makers.values())).any(0) if makers else none
-        zero, quiet = some & ~seen.possible.get(atom, ~none), silent & ~seen.loud.get(atom, none)
-        tries = [silent | blocked | zero, blocked | zero, silent | zero, quiet | zero]
+        zero, zero_here = some & ~seen.possible.get(atom, ~none), masked_out & ~seen.nonzero.get(atom, none)
+        tries = [masked_out | blocked | zero, blocked | zero, masked_out | zero, zero_here | zero]
         if atom in seen.returned:
             last = torch.stack(passing).all(0) if passing else ~none
-            tries = [one & last & silent for one in tries]
+            tries = [one & last & masked_out for one in tries]
         for one in sorted(tries, key=lambda units: -int(units.sum())):
-            if bool(one.any()) and not any(torch.equal(one, other) for other in wishes.get(atom, ())):
-                wishes.setdefault(atom, []).append(one)
-    return wishes
+            if bool(one.any()) and not any(torch.equal(one, other) for other in candidates.get(atom, ())):
+                candidates.setdefault(atom, []).append(one)
+    return candidates
 
 
-def _settle(plain: nn.Module, traced: Trace, wishes: dict[Atom, list[Tensor]], seen: Seen, args: Any, kwargs: Any) -> Settled:
-    """Tries sets of units until the constants of all of them could be folded, each group for itself."""
-    from .....surgery.exact import fold_
-
+def _settle(
+    plain: nn.Module, traced: Trace, candidates: dict[Atom, list[Tensor]], seen: Observed, args: Any, kwargs: Any
+) -> Settled:
+    """Tries the candidates of each group until the constants of all removed units could be folded."""
     reasons: dict[Atom, str] = {}
     for group in traced.groups:
-        if group.frozen and wishes.pop(group.atom, None):
+        if group.frozen and candidates.pop(group.atom, None):
             reasons[group.atom] = group.frozen
     while True:
-        keep = _legal(traced, {atom: ~sets[0] for atom, sets in wishes.items() if sets}, reasons)
+        keep = _legal(traced, {atom: ~sets[0] for atom, sets in candidates.items() if sets}, reasons)
         folded = copy.deepcopy(plain)
         refused = fold_(folded, traced, keep, args, dict(kwargs))
         bad = {group.atom: why for group, why in refused.items()}
@@ -174,19 +173,19 @@ def _settle(plain: nn.Module, traced: Trace, wishes: dict[Atom, list[Tensor]], s
         if not bad:
             return Settled(keep, folded, reasons, inexact)
         for atom in bad:
-            wishes[atom].pop(0)
+            candidates[atom].pop(0)
         reasons |= bad
 
 
 def _as_torch(group: Group, traced: Trace) -> bool:
-    """A layer norm over the units of a recurrent layer: torch cuts it, so its users expect the smaller layer."""
+    """Returns whether a layer norm runs over the units of a recurrent layer. torch cuts those, and users expect it."""
     modules = dict(traced.model.named_modules())
     makers = [modules.get(m.tensor.rpartition(".")[0]) for m in group.members if m.role == "produce"]
     return group.flags == {"norm"} and all(isinstance(maker, nn.RNNBase) for maker in makers)
 
 
 def _legal(traced: Trace, keep: Keep, reasons: dict[Atom, str]) -> Keep:
-    """The units to keep, with as many more as the model's sizes ask for; at least one of each group."""
+    """Returns the units to keep: more where the sizes of the model require it, and at least one of each group."""
     keep = {atom: mask if bool(mask.any()) else torch.arange(len(mask)) == 0 for atom, mask in keep.items()}
     while True:
         plan = plan_counts(traced, {traced.by_atom[atom]: int(mask.sum()) for atom, mask in keep.items()})
@@ -208,28 +207,26 @@ def _legal(traced: Trace, keep: Keep, reasons: dict[Atom, str]) -> Keep:
 
 
 def _left(traced: Trace, masks: Mapping[str, Tensor], settled: Settled) -> dict[str, str]:
-    """Why masked tensors keep more rows than their masks say, or were not cut exactly."""
+    """Returns why masked tensors keep more rows than their masks, or were not cut exactly."""
     found = {}
     for name, mask in masks.items():
         axes = traced.dims[name]
         own = atoms(axes[0])
-        if len(axes) == 1:  # a bias, which follows its weight
+        if len(axes) == 1:  # a bias, which is cut with its weight
             continue
         if int(keep_mask(axes[0], settled.keep).sum()) > max(int(mask.sum()), 1):
-            untold = "its masked rows are no whole units, or other weights, which make the same units, keep them"
+            untold = _UNTOLD + (_GATES if isinstance(_owner(traced.model, name), nn.RNNBase) else "")
             found[name] = next((settled.reasons[atom] for atom in own if atom in settled.reasons), untold)
         elif any(atom in settled.inexact for atom in own):
-            found[name] = "cut, but not exactly: a layer norm runs over its units, and has fewer of them now"
+            found[name] = "cut, but not exactly: a layer norm normalises over its units, of which there are fewer now"
     return found
 
 
-# --- proof ------------------------------------------------------------------------------------------------------------
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def _verify(expected: list[Tensor], settled: Settled, args: Any, kwargs: Any) -> None:
-    """Raises if the small model does not give what the masked one gave."""
-    from .....edit import run
-
+    """Raises if the outputs of the small model and the masked model differ."""
     if settled.inexact:
         return
     got = [leaf for leaf in tree_leaves(run(settled.folded, args, kwargs)) if isinstance(leaf, Tensor)]
@@ -240,16 +237,16 @@ def _verify(expected: list[Tensor], settled: Settled, args: Any, kwargs: Any) ->
             fine = float((one - other).abs().max()) <= near or bool(one.isnan().any())
         if not fine:
             raise RuntimeError(
-                "the smaller model does not give what the masked one gives, so it is thrown away; the model is as it was. "
+                "the outputs of the smaller model and the masked model differ, so the model was left unchanged. "
                 "Please report this, with the model."
             )
 
 
-# --- the change itself --------------------------------------------------------------------------------------------------------
+# --- applying the change ------------------------------------------------------------------------------------------------------
 
 
 def _changes(plain: nn.Module, folded: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """Name -> the tensor before and after folding, for those that changed."""
+    """Returns the tensors that folding changed, before and after, by name."""
     before = dict(plain.named_parameters()) | dict(plain.named_buffers())
     after = dict(folded.named_parameters()) | dict(folded.named_buffers())
     pairs = {name: (before[name].detach(), after[name].detach()) for name in before}
@@ -257,7 +254,7 @@ def _changes(plain: nn.Module, folded: nn.Module) -> dict[str, tuple[Tensor, Ten
 
 
 def _numbers(model: nn.Module) -> dict[tuple[str, str], float]:
-    """The floats that modules hold: folding may change the eps of a normalisation."""
+    """Returns the float attributes of modules, because folding may change the eps of a normalisation."""
     return {
         (path, name): value
         for path, module in model.named_modules()
@@ -275,13 +272,11 @@ def _commit(
     new: set[str],
     numbers: Mapping[tuple[str, str], float],
 ) -> None:
-    """Does to the model what was tried on its copy. Modules that are not chosen have their masks on again afterwards."""
-    from .....edit import apply_cuts_
-
+    """Applies to the model what was tried on its copy. Modules that are not chosen get their masks back."""
     shared = _shared(model)
-    dressed = [Dress(module) for path, module in masked.items() if path not in chosen]
+    saved = [SavedMasks(module) for path, module in masked.items() if path not in chosen]
     for path, module in masked.items():
-        take_off(module, path in chosen, shared)
+        remove_masks(module, path in chosen, shared)
     for name in new:
         _add_bias(_owner(model, name))
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -290,5 +285,5 @@ def _commit(
     for (path, name), value in numbers.items():
         vars(model.get_submodule(path))[name] = value
     apply_cuts_(model, cuts)
-    for dress in dressed:
-        dress.put_on()
+    for masks in saved:
+        masks.restore()

@@ -1,4 +1,4 @@
-"""Structured pruning: masks over whole units of layers, and the smaller model that is left without them."""
+"""The base class of structured pruners: masks over rows of weights, and the smaller model without the masked units."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .parametrization import (
     hide_bias,
     masked_modules,
     module_contains_param,
+    remove_masks,
     restore_bias,
-    take_off,
 )
 
 __all__ = ["BaseStructuredSparsifier"]
@@ -36,7 +36,7 @@ Patterns = Mapping[Any, Callable[..., None]]
 
 
 def _get_supported_structured_pruning_modules() -> set[type[nn.Module]]:
-    """The layers that `config=None` takes."""
+    """Returns the types of layers that `config=None` selects."""
     return {nn.Linear, nn.Conv2d, nn.LSTM}
 
 
@@ -59,7 +59,7 @@ def _get_supported_activation_modules() -> set[type[nn.Module]]:
 
 
 def _get_default_structured_pruning_patterns() -> dict[Any, Callable[..., None]]:
-    """Chains of layers, each with the function that removes the units of the first."""
+    """Returns patterns of layers, each with the function that removes the masked units of the first layer."""
     patterns: dict[Any, Callable[..., None]] = {
         (nn.Linear, "output"): functions.prune_linear,
         (nn.Linear, nn.Linear): functions.prune_linear_linear,
@@ -81,12 +81,12 @@ def _get_default_structured_pruning_patterns() -> dict[Any, Callable[..., None]]
 
 
 class BaseStructuredSparsifier(BaseSparsifier):
-    """Keeps a mask over the rows of weights, and at the end removes the masked units from the model.
+    """Keeps masks over the rows of weights, and finally removes the masked units from the model.
 
-    A subclass says in `update_mask` which rows the mask of a tensor drops. With `prune_bias` (a setting, True by default) the
-    bias of a dropped row is dropped too; without, it stays, and `prune` gives it on to the layers that follow.
-    `patterns` maps chains of layers to functions that `prune` calls with the modules and functions of each chain it finds. The
-    built-in chains need no function: everything that no function of yours has handled is cut by following the model's axes.
+    A subclass implements `update_mask`, which masks rows of a tensor. With the setting `prune_bias` (True by default) the bias
+    of a masked row is pruned too; otherwise it is kept, and `prune` folds it into the layers that follow.
+    `patterns` maps patterns of layers to functions that `prune` calls with the modules and functions of each match. The default
+    patterns are not called: whatever your own functions have not handled is cut by tracing the axes of the model.
     """
 
     def __init__(self, defaults: dict[str, Any] | None, patterns: Patterns | None = None) -> None:
@@ -96,7 +96,9 @@ class BaseStructuredSparsifier(BaseSparsifier):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        if self.patterns == _get_default_structured_pruning_patterns():  # some of torch's functions in them cannot be pickled
+        if (
+            self.patterns == _get_default_structured_pruning_patterns()
+        ):  # they contain functions of torch that cannot be pickled
             state.pop("patterns", None)
         return state
 
@@ -105,12 +107,12 @@ class BaseStructuredSparsifier(BaseSparsifier):
         if "patterns" not in vars(self):
             self.patterns = _get_default_structured_pruning_patterns()
 
-    # --- putting masks on a model -----------------------------------------------------------------------------------------
+    # --- adding masks to a model  -----------------------------------------------------------------------------------------
 
     def make_config_from_model(  # type: ignore[override]
         self, model: nn.Module, SUPPORTED_MODULES: Iterable[type[nn.Module]] | None = None
     ) -> None:
-        """Writes to `config` the weights of every descendant whose type is exactly one of these."""
+        """Sets `config` to the weights of all descendants whose type is exactly one of these."""
         kinds = _get_supported_structured_pruning_modules() if SUPPORTED_MODULES is None else SUPPORTED_MODULES
         super().make_config_from_model(model, kinds)
         found, self.config = self.config, []
@@ -122,7 +124,7 @@ class BaseStructuredSparsifier(BaseSparsifier):
             self.config += [{"tensor_fqn": stem + name} for name in names] if recurrent else [entry]
 
     def _prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Puts masks on the model where there are none yet, and hooks that keep the biases."""
+        """Adds masks where there are none yet, and the hooks that add masked biases."""
         done: list[Callable[[], None]] = []
         try:
             for group in self.groups:
@@ -154,7 +156,7 @@ class BaseStructuredSparsifier(BaseSparsifier):
             _with_bias(module, name, self._register(module, name, holder), True)
         return super()._load_mask(info, state)
 
-    # --- taking them off ----------------------------------------------------------------------------------------------------
+    # --- removing masks -----------------------------------------------------------------------------------------------------
 
     def squash_mask(
         self,
@@ -163,25 +165,26 @@ class BaseStructuredSparsifier(BaseSparsifier):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Writes the zeros into weights and biases, which keep their sizes, and takes masks and hooks off."""
+        """Writes the zeros into weights and biases, which keep their sizes, and removes masks and hooks."""
         super().squash_mask(params_to_keep, params_to_keep_per_layer, *args, **kwargs)
         for module in {id(group["module"]): group["module"] for group in self.groups}.values():
-            take_off(module, write=True)
-        _forget_inputs(self.model)
+            remove_masks(module, write=True)
+        _remove_record(self.model)
 
     def prune(self) -> GraphModule | nn.Module:
         """Removes the masked units from the model, in place, and returns it as a `GraphModule` (also as `self.traced`).
 
-        In evaluation mode the result gives what the masked model gave; only units that the model returns itself are no longer
-        among its outputs. Constants that removed units leave behind (a bias, an activation of zero, the shift of a
-        normalisation) go into the biases of the layers that read them. Units that something else needs stay, as zeros; a
-        warning names them, and `self.skipped` says why. Where torch.fx cannot trace the model, the model itself is returned.
-        The model is run for this, on inputs like those it was called with since `prepare`; call it once if it never was and
-        no input can be guessed. Whatever fails leaves the model as it was.
+        In evaluation mode the output equals that of the masked model, except that removed units which the model returns are
+        missing from it. The constant values of removed units (a bias, an activation of zero, the shift of a normalisation) are
+        folded into the biases of the layers that read them. Units that the model still needs stay as zeros; a warning names
+        them, and `self.skipped` gives the reasons. If torch.fx cannot trace the model, the model itself is returned.
+
+        This runs the model, on inputs like those of its first call since `prepare`. If there was none and no input can be
+        guessed, call the model once before. On any error the model is unchanged.
         """
         own = [(p, f) for p, f in self.patterns.items() if getattr(f, "__module__", None) != functions.__name__]
         if own and next(_matches(self.model, own), None) is not None:
-            rehearsal = copy.deepcopy(self.model)  # a function that fails half way has done so on a copy
+            rehearsal = copy.deepcopy(self.model)  # try the functions on a copy first
             _apply(rehearsal, own)
             if masked_modules(rehearsal):
                 self._cut(copy.deepcopy(rehearsal))
@@ -191,10 +194,12 @@ class BaseStructuredSparsifier(BaseSparsifier):
         for module in self.model.modules():
             if module_contains_param(module, FakeStructuredSparsity):
                 raise Exception(f"{module} still contains FakeStructuredSparsity parametrizations")
-        _forget_inputs(self.model)
+        _remove_record(self.model)
         if self.skipped:
             several = "".join(f"\n  {name}: {why}" for name, why in self.skipped.items())
-            warnings.warn(f"prune() could not remove all masked units exactly; what stays is zero:{several}", stacklevel=2)
+            warnings.warn(
+                f"prune() could not remove all masked units exactly; those that stay are zero:{several}", stacklevel=2
+            )
         self.traced = _graph(self.model)
         return self.traced
 
@@ -209,7 +214,7 @@ class BaseStructuredSparsifier(BaseSparsifier):
             if left := masked_modules(one):
                 raise Exception(
                     f"the model still contains FakeStructuredSparsity parametrizations, in {', '.join(left)}: it was not "
-                    "called since prepare(), and no input for it could be guessed. Call it once, then prune(). It is as it was."
+                    "called since prepare(), and no input for it could be guessed. Call it once, then prune(). It is unchanged."
                 )
         return {}
 
@@ -219,18 +224,18 @@ def _parameter_names(module: nn.Module) -> list[str]:
 
 
 def _with_bias(module: nn.Module, name: str, holder: Any, prune_bias: bool) -> Callable[[], None]:
-    """Has the bias that belongs to a weight follow its mask; returns what undoes that."""
+    """Applies the mask of a weight to its bias, and returns a function that undoes that."""
     if isinstance(module, ROWS) and name == "weight":
         hide_bias(module, holder, prune_bias)
         return lambda: restore_bias(module, write=False)
     bias = name.replace("weight", "bias")
     if isinstance(module, nn.RNNBase) and prune_bias and module._parameters.get(bias) is not None and bias != name:
-        register(module, bias, holder)  # the same one: it is one mask
+        register(module, bias, holder)  # both share one mask
         return lambda: unregister(module, bias, holder)
     return lambda: None
 
 
-def _forget_inputs(model: nn.Module) -> None:
+def _remove_record(model: nn.Module) -> None:
     for key, hook in list(model._forward_hooks.items()):
         if isinstance(hook, InputRecord):
             del model._forward_hooks[key]
@@ -240,10 +245,10 @@ def _forget_inputs(model: nn.Module) -> None:
 def _matches(
     model: nn.Module, patterns: Iterable[tuple[Any, Callable[..., None]]]
 ) -> Iterator[tuple[Callable[..., None], list[Any]]]:
-    """Each function with the modules and functions of a chain that begins with a masked layer."""
+    """Yields each function with the modules and functions of a match that begins with a masked layer."""
     try:
         nodes_in_order = list(Tracer().trace(model).nodes)
-    except Exception:  # what cannot be traced has no chains to find
+    except Exception:  # a model that torch.fx cannot trace has no matches
         return
     modules = dict(model.named_modules(remove_duplicate=False))
     for node in nodes_in_order:
@@ -264,7 +269,7 @@ def _apply(model: nn.Module, patterns: list[tuple[Any, Callable[..., None]]]) ->
 
 
 def _graph(model: nn.Module) -> Any:
-    """The model as a GraphModule; itself where that cannot be."""
+    """Returns the model as a GraphModule, or itself if torch.fx cannot trace it."""
     try:
         made = GraphModule(model, Tracer().trace(model), type(model).__name__)
     except Exception:

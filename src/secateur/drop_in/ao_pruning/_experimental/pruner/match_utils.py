@@ -1,4 +1,4 @@
-"""Whether a pattern of modules and functions occurs in a traced graph, and at which nodes."""
+"""Finds patterns of modules and functions in a traced graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["apply_match", "MatchAllNode"]
 
 
 def _match(modules: Mapping[str, nn.Module], node: Any, current: Any) -> bool:
-    """Whether one node is what one element of a pattern says: a module of exactly this type, this function, or this name."""
+    """Returns whether a node matches one element of a pattern: a module of exactly this type, a function, or a name."""
     if isinstance(current, type) and issubclass(current, MatchAllNode):
         return True
     if not isinstance(node, Node):
@@ -29,9 +29,9 @@ def _match(modules: Mapping[str, nn.Module], node: Any, current: Any) -> bool:
 def apply_match(
     modules: Mapping[str, nn.Module], pattern: Any, node: Node, matched_node_pattern: list[Node]
 ) -> list[Node] | None:
-    """The nodes from `node` on that match the pattern, after those matched already; None if they do not.
+    """Returns the matched nodes followed by those from `node` on that match the pattern, or None.
 
-    A node before the last one matches only if nothing else reads it: whatever reads a layer has to change with it.
+    A node before the last one matches only if the next node is its only user, because all users of a layer change with it.
     """
     if not isinstance(pattern, tuple):
         return [node] if _match(modules, node, pattern) else None
@@ -40,5 +40,5 @@ def apply_match(
     matched = [*matched_node_pattern, node]
     if len(pattern) == 1:
         return matched
-    users = [user for user in node.users if user.users or user.op == "output"]  # what nobody reads does not count
+    users = [user for user in node.users if user.users or user.op == "output"]  # ignores nodes whose result is not used
     return apply_match(modules, pattern[1:], users[0], matched) if len(users) == 1 else None

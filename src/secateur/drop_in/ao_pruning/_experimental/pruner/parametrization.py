@@ -1,4 +1,4 @@
-"""The mask of a layer's units: as a parametrization of its weight, and as what happens to its bias meanwhile."""
+"""Masks over the rows of a layer: the parametrization of its weight, and the hook that masks its bias."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from ...sparsifier.utils import module_contains_param, parts, register, squash, 
 
 __all__ = ["FakeStructuredSparsity", "BiasHook", "module_contains_param"]
 
-# Layers whose weight has a row for every output unit, and whose bias is therefore pruned with the rows.
+# Layers with one row of the weight and one entry of the bias for every output unit.
 ROWS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class FakeStructuredSparsity(nn.Module):
-    """A parametrization: the rows of the tensor that the mask has at False are zero.
+    """A parametrization that sets the rows of the tensor to zero where the mask is False.
 
-    The mask is not part of a model's `state_dict` (the pruner saves it), so it is no persistent buffer: a prepared model can
-    load what it saved.
+    The mask is a non-persistent buffer, because the pruner saves it: a prepared model can load its own `state_dict`.
     """
 
     mask: Tensor
@@ -32,16 +31,16 @@ class FakeStructuredSparsity(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not isinstance(self.mask, Tensor):
-            raise AssertionError(f"the mask of a tensor is a tensor, not {self.mask!r}")
+            raise AssertionError(f"the mask must be a tensor, not {self.mask!r}")
         if self.mask.shape[0] != x.shape[0]:
             raise AssertionError(f"the mask has {self.mask.shape[0]} entries and its tensor {x.shape[0]} rows")
         return self.mask.to(x.dtype).reshape(-1, *[1] * (x.dim() - 1)) * x
 
 
 class BiasHook:
-    """Adds the bias of a prepared layer to what it gives, without the entries of pruned rows where `prune_bias` says so.
+    """Adds the bias of a prepared layer to its output, without the entries of pruned rows if `prune_bias` is set.
 
-    The parameter `_bias` keeps all its values and gets its gradient.
+    The parameter `_bias` keeps all its values and receives a gradient.
     """
 
     def __init__(self, parametrization: FakeStructuredSparsity, prune_bias: bool) -> None:
@@ -55,11 +54,11 @@ class BiasHook:
         if self.prune_bias:
             bias = torch.where(self.param.mask.bool(), bias, torch.zeros_like(bias))
         spatial = 0 if isinstance(module, nn.Linear) else len(getattr(module, "kernel_size", ()))
-        return output + bias.reshape(-1, *[1] * spatial).to(output.dtype)  # counted from the end: a batch is not always there
+        return output + bias.reshape(-1, *[1] * spatial).to(output.dtype)  # from the end: there may be no batch
 
 
 def masked_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The mask of every tensor of this module that has one."""
+    """Returns the masks of a module's tensors by name."""
     return {
         name: one.mask
         for name in tensors_parametrized(module)
@@ -69,12 +68,12 @@ def masked_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def masked_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules with masks, by their names."""
+    """Returns the modules that have masks, by name."""
     return {path: module for path, module in model.named_modules() if masked_tensors(module)}
 
 
 def hide_bias(module: nn.Module, holder: FakeStructuredSparsity, prune_bias: bool) -> None:
-    """Puts the bias of a layer out of its forward pass, where it stays a parameter, the same one, and has the hook add it."""
+    """Renames the bias of a layer to `_bias`, the same parameter, and registers a hook that adds it to the output."""
     bias = module._parameters.get("bias")
     if bias is not None:
         module._parameters["bias"] = None
@@ -88,7 +87,7 @@ def bias_hooks(module: nn.Module) -> dict[int, BiasHook]:
 
 
 def restore_bias(module: nn.Module, write: bool = True) -> None:
-    """The bias back in its place, with `write` without the entries that were pruned. Hooks are taken off."""
+    """Undoes `hide_bias`. With `write`, sets the pruned entries of the bias to zero."""
     hooks = bias_hooks(module)
     bias = module._parameters.pop("_bias", None)
     for key, hook in hooks.items():
@@ -98,15 +97,15 @@ def restore_bias(module: nn.Module, write: bool = True) -> None:
     if bias is not None:
         module._parameters["bias"] = bias
     vars(module).pop("prune_bias", None)
-    if {"weight", "bias"} <= module._parameters.keys():  # optimizers and checkpoints go by the order of parameters
+    if {"weight", "bias"} <= module._parameters.keys():  # optimizers and checkpoints depend on the order of parameters
         module._parameters["bias"] = module._parameters.pop("bias")
 
 
-def take_off(module: nn.Module, write: bool, shared: Iterable[int] = ()) -> None:
-    """Takes all masks off a module, with `write` leaving the zeros in its tensors. `shared`: ids of tied parameters."""
+def remove_masks(module: nn.Module, write: bool, shared: Iterable[int] = ()) -> None:
+    """Removes all masks of a module. With `write`, keeps the zeros in its tensors. `shared` are the ids of tied parameters."""
     for name in masked_tensors(module):
         there = parts(module, name)
-        if write and id(there.original) in shared:  # the zeros are of this layer alone
+        if write and id(there.original) in shared:  # a copy, so that only this layer gets the zeros
             there._parameters["original"] = nn.Parameter(there.original.detach().clone(), there.original.requires_grad)
         if write:
             squash(module, name)
@@ -117,15 +116,15 @@ def take_off(module: nn.Module, write: bool, shared: Iterable[int] = ()) -> None
         module._init_flat_weights()
 
 
-class Dress:
-    """The masks and bias hooks of a module, to be put on again after the bare module was changed."""
+class SavedMasks:
+    """The masks and bias hooks of a module, to be restored after the module was changed without them."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.lists = {name: list(parts(module, name)) for name in masked_tensors(module)}
         self.hooks = list(bias_hooks(module).values())
 
-    def put_on(self) -> None:
+    def restore(self) -> None:
         for name, several in self.lists.items():
             for one in several:
                 register(self.module, name, one)

@@ -1,7 +1,7 @@
-"""Functions that remove the masked units of a layer and let the layers after it follow, in place.
+"""Functions that remove the masked units of a layer and adapt the layers that follow it, in place.
 
-`prune` does all this by itself; they are here for patterns of your own. Functions among their arguments are not changed: they
-only say what lies between the layers.
+`prune` does not need them; they are meant for patterns of your own. Activations, pools and other functions among the arguments
+are not changed: they say what lies between the layers.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch import Tensor, nn
 from ...sparsifier.utils import parts
 from ._inputs import find_inputs
 from ._shrink import shrink_
-from .parametrization import bias_hooks, masked_tensors, take_off
+from .parametrization import bias_hooks, masked_tensors, remove_masks
 
-# --- parts, for functions of your own ---------------------------------------------------------------------------------------
+# --- helpers for functions of your own --------------------------------------------------------------------------------------
 
 
 def _remove_bias_handles(module: nn.Module) -> None:
-    """Takes the hooks off that add the bias of a prepared layer."""
+    """Removes the hooks that add the bias of a prepared layer."""
     for key in bias_hooks(module):
         del module._forward_hooks[key]
 
 
 def _get_adjusted_next_layer_bias(next_layer: Any, pruned_biases: Tensor, mask: Tensor) -> nn.Parameter:
-    """The bias of a layer that no longer reads the units that `mask` drops, which were these constants."""
+    """Returns the bias of the next layer after the units that `mask` drops, with these constant values, are removed."""
     if not isinstance(next_layer, nn.Linear | nn.Conv2d):
-        raise NotImplementedError(f"{type(next_layer).__name__} takes no constants; nn.Linear and nn.Conv2d do")
+        raise NotImplementedError(f"{type(next_layer).__name__} is not supported; nn.Linear and nn.Conv2d are")
     masked = "weight" in masked_tensors(next_layer)
     weight: Tensor = parts(next_layer, "weight").original if masked else next_layer.weight
     bias = getattr(next_layer, "_bias", None) if masked else next_layer.bias
@@ -41,7 +41,7 @@ def _get_adjusted_next_layer_bias(next_layer: Any, pruned_biases: Tensor, mask: 
 
 
 def _prune_module_bias(module: Any, mask: Tensor) -> None:
-    """Cuts the bias of a prepared layer down to the rows that stay."""
+    """Keeps the entries of a prepared layer's bias that belong to kept rows."""
     bias = getattr(module, "_bias", None)
     bias = module.bias if bias is None else bias
     if bias is not None:
@@ -51,7 +51,7 @@ def _prune_module_bias(module: Any, mask: Tensor) -> None:
 
 
 def _propagate_module_bias(module: Any, mask: Tensor) -> Tensor | None:
-    """Cuts the bias of a prepared layer, and returns the entries that went; None if it had no bias."""
+    """Cuts the bias of a prepared layer and returns the removed entries, or None if it had no bias."""
     own = getattr(module, "_bias", None)
     gone = None if own is None else own.detach()[~mask]
     bias = own if module.bias is None else module.bias
@@ -65,7 +65,7 @@ def _propagate_module_bias(module: Any, mask: Tensor) -> Tensor | None:
 def _prune_rows(layer: Any) -> Tensor:
     mask = masked_tensors(layer)["weight"].bool()
     bias = layer._parameters.pop("_bias", None)
-    take_off(layer, write=True)
+    remove_masks(layer, write=True)
     with torch.no_grad():
         layer.weight = nn.Parameter(layer.weight[mask], layer.weight.requires_grad)
     if bias is not None:
@@ -74,14 +74,14 @@ def _prune_rows(layer: Any) -> Tensor:
 
 
 def _prune_linear_helper(linear: nn.Linear) -> Tensor:
-    """Cuts the rows of a masked linear layer, all but its bias; returns the mask."""
+    """Cuts the rows of a masked linear layer, except its bias, and returns the mask."""
     mask = _prune_rows(linear)
     linear.out_features = linear.weight.shape[0]
     return mask
 
 
 def _prune_conv2d_helper(conv2d: nn.Conv2d) -> Tensor:
-    """Cuts the filters of a masked convolution, all but its bias; returns the mask."""
+    """Cuts the filters of a masked convolution, except its bias, and returns the mask."""
     mask = _prune_rows(conv2d)
     conv2d.out_channels = conv2d.weight.shape[0]
     return mask
@@ -91,7 +91,7 @@ def _prune_conv2d_helper(conv2d: nn.Conv2d) -> Tensor:
 
 
 class _Function(nn.Module):
-    """A function between layers. What else it was called with is not known: a pool is taken to be one without padding."""
+    """A function between layers as a module. Its other arguments are unknown, so a pool is assumed to have no padding."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def _cut(first: nn.Module, *rest: Any) -> None:
     found = find_inputs(model, None)
     if found is None:
         names = " -> ".join(type(one).__name__ for one in modules)
-        raise RuntimeError(f"{names} does not run on any input that its first layer takes, so it cannot be cut")
+        raise RuntimeError(f"{names} cannot be cut, because it does not run on any of the inputs tried for its first layer")
     for name, why in shrink_(model, *found, only=[first]).items():
         warnings.warn(f"{name.partition('.')[2]} of {first}: {why}", stacklevel=3)
 
@@ -136,8 +136,8 @@ def prune_conv2d(conv2d: nn.Conv2d) -> None:
 
 
 def prune_conv2d_padded(conv2d_1: nn.Conv2d) -> None:
-    """Writes the zeros into the weight, which keeps its size: under zero padding a constant is none."""
-    take_off(conv2d_1, write=True)
+    """Writes the zeros into the weight, which keeps its size: zero padding turns a constant bias into a varying one."""
+    remove_masks(conv2d_1, write=True)
 
 
 def prune_conv2d_conv2d(conv2d_1: nn.Conv2d, conv2d_2: nn.Conv2d) -> None:
@@ -159,7 +159,7 @@ def prune_conv2d_activation_pool_conv2d(c1: nn.Conv2d, activation: Any, pool: An
 def prune_conv2d_pool_flatten_linear(conv2d: nn.Conv2d, pool: nn.Module, flatten: Any, linear: nn.Linear) -> None:
     if linear.in_features % conv2d.out_channels:
         raise AssertionError(
-            f"the linear layer reads {linear.in_features} features, no multiple of the {conv2d.out_channels} channels before it"
+            f"the linear layer has {linear.in_features} features, no multiple of the {conv2d.out_channels} channels before it"
         )
     _cut(conv2d, pool, flatten or torch.flatten, linear)
 
@@ -169,5 +169,5 @@ def prune_lstm_output_linear(lstm: nn.LSTM, getitem: Any, linear: nn.Linear) -> 
 
 
 def prune_lstm_output_layernorm_linear(lstm: nn.LSTM, getitem: Any, layernorm: nn.LayerNorm | None, linear: nn.Linear) -> None:
-    """Cuts hidden units. With a layer norm over them that is not exact, as it is not in torch: a warning says so."""
+    """Cuts hidden units. With a layer norm the result is not exact, as in torch, and a warning says so."""
     _cut(lstm, operator.getitem, layernorm, linear)

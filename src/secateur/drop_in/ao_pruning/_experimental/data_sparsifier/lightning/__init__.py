@@ -1,1 +1,1 @@
-"""Lightning callbacks for data sparsifiers. Nothing here is imported unless asked for."""
+"""Lightning callbacks for data sparsifiers. The rest of the package does not import them."""

@@ -11,17 +11,17 @@ from ._data_sparstity_utils import _attach_model_to_data_sparsifier, _log_sparsi
 
 try:
     from pytorch_lightning import Callback  # type: ignore[import-not-found]
-except ImportError:  # the same code under its newer name
+except ImportError:  # the same package under its newer name
     from lightning.pytorch import Callback  # type: ignore[import-not-found]
 
 
-class PostTrainingDataSparsity(Callback):  # type: ignore[misc]  # one of two classes
-    """Sparsifies a copy of `pl_module.model` when the fit is over; the model itself is left alone.
+class PostTrainingDataSparsity(Callback):  # type: ignore[misc]  # one of two base classes
+    """Sparsifies a copy of `pl_module.model` at the end of the fit. The model itself does not change.
 
-    The copy is `sparsified`, and the sparsifier that made it `data_sparsifier`.
+    The copy is the attribute `sparsified`, and its sparsifier is `data_sparsifier`.
 
     Args:
-        data_sparsifier_class: the class of the data sparsifier, which is made when it is needed.
+        data_sparsifier_class: the class of the data sparsifier, which is created at the end of the fit.
         data_sparsifier_args: its arguments, without `data_list`.
     """
 
@@ -42,14 +42,15 @@ class PostTrainingDataSparsity(Callback):  # type: ignore[misc]  # one of two cl
 
 
 class TrainingAwareDataSparsity(Callback):  # type: ignore[misc]
-    """After every epoch, sparsifies a fresh copy of `pl_module.model` at the level that a scheduler has reached.
+    """Sparsifies a new copy of `pl_module.model` after every epoch, at the current level of a scheduler.
 
-    The model that is trained is left alone. The last copy is `sparsified`; its zeros are in its weights when training is over.
+    The model in training does not change. The last copy is the attribute `sparsified`; at the end of training the zeros are
+    written into its weights.
 
     Args:
-        data_sparsifier_class: the class of the data sparsifier, which is made when training starts.
+        data_sparsifier_class: the class of the data sparsifier, which is created when training starts.
         data_sparsifier_args: its arguments, without `data_list`.
-        data_scheduler_class: the class of the data scheduler, made at the same time.
+        data_scheduler_class: the class of the data scheduler, which is created when training starts.
         data_scheduler_args: its arguments, without `data_sparsifier`.
     """
 
@@ -84,7 +85,7 @@ class TrainingAwareDataSparsity(Callback):  # type: ignore[misc]
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self.sparsified = _copy_of_model(pl_module)
-        _attach_model_to_data_sparsifier(self.sparsified, self.data_sparsifier)  # masks and levels stay
+        _attach_model_to_data_sparsifier(self.sparsified, self.data_sparsifier)  # keeps masks and levels
         self.data_sparsifier.step()
         self.data_scheduler.step()
         self.data_sparsifier_state_dict = self.data_sparsifier.state_dict()
@@ -96,5 +97,5 @@ class TrainingAwareDataSparsity(Callback):  # type: ignore[misc]
 def _copy_of_model(pl_module: Any) -> nn.Module:
     model = getattr(pl_module, "model", None)
     if model is None:
-        raise AttributeError(f"{type(pl_module).__name__} has no `model`; keep the network to sparsify in `self.model`")
+        raise AttributeError(f"{type(pl_module).__name__} has no `model`; store the network to sparsify in `self.model`")
     return deepcopy(model)

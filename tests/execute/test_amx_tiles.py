@@ -1,4 +1,4 @@
-"""Tiles of bfloat16: where the CPU has no tile registers, the kernel still runs, with their instructions done in Python."""
+"""The format `amx_tiles`. On a CPU without AMX, its kernel runs with the tile instructions emulated in Python."""
 
 import ctypes
 from pathlib import Path
@@ -7,9 +7,9 @@ import pytest
 import torch
 from llvmlite import ir
 
-from secateur.execute import mosaic
+from secateur.execute import amx_tiles
+from secateur.execute.native import amx_tiles as kernels
 from secateur.execute.native import build
-from secateur.execute.native import mosaic as kernels
 from secateur.execute.native.emit import I64, Value
 
 from .patterns import pruned
@@ -19,7 +19,7 @@ AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi2"
 
 
 class Registers:
-    """Eight tiles of 16 lines of 64 bytes, and what the instructions do with them."""
+    """Emulates the tile registers: eight tiles of 16 lines with 64 bytes, and their instructions."""
 
     def __init__(self) -> None:
         self.tiles = torch.zeros(8, 16, 64, dtype=torch.uint8)
@@ -46,7 +46,7 @@ class Registers:
             ctypes.memmove(place + i * stride, self.tiles[tile, i].data_ptr(), 64)
 
     def tdpbf16ps(self, total: int, left: int, right: int) -> None:
-        """[row][column] += pairs of the row on the left times pairs of the column on the right."""
+        """Adds the products of bfloat16 pairs to the sums: [row][column] += pairs of the row times pairs of the column."""
         rows = self.tiles[left].view(torch.bfloat16).float()
         columns = self.tiles[right].view(torch.bfloat16).view(16, 16, 2).transpose(0, 1).reshape(16, 32).float()
         self.tiles[total].view(torch.float32).add_(rows @ columns.t())
@@ -71,7 +71,7 @@ def registers(monkeypatch, tmp_path):
         code.builder.call(code.builder.inttoptr(address, kind), raw)
 
     cpu, features = build.target()
-    build._target_machine()  # stays that of this CPU
+    build._target_machine()  # cached, so that code is still compiled for this CPU
     monkeypatch.setattr(kernels, "_tile", in_python)
     monkeypatch.setattr(build, "target", lambda: (cpu, features | AVX512))
     monkeypatch.setattr(build, "has_tiles", lambda: True)
@@ -87,19 +87,19 @@ def registers(monkeypatch, tmp_path):
         (1, 1, 1, "1x1", 0.0),
         (16, 32, 16, "1x1", 0.5),
         (17, 33, 5, "1x1", 0.5),
-        (64, 64, 64, "1x1", 1.0),  # no tile at all
-        (272, 300, 33, "16x16", 0.8),  # more than one piece, with some panels of the last; tiles that are not there
-        (40, 520, 130, "2:4", 0.5),  # three blocks of columns; all sizes of groups of tiles
+        (64, 64, 64, "1x1", 1.0),  # every tile is zero
+        (272, 300, 33, "16x16", 0.8),  # two pieces, the last with few panels; zero tiles
+        (40, 520, 130, "2:4", 0.5),  # three blocks of columns; groups of 4, 2 and 1 input tiles
         (20, 64, 600, "1x1", 0.8),  # two strips of inputs
     ],
 )
 def test_kernel_computes_what_dense_does(registers, rows, columns, batch, pattern, sparsity):
     matrix = pruned(rows, columns, pattern, sparsity, torch.bfloat16, 0)
-    packed = mosaic.MOSAIC.pack(matrix, ())
+    packed = amx_tiles.AMX_TILES.pack(matrix, ())
     wide = torch.randn(batch, columns + 3).bfloat16()
     for x in (wide[:, :columns], wide[:, 3:].contiguous(), wide.t().contiguous().t()[:, :columns]):
         for bias in (None, torch.randn(rows).bfloat16(), torch.randn(rows)):
-            y = mosaic.MOSAIC.linear(x, packed, bias, rows, ())
+            y = amx_tiles.AMX_TILES.linear(x, packed, bias, rows, ())
             assert y.shape == (batch, rows)
             assert y.dtype == torch.bfloat16
             assert near(y, x, matrix, bias, torch.bfloat16)
@@ -108,22 +108,22 @@ def test_kernel_computes_what_dense_does(registers, rows, columns, batch, patter
 
 
 def test_results_are_rounded_as_torch_rounds_them(registers):
-    """One weight of one to each row, so that what comes out is what went in, plus a bias that takes it between two halves."""
+    """With an identity matrix the result is the input plus a bias, chosen so that the sum lies between two bfloat16."""
     x = torch.randn(16, 32).bfloat16()
     x[0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
     bias = torch.randn(32) * 1e-2
-    y = mosaic.MOSAIC.linear(x[1:], mosaic.MOSAIC.pack(torch.eye(32).bfloat16(), ()), bias, 32, ())
+    y = amx_tiles.AMX_TILES.linear(x[1:], amx_tiles.AMX_TILES.pack(torch.eye(32).bfloat16(), ()), bias, 32, ())
     assert torch.equal(y, (x[1:].float() + bias).bfloat16())
-    y = mosaic.MOSAIC.linear(x[:1], mosaic.MOSAIC.pack(torch.eye(1, 32).bfloat16(), ()), None, 1, ())
+    y = amx_tiles.AMX_TILES.linear(x[:1], amx_tiles.AMX_TILES.pack(torch.eye(1, 32).bfloat16(), ()), None, 1, ())
     assert y.isnan().all()
 
 
 def test_tiles_that_are_empty_are_not_stored():
     matrix = torch.zeros(64, 128, dtype=torch.bfloat16)
     matrix[16:32, 32:64] = 1
-    values, masks, index, counts, starts = mosaic.MOSAIC.pack(matrix, ())
+    values, masks, index, counts, starts = amx_tiles.AMX_TILES.pack(matrix, ())
     assert values.numel() == 16 * 32
-    assert masks.numel() == (1 + mosaic.LEAD) * 64
+    assert masks.numel() == (1 + amx_tiles.LEAD) * 64
     assert index.tolist() == [1]
     assert counts.tolist() == [0, 1] + [0] * 14
     assert starts.tolist() == [0, 0]
@@ -136,7 +136,7 @@ def test_kernel_is_made_of_tile_instructions(monkeypatch):
     for each in (build.target, build._target_machine):
         each.cache_clear()
     try:
-        text = build.assembly(kernels.multiply("k", build.target()[1], mosaic.RING, mosaic.LEAD))
+        text = build.assembly(kernels.multiply("k", build.target()[1], amx_tiles.RING, amx_tiles.LEAD))
     finally:
         monkeypatch.undo()
         for each in (build.target, build._target_machine):
@@ -146,16 +146,16 @@ def test_kernel_is_made_of_tile_instructions(monkeypatch):
 
 def test_process_without_tile_registers_does_without(monkeypatch):
     layer = torch.randn(32, 64).bfloat16()
-    packed = mosaic.MOSAIC.pack(layer, ())
+    packed = amx_tiles.AMX_TILES.pack(layer, ())
     monkeypatch.setattr(build, "has_tiles", lambda: False)
     x = torch.randn(8, 64).bfloat16()
-    assert mosaic.MOSAIC.linear(x, packed, None, 32, ()) is None
-    y = torch.ops.secateur.linear(x, list(packed), None, "mosaic", 32, 64, [])
+    assert amx_tiles.AMX_TILES.linear(x, packed, None, 32, ()) is None
+    y = torch.ops.secateur.linear(x, list(packed), None, "amx_tiles", 32, 64, [])
     torch.testing.assert_close(y, x @ layer.t())
 
 
 def test_the_system_is_asked_whatever_somebody_says_that_the_cpu_is(monkeypatch):
-    """An instruction that is not there would end the process."""
+    """An unsupported instruction would end the process."""
     if not build.has("avx2") or not Path("/proc/cpuinfo").exists():
         pytest.skip("not an x86 with Linux")
     cpu, _ = build.target()

@@ -1,7 +1,7 @@
-"""cuSPARSELt, called directly with plans that are kept.
+"""Calls cuSPARSELt directly through ctypes, with cached plans.
 
-torch's own call makes a new plan each time, which takes the host longer than the GPU takes for a thousand tokens. The functions
-and constants are those of NVIDIA's header, from version 0.6 on.
+torch's own call creates a plan each time, which takes the host longer than the GPU needs for a thousand tokens. Functions and
+constants are those of NVIDIA's header `cusparseLt.h`, version 0.6 and later.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from torch import Tensor
 FIRST_VERSION = 600
 _ROW, _COLUMN, _PLAIN, _TRANSPOSED, _SUMS_FLOAT32 = 2, 1, 0, 1, 2
 _BFLOAT16 = 14
-_BIAS = 8  # the attribute of a product that holds the address of the bias
-_PLANS: dict[tuple[Any, ...], Plan] = {}
-_ROOMS: dict[tuple[int, int], Tensor] = {}
+_BIAS = 8  # the matmul attribute that holds the address of the bias
+_PLANS: dict[tuple[Any, ...], MatmulPlan] = {}
+_WORKSPACES: dict[tuple[int, int], Tensor] = {}
 
 
 @cache
 def library() -> Any:
-    """The library, which torch has loaded; None where it is not there or too old."""
+    """Returns the library, which torch has loaded, or None if it is missing or too old."""
     if not torch.backends.cusparselt.is_available() or (torch.backends.cusparselt.version() or 0) < FIRST_VERSION:
         return None
     try:
-        return ctypes.PyDLL("libcusparseLt.so.0")  # which keeps the lock: a handle is not for several threads at once
+        return ctypes.PyDLL("libcusparseLt.so.0")  # PyDLL keeps the GIL: two threads must not use a handle at once
     except OSError:
         return None
 
 
 class Opaque(ctypes.Structure):
-    """Room for any of the library's structures, which differ in size from version to version."""
+    """Memory for any of the library's structures, whose sizes differ between versions."""
 
     _fields_ = (("data", ctypes.c_uint64 * 2048),)
 
 
 def _check(status: int, what: str) -> None:
     if status:
-        raise RuntimeError(f"cuSPARSELt: {what} failed with status {status}")
+        raise RuntimeError(f"cuSPARSELt failed with status {status} while {what}")
 
 
 @cache
 def _handle(device: int) -> Opaque:
     handle = Opaque()
-    _check(library().cusparseLtInit(byref(handle)), "the start")
+    _check(library().cusparseLtInit(byref(handle)), "initializing the library")
     return handle
 
 
-class Plan:
-    """One product of given sizes: y [tokens, rows] = x [tokens, columns] times the packed matrix, transposed, plus the bias."""
+class MatmulPlan:
+    """The library's plan for one product of given sizes: y [tokens, rows] = x [tokens, columns] @ matrix.T + bias."""
 
     def __init__(self, rows: int, columns: int, tokens: int, bias: Tensor | None, device: int):
         lib, kind = library(), _BFLOAT16
@@ -63,70 +63,76 @@ class Plan:
         inputs = [of(size) for of, size in zip(sizes, (tokens, columns, columns))]
         result = [of(size) for of, size in zip(sizes, (rows, tokens, rows))]
         align = c_uint32(16)
-        _check(lib.cusparseLtStructuredDescriptorInit(h, byref(self.sparse), *matrix, align, kind, _ROW, 0), "the matrix")
-        _check(lib.cusparseLtDenseDescriptorInit(h, byref(self.dense), *inputs, align, kind, _ROW), "the inputs")
-        _check(lib.cusparseLtDenseDescriptorInit(h, byref(self.out), *result, align, kind, _COLUMN), "the result")
+        _check(
+            lib.cusparseLtStructuredDescriptorInit(h, byref(self.sparse), *matrix, align, kind, _ROW, 0),
+            "describing the weight",
+        )
+        _check(lib.cusparseLtDenseDescriptorInit(h, byref(self.dense), *inputs, align, kind, _ROW), "describing the inputs")
+        _check(lib.cusparseLtDenseDescriptorInit(h, byref(self.out), *result, align, kind, _COLUMN), "describing the result")
         parts = (byref(self.sparse), byref(self.dense), byref(self.out), byref(self.out))
         _check(
             lib.cusparseLtMatmulDescriptorInit(h, byref(self.product), _PLAIN, _TRANSPOSED, *parts, _SUMS_FLOAT32),
-            "the product",
+            "describing the product",
         )
         if bias is not None:
             address = c_void_p(bias.data_ptr())
             args = (h, byref(self.product), c_int(_BIAS), byref(address), c_size_t(8))
-            _check(lib.cusparseLtMatmulDescSetAttribute(*args), "the bias")
-        _check(lib.cusparseLtMatmulAlgSelectionInit(h, byref(self.choice), byref(self.product), 0), "the choice")
-        _check(lib.cusparseLtMatmulPlanInit(h, byref(self.plan), byref(self.product), byref(self.choice)), "the plan")
+            _check(lib.cusparseLtMatmulDescSetAttribute(*args), "setting the bias")
+        _check(lib.cusparseLtMatmulAlgSelectionInit(h, byref(self.choice), byref(self.product), 0), "selecting a kernel")
+        _check(lib.cusparseLtMatmulPlanInit(h, byref(self.plan), byref(self.product), byref(self.choice)), "creating the plan")
         self.one, self.zero, self.size = c_float(1.0), c_float(0.0), c_size_t(0)
-        self._measure_room()
-        # Addresses as plain numbers, made once: a call should cost the host little.
+        self._query_workspace()
+        # Addresses are computed once, to keep the host's work per call small.
         self.stream = c_void_p()
         self.before = tuple(ctypes.addressof(each) for each in (self.handle, self.plan, self.one))
         self.after, self.where = ctypes.addressof(self.zero), ctypes.addressof(self.stream)
         self.matmul = lib.cusparseLtMatmul
         self.matmul.argtypes = lib.cusparseLtMatmulSearch.argtypes = [c_void_p] * 10 + [c_int]
 
-    def _measure_room(self) -> None:
-        _check(library().cusparseLtMatmulGetWorkspace(byref(self.handle), byref(self.plan), byref(self.size)), "the workspace")
+    def _query_workspace(self) -> None:
+        _check(
+            library().cusparseLtMatmulGetWorkspace(byref(self.handle), byref(self.plan), byref(self.size)),
+            "sizing the workspace",
+        )
 
     def search(self, x: Tensor, packed: Tensor, y: Tensor) -> None:
-        """Try the library's kernels on these tensors and keep the fastest."""
+        """Lets the library measure its kernels on these tensors and choose the fastest."""
         self._call(library().cusparseLtMatmulSearch, x, packed, y)
-        self._measure_room()
+        self._query_workspace()
 
     def run(self, x: Tensor, packed: Tensor, y: Tensor) -> None:
         self._call(self.matmul, x, packed, y)
 
     def _call(self, function: Any, x: Tensor, packed: Tensor, y: Tensor) -> None:
         self.stream.value = stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-        spare, out = self._room(x, stream), y.data_ptr()
-        room = None if spare is None else spare.data_ptr()
-        status = function(*self.before, packed.data_ptr(), x.data_ptr(), self.after, out, out, room, self.where, 1)
-        _check(status, "the product")
+        memory, out = self._workspace(x, stream), y.data_ptr()
+        workspace = None if memory is None else memory.data_ptr()
+        status = function(*self.before, packed.data_ptr(), x.data_ptr(), self.after, out, out, workspace, self.where, 1)
+        _check(status, "computing the product")
 
-    def _room(self, x: Tensor, stream: int) -> Tensor | None:
-        """Memory to work in: one for each stream, whose calls follow each other; a graph gets its own."""
+    def _workspace(self, x: Tensor, stream: int) -> Tensor | None:
+        """Returns working memory. Calls on one stream run one after the other and share it; a CUDA graph gets its own."""
         size = self.size.value
         if not size or torch.cuda.is_current_stream_capturing():
             return x.new_empty(size, dtype=torch.uint8) if size else None
-        held = _ROOMS.get((x.device.index, stream))
+        held = _WORKSPACES.get((x.device.index, stream))
         if held is None or held.numel() < size:
-            held = _ROOMS[x.device.index, stream] = x.new_empty(size, dtype=torch.uint8)
+            held = _WORKSPACES[x.device.index, stream] = x.new_empty(size, dtype=torch.uint8)
         return held
 
 
 def needed(rows: int, columns: int) -> int:
-    """Bytes that the library takes for a packed matrix of this size."""
+    """Returns how many bytes the library needs for a packed matrix of this size."""
     lib, matrix, size, more = library(), Opaque(), c_size_t(0), c_size_t(0)
     h = byref(_handle(torch.cuda.current_device()))
     sizes = (c_int64(rows), c_int64(columns), c_int64(columns), c_uint32(16))
-    _check(lib.cusparseLtStructuredDescriptorInit(h, byref(matrix), *sizes, _BFLOAT16, _ROW, 0), "the matrix")
-    _check(lib.cusparseLtSpMMACompressedSize2(h, byref(matrix), byref(size), byref(more)), "the size")
+    _check(lib.cusparseLtStructuredDescriptorInit(h, byref(matrix), *sizes, _BFLOAT16, _ROW, 0), "describing the weight")
+    _check(lib.cusparseLtSpMMACompressedSize2(h, byref(matrix), byref(size), byref(more)), "querying the packed size")
     return size.value
 
 
 def product(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """x [tokens, columns], bfloat16, contiguous; `packed` as `torch._cslt_compress` gives it."""
+    """Returns x @ matrix.T + bias for a contiguous bfloat16 x [tokens, columns] and the result of `torch._cslt_compress`."""
     tokens, columns = x.shape
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     key = (rows, columns, tokens, x.device.index, 0 if bias is None else bias.data_ptr())
@@ -134,7 +140,7 @@ def product(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor
     if plan is None:
         if len(_PLANS) >= 512:
             _PLANS.clear()
-        plan = Plan(rows, columns, tokens, bias, x.device.index or 0)
+        plan = MatmulPlan(rows, columns, tokens, bias, x.device.index or 0)
         if not torch.cuda.is_current_stream_capturing():
             plan.search(x, packed, y)
             _PLANS[key] = plan

@@ -1,7 +1,8 @@
-"""Tiles for CPUs that multiply whole tiles of bfloat16 at once (AMX): 16 rows by 32 columns, a bit for each weight, and values.
+"""The format `amx_tiles`: bfloat16 in any pattern, for CPUs with AMX, which multiply tiles of 16 rows by 32 columns.
 
-Any pattern: tiles without a weight are left out, so that blocks cost what is in them. Eight tiles side by side make a block
-of columns, sixteen panels of 16 rows a piece of work. Tiles are in the order in which the kernel reads them.
+A tile is stored as one bit per weight and the nonzero values; tiles that are all zero are not stored. Eight tiles side by side
+form a block of columns, and sixteen panels of 16 rows form a piece of work. Tiles are stored in the order in which the kernel
+reads them.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .find import Zeros, pack_bits, unpack_bits
-from .formats import Buffers, Format, Options, Use, register
+from ..masks import pack_bits, unpack_bits
+from .find import Zeros
+from .formats import Buffers, Format, FormatOptions, Use, register
 from .native import build
 from .tiled import as_float, no_bias, scratch
 
 SIDE, WIDE = 16, 32  # rows and columns of a tile
-PANELS, TILES = 16, 8  # of a piece of work, of a block of columns
-RING, LEAD = 16, 2  # tiles that the kernel spreads out at a time, and that it reads ahead: at the end, empty ones are there
-STRIP, SHORT = 512, 64  # rows of input that meet one piece of work, at most, and at least where there are more
-# What the registers hold: eight tiles of 16 lines of 64 bytes.
+PANELS, TILES = 16, 8  # panels of a piece of work, tiles of a block of columns
+RING, LEAD = 16, 2  # tiles in the kernel's ring of expanded tiles, and tiles that it reads ahead (padded at the end)
+STRIP, SHORT = 512, 64  # largest and smallest number of input rows for one piece of work
+# The configuration of the tile registers: eight registers of 16 rows with 64 bytes.
 CONFIG = (ctypes.c_uint8 * 64)(1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[SIDE] * 8)
 
 
@@ -35,11 +37,11 @@ def _fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
 
 
 def _counts(rows: int, columns: int) -> tuple[int, int]:
-    """Pieces of rows and blocks of columns."""
+    """Returns the number of pieces of work and of blocks of columns."""
     return -(-rows // (SIDE * PANELS)), -(-columns // (WIDE * TILES))
 
 
-def _pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
+def _pack(matrix: Tensor, options: FormatOptions) -> tuple[Tensor, ...]:
     (rows, columns), (pieces, blocks) = matrix.shape, _counts(*matrix.shape)
     whole = F.pad(matrix, (0, blocks * TILES * WIDE - columns, 0, pieces * PANELS * SIDE - rows))
     tiles = whole.view(pieces, PANELS, SIDE, blocks, TILES, WIDE // 2, 2).permute(0, 3, 1, 4, 5, 2, 6)
@@ -53,7 +55,7 @@ def _pack(matrix: Tensor, options: Options) -> tuple[Tensor, ...]:
     return tiles[kept], F.pad(masks, (0, 0, 0, LEAD)).flatten(), index, counts.to(torch.uint8), starts
 
 
-def _unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tensor:
+def _unpack(buffers: Buffers, rows: int, columns: int, options: FormatOptions) -> Tensor:
     values, masks, index, counts, _ = buffers
     pieces, blocks = _counts(rows, columns)
     tiles = values.new_zeros(len(counts) * TILES, SIDE * WIDE)
@@ -66,7 +68,8 @@ def _unpack(buffers: Buffers, rows: int, columns: int, options: Options) -> Tens
 
 @lru_cache(maxsize=1024)
 def _plan(batch: int, rows: int, columns: int, threads: int) -> tuple[int, int, int, int]:
-    """Rows of x as they are laid out, rows of a strip, and floats of memory: for the inputs, and for each thread."""
+    """Returns the padded number of input rows, the input rows of a strip, and the floats of scratch memory for the inputs and
+    for each thread."""
     pieces, blocks = _counts(rows, columns)
     lines = -(-batch // SIDE) * SIDE
     strips = max(-(-lines // STRIP), min(-(-2 * threads // pieces) if threads > 1 else 1, -(-lines // SHORT)))
@@ -74,7 +77,7 @@ def _plan(batch: int, rows: int, columns: int, threads: int) -> tuple[int, int, 
     return lines, strip, lines * blocks * TILES * SIDE, (RING * SIDE + PANELS * strip) * SIDE
 
 
-def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: Options) -> Tensor | None:
+def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions) -> Tensor | None:
     here = x.is_cpu and buffers[0].is_cpu and x.dtype == buffers[0].dtype == torch.bfloat16
     if not here or not build.has_tiles():
         return None
@@ -87,8 +90,8 @@ def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options
     seen = (ctypes.addressof(CONFIG), x.data_ptr(), x.stride(0) * 2, batch, columns, memory)
     matrix = (rows, -(-rows // SIDE), PANELS, _counts(rows, columns)[1], TILES, *held, extra.data_ptr())
     work = (y.data_ptr(), memory + inputs * 4, room * 4, strip, -(-lines // strip))
-    build.run_in_steps(build.kernel("mosaic.multiply", RING, LEAD), (*seen, *matrix, *work), threads)
+    build.run_in_steps(build.kernel("amx_tiles.multiply", RING, LEAD), (*seen, *matrix, *work), threads)
     return y
 
 
-MOSAIC = register(Format("mosaic", ("values", "masks", "index", "counts", "starts"), _fits, _pack, _unpack, _linear))
+AMX_TILES = register(Format("amx_tiles", ("values", "masks", "index", "counts", "starts"), _fits, _pack, _unpack, _linear))

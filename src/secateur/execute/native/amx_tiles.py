@@ -1,8 +1,8 @@
-"""The product on tile registers (AMX): 16 rows of inputs times 16 rows of weights, 32 columns of bfloat16 at a time.
+"""The kernel of the format `amx_tiles`: 16 input rows times 16 weight rows, 32 columns of bfloat16 at a time, on AMX registers.
 
-Weights come as tiles of 16 rows by 32 columns, in the layout of the register: 16 lines, one for each pair of columns, of 32
-halves. Tiles that are all zero are not there; of the others, a bit for each weight and the values. Those of a few tiles side
-by side are spread out in the first-level cache, where they meet all rows of input.
+A tile of weights has 16 rows and 32 columns and is laid out as the register expects: 16 lines, one for each pair of columns,
+of 32 bfloat16. Tiles that are all zero are not stored; of the others, one bit per weight and the values are. The kernel expands
+a few tiles at a time in the L1 cache and multiplies them with all input rows.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from llvmlite import ir
 from .emit import I1, I8, I16, I32, I64, Code, Value, Variable
 
 SIDE, LINE, TILE = 16, 64, 1024  # rows of a tile; bytes of a line, and of a tile
-GROUPS = (4, 2, 1)  # tiles of inputs that meet one tile of weights while it is in its register
-SUMS, SEEN, WEIGHTS = (0, 1, 2, 3), (4, 5), 6  # the registers
+GROUPS = (4, 2, 1)  # input tiles that are multiplied with one tile of weights while it is in its register
+SUMS, SEEN, WEIGHTS = (0, 1, 2, 3), (4, 5), 6  # register numbers
 
 
 def _tile(code: Code, name: str, *arguments: int | Value) -> None:
-    """An instruction on tile registers, which go by number."""
+    """Emits an instruction on tile registers, which are given by number."""
     given = [each if isinstance(each, Value) else Value(code, ir.Constant(I8, each)) for each in arguments]
     code.call(f"llvm.x86.{name}", ir.VoidType(), *given)
 
@@ -29,7 +29,7 @@ def _move(code: Code, name: str, register: int, place: Value) -> None:
 
 
 def _lay_out(code: Code, counter: Value, x: Value, stride: Value, batch: Value, columns: Value, packed: Value) -> None:
-    """x [batch, columns] to [tile of columns][row][32], a line of the cache each; zeros fill up both."""
+    """Repacks x [batch, columns] as [tile of columns][row][32], where 32 bfloat16 are a cache line. Zeros pad both sides."""
     whole, tiles = columns // 32, (columns + 31) // 32
     rows = (batch + (SIDE - 1)) // SIDE * SIDE
 
@@ -53,9 +53,11 @@ def _lay_out(code: Code, counter: Value, x: Value, stride: Value, batch: Value, 
 
 
 class _Weights:
-    """The tiles of weights of a piece, spread out ahead of their use: bits and values are read, and memory is waited for, while
-    the tile registers multiply. `lead` tiles ahead, since what was just written is slow to load. The last few stay, in a ring
-    of `size` tiles in the first-level cache."""
+    """The weight tiles of a piece of work, expanded into a ring of `size` tiles in the L1 cache.
+
+    Tiles are expanded `lead` tiles ahead of their use, so that reading bits and values overlaps with the multiplications and
+    no tile is loaded right after it was written, which is slow.
+    """
 
     def __init__(self, code: Code, ring: Value, size: int, lead: int, values: Value, masks: Value):
         self.code, self.ring, self.size, self.lead = code, ring, size, lead
@@ -67,7 +69,7 @@ class _Weights:
         return self.ring + slot % self.size * TILE
 
     def spread(self) -> None:
-        """The next tile, from its bits and values."""
+        """Expands the next tile from its bits and values."""
         code, to, masks = self.code, self.place(self.slot.get()), self.masks.get()
         for number in range(SIDE):
             mask, at = code.load(masks + 4 * number, I32), self.at.get()
@@ -80,8 +82,10 @@ class _Weights:
 def _multiply(
     code: Code, group: int, weights: _Weights, first: Value, tiles: Value, index: Value, seen: Value, skip: Value, ahead: bool
 ) -> None:
-    """sums += inputs times weights, for `group` tiles of inputs and the tiles of weights from `first` on. The first group that
-    meets them spreads out the tile after each."""
+    """Adds inputs times weights to the sums, for `group` input tiles and the weight tiles from `first` on.
+
+    With `ahead`, one further weight tile is expanded after each product.
+    """
     with code.loop(0, tiles) as t:
         _move(code, "tileloadd64", WEIGHTS, weights.place(first + t))
         inputs = seen + code.widen(code.load(index + t, I8), I64) * skip
@@ -93,10 +97,11 @@ def _multiply(
 
 
 def multiply(name: str, features: frozenset[str], size: int, lead: int) -> str:
-    """x times the matrix, plus bias: y [batch, rows], all bfloat16; sums are float32.
+    """Generates the kernel for y [batch, rows] = x @ matrix.T + bias in bfloat16, with float32 sums.
 
-    A piece is some panels of 16 rows of the matrix and a block of rows of x. `counts` has the tiles of each panel in each
-    block of columns, `index` the place of each in its block, `starts` where the panels of a piece begin.
+    A piece of work is up to 16 panels of 16 matrix rows and a strip of input rows. `counts` holds the number of tiles of each
+    panel in each block of columns, `index` the place of each tile in its block, and `starts` where the values and the tiles of
+    a piece begin.
     """
     code = Code(name, features)
     config, x, stride, batch, columns, packed = (code.argument(4 + i) for i in range(6))
@@ -108,7 +113,7 @@ def multiply(name: str, features: frozenset[str], size: int, lead: int) -> str:
     _tile(code, "ldtilecfg", code.pointer(config))
     ring = scratch + code.take(code.argument_address(0)) * scratch_size
     sums = ring + size * TILE
-    lines = (batch + (SIDE - 1)) // SIDE * SIDE  # of inputs as they are laid out
+    lines = (batch + (SIDE - 1)) // SIDE * SIDE  # padded number of input rows
     pieces = (panels + together - 1) // together
     with code.pieces(code.argument_address(2), pieces * strips) as piece:
         own, first = piece // strips, piece % strips * strip
@@ -138,7 +143,7 @@ def _all_rows(
     into: Value,
     height: Value,
 ) -> None:
-    """The tiles of one panel times all rows of a strip, added to its sums; the `first` begin them."""
+    """Adds the tiles of one panel times all rows of a strip to its sums; with `first`, the sums start at zero."""
     begin: Value = code.number(0)
     mine = weights.slot.get() - weights.lead
     for group in GROUPS:
@@ -167,7 +172,7 @@ def _all_rows(
 def _finish(
     code: Code, sums: Value, panel: Value, first: Value, batch: Value, rows: Value, bias: Value, y: Value, height: Value
 ) -> None:
-    """Sums [row][16] plus bias to y, as halves."""
+    """Adds the bias to sums [row][16] and writes them to y as bfloat16."""
     column = panel * SIDE
     extra = code.load(bias + column * 4, code.vector(SIDE))
     with code.loop(0, code.least(height, batch - first)) as row:
@@ -184,7 +189,7 @@ def _finish(
 
 
 def _nearest_halves(code: Code, numbers: Value) -> Value:
-    """The upper halves of floats, rounded to the nearest, to even in between. NaN stays: a bit is set that is not cut off."""
+    """Rounds float32 to bfloat16, to nearest even. NaN stays NaN, because a bit in its upper half is set."""
     bits = code.cast(numbers, code.vector(SIDE, I32))
     rounded = bits + (bits >> 16 & 1) + 0x7FFF
     no_number = Value(code, code.builder.fcmp_unordered("uno", numbers.raw, numbers.raw))
