@@ -1,4 +1,4 @@
-"""Hugging Face models: what stays uniform loads with plain from_pretrained, what does not is said."""
+"""Hugging Face models: from_pretrained loads what a config can describe; for the others `save` returns the reason."""
 
 import json
 
@@ -52,7 +52,7 @@ def test_a_shrunk_model_with_uniform_layers_loads_with_plain_from_pretrained(tmp
 
 
 def test_sizes_that_follow_from_others_are_found_too(tmp_path):
-    """`n_inner` is None in the config: four times the width, until it is cut."""
+    """`n_inner` is None in the config, which means four times the width; after the cut it needs a value."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99, bos_token_id=1, eos_token_id=2)
     model = transformers.GPT2LMHeadModel(config).eval()
@@ -80,14 +80,14 @@ def test_a_packed_model_is_said_to_need_ours(tmp_path):
     assert io.save(llama(), tmp_path)["from_pretrained"] is True
     (tmp_path / "tokenizer.json").write_text("{}")
     assert "is packed" in io.save(llama(), tmp_path, packed=True)["from_pretrained"]
-    assert not (tmp_path / "config.json").exists()  # with it, transformers would make the packed weights up
+    assert not (tmp_path / "config.json").exists()  # with it, transformers would invent the packed weights
     (tmp_path / "config.json").write_text("{}")
     io.save(llama(), tmp_path, packed=True)
     assert {"config.json", "tokenizer.json"} < {p.name for p in tmp_path.iterdir()}  # not ours
 
 
 def test_numbers_that_the_config_cannot_say_are_noticed(tmp_path):
-    """Half of each head: the table of rotations keeps its frequencies, and no config makes such a table."""
+    """A table of rotary frequencies that no config produces, as after cutting half of each head."""
     model = llama()
     model.model.rotary_emb.inv_freq *= 1.5
     said = io.save(model, tmp_path)["from_pretrained"]
@@ -95,7 +95,7 @@ def test_numbers_that_the_config_cannot_say_are_noticed(tmp_path):
 
 
 def test_a_model_of_two_dtypes_is_said_to_need_ours(tmp_path):
-    """Plain from_pretrained would cast the one to the other, and round."""
+    """from_pretrained would cast one dtype to the other, and round."""
     model = llama().to(torch.bfloat16)
     assert io.save(model, tmp_path)["from_pretrained"] is True
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
@@ -128,7 +128,7 @@ def test_a_folder_without_a_config_is_not_taken_for_a_hugging_face_folder(tmp_pa
     assert torch.equal(answer(io.load(tmp_path, llama)), answer(model))
     assert io.dense_state_dict(tmp_path).keys() == model.state_dict().keys()
     assert said["from_pretrained"].startswith("no, only sc.load")
-    assert io.save(model, tmp_path)["from_pretrained"] is True  # and back
+    assert io.save(model, tmp_path)["from_pretrained"] is True  # the other way round
     assert not (tmp_path / "secateur.safetensors").exists()
     assert torch.equal(answer(transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()), answer(model))
 
@@ -167,7 +167,7 @@ def test_save_pretrained_refuses_what_from_pretrained_would_fill_with_random_wei
         with pytest.raises(ValueError, match=r"compressed layers.*sc\.decompress_\(model\).*sc\.save"):
             whole.save_pretrained(tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
-    model.state_dict()  # by itself, as before
+    model.state_dict()  # outside save_pretrained nothing changes
     sc.decompress_(model)
     model.save_pretrained(tmp_path)
     torch.testing.assert_close(answer(transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()), dense)
@@ -188,7 +188,7 @@ def test_a_model_with_soft_masks_saves_as_the_plain_model(tmp_path):
         transformers.LlamaForCausalLM.from_pretrained(tmp_path / "soft").eval(),
     ):
         assert torch.equal(answer(back), before)
-    assert set(model.state_dict()) == names  # the pruner goes on
+    assert set(model.state_dict()) == names  # the model itself keeps its soft masks
     pruner.finish()
     io.save(model, tmp_path / "hard")
     soft, hard = io.dense_state_dict(tmp_path / "soft"), io.dense_state_dict(tmp_path / "hard")

@@ -1,4 +1,4 @@
-"""A file that is wrong in any bit, or for another model, is refused in words, and the model is as it was."""
+"""A file that is damaged in any bit, or made for another model, is refused with a reason, and the model is unchanged."""
 
 import copy
 import json
@@ -46,7 +46,7 @@ def test_another_model_is_refused(tmp_path):
 
 def test_a_manifest_that_claims_gigabytes_is_not_read(tmp_path):
     io.save(build(), tmp_path)
-    os.truncate(tmp_path / "secateur.json", 1 << 32)  # holes, which take no room on the disk
+    os.truncate(tmp_path / "secateur.json", 1 << 32)  # a sparse file, which takes no space on the disk
     refused(tmp_path, build(1), "longer than 100000000 bytes")
 
 

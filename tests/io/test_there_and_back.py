@@ -1,4 +1,4 @@
-"""A saved model comes back bit for bit, whatever its tensors are, and plain readers open its file."""
+"""A saved model is loaded bit for bit, whatever its tensors are, and other readers of safetensors open its file."""
 
 import json
 import os
@@ -211,4 +211,4 @@ def test_soft_masks_are_saved_as_the_weights_that_the_forward_pass_uses(tmp_path
     assert back.one.weight is back.other.weight
     assert io.dense_state_dict(tmp_path).keys() == Softly().state_dict().keys()
     assert int((back.plain.weight == 0).sum()) == 51  # 80 % of 64
-    assert all(torch.equal(tensor, trained[name]) for name, tensor in model.state_dict().items())  # training goes on
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in model.state_dict().items())  # unchanged
