@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := test
-.PHONY: demo test lint bench clean .venv
+.PHONY: demo test lint imports bench clean .venv
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -22,6 +22,9 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyright
+
+imports: $(STAMP)
+	$(BIN)/python tests/import_graph.py
 
 bench: $(STAMP)
 	@set -e; for script in benchmarks/*_cpu.py benchmarks/sparsifier.py benchmarks/train_step.py; do \

@@ -1,6 +1,7 @@
 """House rules that ruff, pyright and import-linter cannot state."""
 
 import ast
+import importlib
 import inspect
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import import_graph
 import secateur
 
 SRC = Path(__file__).parents[1] / "src" / "secateur"
@@ -61,6 +63,121 @@ def test_only_dist_uses_torch_distributed(file):
         return
     lines = uses_of_torch_distributed(file.read_text(encoding="utf-8"))
     assert not lines, f"{name_of(file)}, lines {lines}: torch.distributed belongs in secateur/_dist.py only"
+
+
+# --- imports, including those inside functions and under TYPE_CHECKING ------------------------------------------------------
+
+# Cycles and imports past a façade that remain. Entries may only be removed: the tests fail for new ones and for stale ones.
+KNOWN_CYCLES = [
+    {"secateur", "secateur.io", "secateur.io.compressed", "secateur.io.fill", "secateur.io.manifest"},
+    {
+        "secateur.drop_in.ao_pruning._experimental.activation_sparsifier._hooks",
+        "secateur.drop_in.ao_pruning._experimental.activation_sparsifier.activation_sparsifier",
+    },
+    {
+        "secateur.drop_in.ao_pruning._experimental.pruner.lstm_saliency_pruner",
+        "secateur.drop_in.ao_pruning._experimental.pruner.saliency_pruner",
+    },
+    {"secateur.surgery.depth", "secateur.surgery.depth.remove", "secateur.surgery.pipeline", "secateur.surgery.result"},
+    {"secateur.surgery.exact.pointwise", "secateur.surgery.exact.products", "secateur.surgery.exact.propagate"},
+]
+KNOWN_PAST_FACADE = {
+    ("secateur.activations", "secateur.methods.allocate"),
+    ("secateur.activations", "secateur.methods.gates"),
+    ("secateur.drop_in.ao_pruning.sparsifier.weight_norm_sparsifier", "secateur.kernels.steps"),
+    ("secateur.io", "secateur.execute.choose"),
+    ("secateur.io", "secateur.execute.find"),
+    ("secateur.io", "secateur.execute.layers"),
+    ("secateur.io.compressed", "secateur.execute.choose"),
+    ("secateur.io.compressed", "secateur.execute.formats"),
+    ("secateur.io.compressed", "secateur.execute.layers"),
+    ("secateur.pruning", "secateur.methods.dropgrow"),
+    ("secateur.pruning", "secateur.methods.straight_through"),
+}
+
+
+@pytest.fixture(scope="module")
+def imports():
+    return import_graph.imports(import_graph.modules())
+
+
+def test_no_modules_import_each_other(imports):
+    found = [set(cycle) for cycle in import_graph.cycles(imports)]
+    new = [sorted(cycle) for cycle in found if not any(cycle <= known for known in KNOWN_CYCLES)]
+    assert not new, f"import cycles: {new}; move what both need into a module below them"
+    stale = [sorted(known) for known in KNOWN_CYCLES if not any(cycle <= known for cycle in found)]
+    assert not stale, f"these cycles are gone; remove them from KNOWN_CYCLES: {stale}"
+
+
+def test_rooms_are_imported_through_their_facade(imports):
+    found = {(one.importer, one.imported) for one in import_graph.past_facades(imports)}
+    new = sorted(found - KNOWN_PAST_FACADE)
+    assert not new, f"imports past a façade: {new}; import from the room's package, whose __init__ states what it offers"
+    stale = sorted(KNOWN_PAST_FACADE - found)
+    assert not stale, f"these imports are gone; remove them from KNOWN_PAST_FACADE: {stale}"
+
+
+@pytest.mark.parametrize("room", import_graph.ROOMS)
+def test_facade_of_a_room_offers_only_names_that_exist(room):
+    package = importlib.import_module(f"secateur.{room}")
+    missing = [name for name in getattr(package, "__all__", ()) if not hasattr(package, name)]
+    assert not missing
+
+
+def write_package(src, files):
+    for name, source in files.items():
+        file = src / "secateur" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(source, encoding="utf-8")
+    return import_graph.imports(import_graph.modules(src))
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from .a import x",
+        "from . import a",
+        "import secateur.a",
+        "from secateur.a import x",
+        "def f():\n    from .a import x",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import x",
+    ],
+)
+def test_every_kind_of_import_counts_for_a_cycle(tmp_path, back):
+    found = write_package(tmp_path, {"__init__.py": "", "a.py": "from .b import y", "b.py": back})
+    assert import_graph.cycles(found) == [["secateur.a", "secateur.b"]]
+
+
+def test_cycles_through_several_modules_and_packages_are_found(tmp_path):
+    files = {
+        "__init__.py": "",
+        "io/__init__.py": "from .a import x",
+        "io/a.py": "from .. import c",
+        "c.py": "from .io import x",
+    }
+    assert import_graph.cycles(write_package(tmp_path, files)) == [["secateur.c", "secateur.io", "secateur.io.a"]]
+
+
+def test_modules_that_share_an_import_are_no_cycle(tmp_path):
+    files = {"__init__.py": "from .a import x", "a.py": "from .c import x", "b.py": "from .a import x", "c.py": "import torch"}
+    assert import_graph.cycles(write_package(tmp_path, files)) == []
+
+
+@pytest.mark.parametrize(
+    ("importer", "line", "past"),
+    [
+        ("a.py", "from .trace import Trace", False),
+        ("a.py", "from .trace.run import trace", True),
+        ("a.py", "from .trace import run", True),
+        ("a.py", "def f():\n    from .trace.run import trace", True),
+        ("trace/other.py", "from .run import trace", False),
+        ("surgery/a.py", "from ..trace.run import trace", True),
+        ("tracers.py", "from .trace.run import trace", True),
+    ],
+)
+def test_imports_past_a_facade_are_found(tmp_path, importer, line, past):
+    files = {"__init__.py": "", "trace/__init__.py": "from .run import Trace", "trace/run.py": "", importer: line}
+    assert bool(import_graph.past_facades(write_package(tmp_path, files))) == past
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)

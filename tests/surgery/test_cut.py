@@ -12,7 +12,7 @@ import secateur as sc
 from secateur._layers import right_sizes
 from secateur.surgery import apply_cuts_, shrink
 from secateur.surgery.exact.wiring import Wiring
-from secateur.trace.planner import plan_counts
+from secateur.trace import plan_counts
 from secateur.trace.run import trace
 
 

@@ -1,4 +1,4 @@
-"""The smallest cut that can be made from a trace (index_select, attributes), and the reference it is compared with."""
+"""A minimal cut made from a trace (index_select and attributes), and reference runs to compare it with."""
 
 import contextlib
 import copy
@@ -9,15 +9,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from secateur.axes.align import reshape
-from secateur.axes.expressions import atoms, families, keep_mask, new_size
-from secateur.edit.guards import plain_kernels
-from secateur.edit.tensors import owned_tensors
-from secateur.trace.attributes import solve_attributes
-from secateur.trace.planner import plan_counts
-from secateur.trace.run import main_outputs, trace
+from secateur.axes import atoms, families, keep_mask, new_size, reshape
+from secateur.edit import owned_tensors, plain_kernels
+from secateur.trace import main_outputs, plan_counts, solve_attributes, trace
 
-# Operators that have to see the kept units alone: what they compute of a unit depends on the others.
+# Operators whose result for one unit depends on the other units. In the reference run they get the kept units only.
 COLLECTIVE = {
     *(
         "mean",
@@ -37,7 +33,7 @@ COLLECTIVE = {
 
 
 def seeded(model, seed=0):
-    """The model in double precision, with no parameter left at a value where mistakes hide (zeros, ones)."""
+    """Returns the model in float64, with noise on parameters that start as zeros or ones, where mistakes would not show."""
     draw = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         p.data += torch.randn(p.shape, generator=draw) * (0.1 if p.dim() < 2 else 0.02)
@@ -45,7 +41,7 @@ def seeded(model, seed=0):
 
 
 def choose(t, groups, seed, ratio=0.5, multiple_of=1):
-    """A random legal choice of units: atom -> mask."""
+    """Returns a random legal choice of units as {atom: mask}."""
     draw = torch.Generator().manual_seed(seed)
     wanted = {g: max(1, round(g.size * ratio)) for g in groups}
     plan = plan_counts(t, wanted, multiple_of)
@@ -58,7 +54,7 @@ def choose(t, groups, seed, ratio=0.5, multiple_of=1):
 
 
 def cut_(model, t, keep):
-    """Cut the model that was traced, in place."""
+    """Cuts the traced model in place, and returns the changed attributes."""
     changes = solve_attributes(t, keep)
     for name, tensor in owned_tensors(model).values():
         data = tensor.data
@@ -81,7 +77,7 @@ def cut_(model, t, keep):
 
 
 def zero_(model, t, keep):
-    """Zero the units that a cut would remove, in every parameter."""
+    """Zeroes the units that a cut would remove in every parameter, in place."""
     for name, tensor in owned_tensors(model).values():
         if isinstance(tensor, nn.Parameter):
             for d, e in enumerate(t.dims[name]):
@@ -90,7 +86,7 @@ def zero_(model, t, keep):
 
 
 class OnKeptUnits(TorchDispatchMode):
-    """Replays a run; the collective operators see the kept units only, and removed ones come out of every operator as zeros."""
+    """Replays a run. COLLECTIVE operators get the kept units only, and every operator returns zeros for removed units."""
 
     def __init__(self, t, keep):
         super().__init__()
@@ -111,9 +107,9 @@ class OnKeptUnits(TorchDispatchMode):
                 tensor = tensor.new_zeros(shape).index_copy_(d, mask.nonzero()[:, 0], tensor)
         return tensor
 
-    def silenced(self, func, out, numbers):
+    def zero_removed(self, func, out, numbers):
         if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
-            return out  # a view: what it looks at is silent already
+            return out  # a view: the removed units of its base are zero already
         for tensor, number in zip(out if isinstance(out, tuple | list) else (out,), numbers):
             for d, e in enumerate(self.trace.axes[number]):
                 if tensor.is_floating_point() and not self.untouched.issuperset(atoms(e)) and not families(e):
@@ -127,10 +123,10 @@ class OnKeptUnits(TorchDispatchMode):
         name = func.overloadpacket.__name__
         assert step.func is func, f"the replay left the traced run: {step.func} then, {func} now"
         axes = [self.trace.axes[r.number] if hasattr(r, "number") else None for r in step.args]
-        # attention normalises over the keys, if it is those that lose some (class tokens)
+        # the softmax of attention runs over the keys, which matters if keys are removed (class tokens)
         over_keys = "scaled_dot_product" in name and not self.untouched.issuperset(atoms(axes[1][-2]))
         if name not in COLLECTIVE and not over_keys:
-            return self.silenced(func, func(*args, **kwargs), step.outs)
+            return self.zero_removed(func, func(*args, **kwargs), step.outs)
         numbers = {k: r.number for k, r in step.kwargs.items() if hasattr(r, "number")}
         kwargs = {k: self.small(v, self.trace.axes[numbers[k]]) if k in numbers else v for k, v in kwargs.items()}
         inputs = [self.small(a, x) if x is not None else a for a, x in zip(args, axes)]
@@ -142,7 +138,7 @@ class OnKeptUnits(TorchDispatchMode):
         out = func(*inputs, **kwargs)
         several = out if isinstance(out, tuple) else (out,)
         made = tuple(self.full(o, self.trace.axes[n]) for o, n in zip(several, step.outs))
-        if over_keys:  # in memory it lies as it did, or the run would go on with other operators
+        if over_keys:  # restore the memory layout; otherwise the run continues with other operators
             made = (made[0].transpose(1, 2).contiguous().transpose(1, 2), *made[1:])
         return made if isinstance(out, tuple) else made[0]
 
@@ -151,7 +147,7 @@ def run(model, inputs, *modes):
     given, named = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     given, named = tuple(x.clone() for x in given), {k: x.clone() for k, x in named.items()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]), contextlib.ExitStack() as stack:
-        torch.manual_seed(0)  # some models draw in their forward pass
+        torch.manual_seed(0)  # some models draw random numbers in their forward pass
         for mode in modes:
             stack.enter_context(mode)
         out = model(*given, **named)
@@ -165,16 +161,16 @@ def difference(a, b):
 
 
 def sliced(model, t, keep):
-    """A copy of the traced model, cut."""
-    small = copy.deepcopy(SimpleNamespace(model=model, trace=t, keep=keep))  # together: the owners of attributes follow
+    """Returns a cut copy of the traced model."""
+    small = copy.deepcopy(SimpleNamespace(model=model, trace=t, keep=keep))  # copied together: the trace owns the modules
     cut_(small.model, small.trace, small.keep)
     return small.model
 
 
 def wiring_error(model, inputs, draws=3):
-    """The largest difference between the cut model and the whole one run on the kept units, over a few random choices."""
-    from secateur.edit.cuts import apply_cuts_
-    from secateur.surgery.cut import cuts_of  # it also gives modules a config of their own
+    """Returns the largest difference between cut models and the full model run on the kept units, for random choices."""
+    from secateur.edit import apply_cuts_
+    from secateur.surgery.cut import cuts_of  # unlike cut_, it also gives modules a config of their own
 
     t, worst = trace(model, inputs), 0.0
     usable = [g for g in t.prunable if "scale" not in g.flags]
@@ -187,7 +183,11 @@ def wiring_error(model, inputs, draws=3):
 
 
 def check(model, *inputs, across=False, draws=3, ratios=(0.3, 0.5, 0.7), only=None, moves=True, least=1, multiple_of=1):
-    """Cut random units, three times: equal to the zeroed model (`across` norms: to the replay), and not to the dense one."""
+    """Cuts random units three times, and checks the cut model against the model with the same units zeroed.
+
+    With `across`, units are removed across normalisations, and the reference is the replay on the kept units. The output must
+    also differ from the dense model's, unless `moves` is False.
+    """
     model = seeded(model)
     inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
     dense = run(model, inputs)
@@ -216,7 +216,7 @@ def check(model, *inputs, across=False, draws=3, ratios=(0.3, 0.5, 0.7), only=No
 
 @contextlib.contextmanager
 def unchanged(model):
-    """The model holds the same tensors with the same values, and the same attributes, before and after."""
+    """Checks that the model has the same tensors, values and attributes before and after."""
 
     def picture():
         return {
@@ -240,5 +240,5 @@ def sizes(t):
 
 
 def group_of(t, name, dim):
-    """The groups that a dim of a tensor carries."""
+    """Returns the groups of the atoms in a dim of a tensor."""
     return [t.by_atom[a] for a in dict.fromkeys(atoms(t.dims[name][dim]))]

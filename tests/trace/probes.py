@@ -1,4 +1,4 @@
-"""Small networks, one for each kind of layer and wiring: `PROBES[name]()` gives a model and its inputs."""
+"""Small networks, one for each kind of layer and wiring: `PROBES[name]()` returns a model and its inputs."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ PROBES = {}
 
 
 def probe(*each):
-    """Register a function that builds a model and its inputs; `each`: the arguments of its variants."""
+    """Registers a function that builds a model and its inputs. `each` holds the arguments of its variants."""
 
     def register(function):
         for arguments in each or ((),):
@@ -23,7 +23,7 @@ def probe(*each):
 
 
 class Lam(nn.Module):
-    """A module from a function, so that a probe fits on a few lines."""
+    """A module with a function as its forward pass, so that a probe takes a few lines."""
 
     def __init__(self, forward, **parts):
         super().__init__()
@@ -153,7 +153,7 @@ def slice_write():
 
 
 class Attention(nn.Module):
-    """Every head layout, fused or not, rotary or not."""
+    """Attention with any number of key heads, fused or separate projections, with or without rotary embedding."""
 
     def __init__(self, kv=4, heads=4, dim=6, fused=False, rotary=False, sdpa=True):
         super().__init__()
@@ -212,7 +212,7 @@ def heads_first():
 
 @probe()
 def one_key_head_behind_the_queries():
-    """Queries, one key and one value head in one projection, told apart by lists of numbers."""
+    """Query heads, one key head and one value head in one projection, selected by lists of indices."""
 
     def forward(s, x):
         b, n, _ = x.shape

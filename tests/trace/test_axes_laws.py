@@ -1,4 +1,4 @@
-"""The law of the algebra: cutting the bases and then running the operations is running them and then cutting."""
+"""The law of the algebra: cutting tensors and then applying operations equals applying them and then cutting."""
 
 import itertools
 import math
@@ -9,14 +9,33 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from secateur.axes.align import closed, collapse, reshape, split_at, split_outer, take, unify
-from secateur.axes.expressions import Atom, Cat, Fam, Prod, atoms, factors, families, fresh, keep_mask, new_size, norm, same
+from secateur.axes import (
+    Atom,
+    Cat,
+    Fam,
+    Prod,
+    atoms,
+    closed,
+    collapse,
+    factors,
+    families,
+    fresh,
+    keep_mask,
+    new_size,
+    norm,
+    reshape,
+    split_at,
+    split_outer,
+    take,
+    unify,
+)
+from secateur.axes.expressions import same
 
 SIZES = (2, 3, 4, 6, 8, 12)
 
 
 class Tape:
-    """Tensors as arrays of unit numbers beside their axes, and how each one was made."""
+    """Arrays of distinct numbers with their axes, and the operation that made each array."""
 
     def __init__(self, shapes):
         self.arrays, self.axes, self.steps = [], [], []
@@ -27,7 +46,7 @@ class Tape:
 
     def add(self, array, axes, step):
         assert list(array.shape) == [e.size for e in axes]
-        for e in axes:  # what the tracer does after every operator: a family needs its key beside it
+        for e in axes:  # as the tracer does after every operator: a family needs its key in the same tensor
             for fam in families(e):
                 if not any(norm(fam.key) is f for other in axes for f in factors(other)):
                     collapse(fam)
@@ -46,7 +65,7 @@ class Tape:
 def cut(array, axes, keep):
     if not any(families(e) for e in axes):
         return array[np.ix_(*[keep_mask(e, keep).numpy() for e in axes])]
-    fam = next(f for e in axes for f in families(e))  # an array per index of the key, then stacked again
+    fam = next(f for e in axes for f in families(e))  # cut the array at each index of the key, then stack the results
     key = norm(fam.key)
     where = next(d for d, e in enumerate(axes) if any(f is key for f in factors(e)))
     if norm(axes[where]) is not key:
@@ -59,7 +78,7 @@ def cut(array, axes, keep):
 
 
 def pick_in(e, key, index):
-    from secateur.axes.expressions import pick
+    from secateur.axes import pick
 
     return pick(e, key, index)
 
@@ -143,7 +162,7 @@ def test_cutting_commutes_with_every_operation(data):
         mask[draw(st.permutations(range(a.size)))[: max(1, a.size // 2)]] = True
         keep[a] = mask
     counts = {a: int(m.sum()) for a, m in keep.items()}
-    for axes in tape.axes:  # a fused axis stays rectangular only while its parts keep equal counts; the planner sees to that
+    for axes in tape.axes:  # the parts of a fused axis need equal counts, which the planner ensures in real cuts
         for fam in (f for e in axes for f in families(e)):
             if len({new_size(p, counts) for p in fam.parts}) > 1:
                 return

@@ -1,14 +1,13 @@
-"""Attributes that the traced run never read follow the cut where the constructor says what they are, else they stay."""
+"""Attributes that the traced run did not read change with the cut if the constructor determines them, and else stay."""
+
+import operator
 
 import pytest
 import torch
 from torch import nn
 
-from secateur.trace.attributes import solve_attributes, undetermined
-from secateur.trace.constructor import determined
-from secateur.trace.planner import plan_counts
-from secateur.trace.provenance import Attr, Const, Op, operator
-from secateur.trace.run import trace
+from secateur.axes import Arithmetic, Attr, Const, determined
+from secateur.trace import plan_counts, solve_attributes, trace, undetermined
 
 
 class Config:
@@ -18,7 +17,7 @@ class Config:
 
 
 class Block(nn.Module):
-    """Attention with shared key heads, and a second branch that the traced run does not take."""
+    """Attention with fewer key heads than query heads, and a branch that the traced run does not take."""
 
     def __init__(self, config):
         super().__init__()
@@ -57,7 +56,7 @@ class Net(nn.Module):
 
 
 def cut(model, wanted):
-    """Changes for a cut that keeps wanted(group) units, as {where: new}, and what is left."""
+    """Returns the attribute changes of a cut that keeps wanted(group) units as {where: new}, and the undetermined ones."""
     t = trace(model, torch.randn(2, 3, 5))
     keep = {g.atom: n for g, n in plan_counts(t, {g: wanted(g) for g in t.prunable}).counts.items()}
     names = {id(m): f"{p}." if p else "" for p, m in model.named_modules()} | {id(model.config): "config."}
@@ -65,7 +64,7 @@ def cut(model, wanted):
 
 
 def test_unread_attributes_and_the_config_follow_a_uniform_cut():
-    """Query heads for each key head: two to one. Nothing but the branch that was not taken reads that."""
+    """`times`, the number of query heads for each key head, is read only in the branch that is not taken."""
     found, left = cut(Net(Config(heads=8, groups=2)), lambda g: g.size // 2)
     for block in ("blocks.0", "blocks.1"):
         assert found[f"{block}.times"] == 2
@@ -96,11 +95,11 @@ def test_layers_cut_differently_have_attributes_of_their_own_and_no_config():
         lambda g: g.size // 2 if g.size == 4 and first & {m.tensor for m in g.members} else g.size,
     )
     assert found == {"blocks.0.heads": 4, "blocks.0.times": 2, "blocks.0.total": 24}
-    assert set(left) == {"config.heads", "config.groups", "config.head_dim"}  # no config has both layers
+    assert set(left) == {"config.heads", "config.groups", "config.head_dim"}  # no config gives both layers
 
 
 def test_a_comparison_of_an_unread_attribute_holds_after_the_cut():
-    """`if self.times > 1` is all that the run does with it: counts for which it would be 1 are not legal."""
+    """The run only evaluates `if self.times > 1`, so counts that would make it 1 are not legal."""
 
     class Compares(Block):
         def forward(self, x, repeat=False):
@@ -120,11 +119,11 @@ class Compared(Net):
 
 
 class Computed(Config):
-    """The head dimension is computed from width and heads, which no config gives once the width is cut by itself."""
+    """The head dimension is computed from width and heads. If only the width is cut, no config gives all sizes."""
 
     def __init__(self):
         super().__init__(width=48, heads=8, groups=2)
-        self.head_dim = 1  # Block's, which is replaced
+        self.head_dim = 1  # read by Block, which the models below replace
 
 
 class Divided(Net):
@@ -159,7 +158,7 @@ class Comparing(Net):
 
 @pytest.mark.parametrize("kind", [Divided, Comparing])
 def test_an_unread_ratio_is_found_where_the_head_dimension_is_computed(kind):
-    """Half of the width and three of four query heads for each key head, in the first block alone."""
+    """Cuts half of the width everywhere, and one of four query heads for each key head in the first block."""
     model = kind(Computed())
 
     def wanted(g):
@@ -174,7 +173,7 @@ def test_an_unread_ratio_is_found_where_the_head_dimension_is_computed(kind):
 
 
 def test_an_attribute_that_some_call_was_given_is_not_unread():
-    """A table of `width` positions has to stay as wide as it was, whatever the axes of the weights do."""
+    """`width` is also passed to `arange`, so it keeps its value although the weights shrink."""
 
     class Table(Net):
         def __init__(self, config):
@@ -192,7 +191,7 @@ def test_an_attribute_that_some_call_was_given_is_not_unread():
 
 
 def test_a_config_number_that_one_module_needs_as_it_was_stays_there():
-    """Two modules read `config.width`: one makes a tensor as wide as the weights are, the other counts up to it."""
+    """Two modules read `config.width`: one makes a tensor as wide as the weights, the other passes it to `arange`."""
 
     class Fills(nn.Module):
         def __init__(self, config):
@@ -237,7 +236,7 @@ A, B, C = (Attr(object(), (name, None), old) for name, old in (("a", 4), ("b", 2
 
 
 def op(function, left, right):
-    return Op(function, left, right)
+    return Arithmetic(function, left, right)
 
 
 @pytest.mark.parametrize(

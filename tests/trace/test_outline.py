@@ -1,9 +1,9 @@
-"""An outline answers in the shape, the layout and the kind of numbers that the operator itself answers with."""
+"""An outlined operator returns the shape, memory layout and dtype of the real operator."""
 
 import pytest
 import torch
 
-from secateur.trace.outline import Outlined, ValueRead
+from secateur.trace import Outlined, ValueRead
 
 aten = torch.ops.aten
 x = torch.randn
@@ -26,7 +26,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_outline_looks_like_the_answer(name):
+def test_outlined_result_has_shape_strides_and_dtype_of_the_real_one(name):
     func, *args = CALLS[name]
     made, real = Outlined()(func, args, {}), func(*args)
     for one, other in zip(made if isinstance(made, tuple) else (made,), real if isinstance(real, tuple) else (real,)):
@@ -34,14 +34,14 @@ def test_an_outline_looks_like_the_answer(name):
             assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
 
 
-def test_sizes_that_do_not_fit_are_refused_in_the_words_of_the_operator():
+def test_wrong_shapes_raise_the_error_of_the_operator():
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         Outlined()(aten.mm.default, (x(3, 4), x(5, 6)), {})
     with pytest.raises(RuntimeError, match="pad should be at most half"):
         Outlined()(aten.max_pool2d_with_indices.default, (IMAGE, [2, 2], [2, 2], [2, 2]), {})
 
 
-def test_numbers_that_were_not_computed_cannot_be_read():
+def test_reading_a_value_that_was_not_computed_raises():
     outlined = Outlined()
     made, _ = outlined(aten.max_pool2d_with_indices.default, (IMAGE, [2, 2]), {})
     total = outlined(aten.sum.default, (made,), {})

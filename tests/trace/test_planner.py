@@ -1,6 +1,7 @@
-"""Counts: the nearest legal ones, compared with trying everything."""
+"""Planned counts are legal and nearest to the wanted ones, compared with an exhaustive search."""
 
 import itertools
+import operator
 import time
 
 import pytest
@@ -11,12 +12,12 @@ from hypothesis import strategies as st
 from test_probes import Attention, Lam, tokens
 from torch import nn
 
-from secateur.trace.planner import plan_counts
-from secateur.trace.run import trace
+from secateur.axes import Arithmetic, Atom, AxisSize, Const, Constraint, Group, Planner
+from secateur.trace import plan_counts, trace
 
 
 class Tied(nn.Module):
-    """The head dim is the width divided by the heads, as many vision transformers have it."""
+    """Attention whose head dim is the width divided by the heads, as in many vision transformers."""
 
     def __init__(self, width=12, heads=3, layers=1):
         super().__init__()
@@ -32,6 +33,30 @@ class Tied(nn.Module):
             q, k, v = qkv(x).reshape(b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
             x = x + proj((torch.softmax(q @ k.mT * 0.2, -1) @ v).transpose(1, 2).reshape(b, n, c))
         return self.o(x)
+
+
+def equation(left, right, *atoms):
+    return Constraint(operator.eq, left, right, True, "by hand", atoms)
+
+
+def times(number, source):
+    return Arithmetic(operator.mul, Const(number), source)
+
+
+def test_planner_needs_no_model():
+    width, dim = Atom(12), Atom(4)
+    groups = {"width": Group(width), "dim": Group(dim)}
+    planner = Planner({}, [equation(AxisSize(width), times(3, AxisSize(dim)), width, dim)])
+    counts = planner.counts({groups["width"]: 8, groups["dim"]: 3}).counts
+    assert counts == {groups["width"]: 9, groups["dim"]: 3}
+
+
+def test_planner_says_which_constraint_moved_a_count():
+    width = Atom(12)
+    floored = Arithmetic(operator.floordiv, AxisSize(width), Const(3))
+    planned = Planner({}, [equation(times(3, floored), AxisSize(width), width)]).counts({(group := Group(width)): 7})
+    assert planned.counts == {group: 6}
+    assert planned.moved == {group: "wanted 7, nearest legal 6: (3 * (12 // 3)) == 12 (by hand)"}
 
 
 def cost(wanted, counts):
@@ -53,7 +78,7 @@ def test_planned_counts_are_legal_and_none_is_nearer(data):
     groups = t.prunable
     assert sorted(g.size for g in groups) == [2, 2, 3, 6]
     every = [dict(zip(groups, counts)) for counts in itertools.product(*[range(1, g.size + 1) for g in groups])]
-    for _ in range(3):  # what one question leaves behind does not change the next answer
+    for _ in range(3):  # several times: results that are kept must not change later answers
         wanted = {g: data.draw(st.integers(1, g.size)) for g in groups}
         got = plan_counts(t, wanted).counts
         assert legal(t, got)
@@ -89,7 +114,7 @@ def test_wanted_counts_outside_of_the_possible_are_refused():
     with pytest.raises(ValueError, match="wanted 0 units; possible are 1 to"):
         plan_counts(t, {t.prunable[0]: 0})
     frozen = next(g for g in t.groups if g.frozen)
-    with pytest.raises(ValueError, match="may lose no unit"):
+    with pytest.raises(ValueError, match="cannot lose units"):
         plan_counts(t, {frozen: 1})
 
 
@@ -104,7 +129,7 @@ def test_many_layers_with_one_width_are_planned_quickly():
 
 
 def test_questions_that_differ_little_are_answered_quickly():
-    """A budget asks hundreds of times, and changes few counts from one to the next."""
+    """A budget asks hundreds of times, and changes a few counts each time."""
     t = trace(Tied(width=96, heads=6, layers=24), tokens())
     wanted = {g: max(1, g.size // 2) for g in t.prunable}
     plan_counts(t, wanted)

@@ -1,4 +1,4 @@
-"""A cut is exact on every kind of layer and wiring: random units removed, against the same units zeroed, in float64."""
+"""Cuts are exact for every kind of layer and wiring: removing random units equals zeroing them, in float64."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from torch import nn
 
 torch.manual_seed(0)
 
-# What is left to prune, where nothing else is to be said.
+# The sizes of the prunable groups, for probes without a test of their own below.
 SIZES = {
     "concatenation": [6, 8], "split": [8, 12], "glu": [10], "fused_gate_up": [10], "squeeze_excite": [4, 16],
     "module_used_twice": [16], "flatten": [6, 8], "slice_write": [16], "heads_first": [4, 6, 6],
@@ -27,7 +27,7 @@ def test_every_axis_that_may_lose_units_is_found(name):
 
 
 def test_every_probe_is_checked():
-    """Here, or in one of the tests below."""
+    """Each probe is in the table above or in one of the tests below."""
     source = Path(__file__).read_text(encoding="utf-8")
     for name, build in PROBES.items():
         assert name in SIZES or f"probes.{build.func.__name__}(" in source, name
@@ -74,7 +74,7 @@ def test_attention_loses_heads_kv_groups_and_head_dims(kv, rotary, sdpa):
     if heads:
         assert heads.size == kv
         assert {m.tensor for m in heads.members} >= {"q.weight", "k.weight", "v.weight", "o.weight"}
-    if kv < 4:  # query heads of each kv head
+    if kv < 4:  # the query heads of each key head are units too
         assert 4 // kv in sizes(t)
     pairs = group_of(t, "q.weight", 0)[-1]
     assert pairs.size == (3 if rotary else 6)
@@ -93,11 +93,11 @@ def test_fused_qkv_shares_heads_and_only_counts_of_value_dims(sdpa):
 
 def test_size_in_a_formula_is_recorded():
     t = check(*probes.head_size_in_the_scale(True))
-    assert [u.how for u in t.uses] == ["float"]
+    assert [u.how for u in t.formula_uses] == ["float"]
     t = check(*probes.head_size_in_the_scale(False))
     flagged = [g for g in t.groups if "scale" in g.flags]
     assert [{m.tensor for m in g.members} for g in flagged] == [{"q.weight", "q.bias", "k.weight", "k.bias"}]
-    assert {u.how for u in t.uses} == {"scaled_dot_product_attention(scale=None)"}
+    assert {u.how for u in t.formula_uses} == {"scaled_dot_product_attention(scale=None)"}
 
 
 @pytest.mark.parametrize("kind", ["plain", "other_widths", "no_bias", "bias_kv"])
@@ -175,12 +175,12 @@ def test_embedding_bag():
 def test_layers_and_directions_of_a_recurrent_layer_choose_their_own_units(kind, layers, both, length):
     t = check(*probes.recurrent(kind, layers, both, length))
     assert sizes(t) == [6, *[8] * (layers * (1 + both))]
-    for seed in range(3):  # as many in each, because one number says how many
+    for seed in range(3):  # equal counts, because one attribute gives all of them
         assert len({t.by_atom[g.atom].size - n for g, n in _counts(t, seed).items() if g.size == 8}) == 1
 
 
 def _counts(t, seed):
-    from secateur.trace.planner import plan_counts
+    from secateur.trace import plan_counts
 
     draw = torch.Generator().manual_seed(seed)
     return plan_counts(t, {g: int(torch.randint(1, g.size + 1, (), generator=draw)) for g in t.prunable}).counts

@@ -1,17 +1,15 @@
-"""Every rule against a brute-force oracle: the operator on cut inputs gives the cut of the operator on zeroed inputs."""
+"""Each axis rule, by brute force: the operator on cut inputs equals the operator on zeroed inputs, cut afterwards."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from secateur.axes.align import closed, unify
-from secateur.axes.expressions import atoms, families, keep_mask, norm
-from secateur.axes.groups import HARMLESS
-from secateur.edit.guards import plain_kernels
+from secateur.axes import HARMLESS, atoms, closed, families, keep_mask, norm, unify
+from secateur.edit import plain_kernels
 from secateur.ops.record import RULES, Call, elementwise, pointwise, rule
+from secateur.trace import trace
 from secateur.trace.provenance import Journal
-from secateur.trace.run import trace
 from secateur.trace.tracer import Tracer
 
 A = torch.ops.aten
@@ -23,7 +21,7 @@ def several(out):
 
 
 def follow(function, inputs):
-    """The axes of inputs and outputs after one call."""
+    """Returns the tracer, the axes of inputs and outputs after one call, and the outputs."""
     tracer = Tracer(Journal())
     for i, x in enumerate(inputs):
         tracer.own(f"x{i}", x)

@@ -1,4 +1,4 @@
-"""What a trace promises beside its groups: nothing changes, nothing is silent, and errors are sentences."""
+"""A trace leaves the model unchanged, gives a reason for every frozen axis, and raises errors that users can act on."""
 
 import copy
 import pickle
@@ -10,10 +10,10 @@ from cutting import check, choose, cut_, difference, group_of, run, seeded, size
 from test_probes import Attention, Lam, conv, image, tokens
 from torch import nn
 
-from secateur.trace.attributes import solve_attributes
-from secateur.trace.planner import plan_counts
-from secateur.trace.provenance import Attr, Journal, Tagged
-from secateur.trace.run import _run, main_outputs, trace
+from secateur.axes import Attr
+from secateur.trace import main_outputs, plan_counts, solve_attributes, trace
+from secateur.trace.provenance import Journal, Tagged
+from secateur.trace.run import _run
 
 MODELS = {
     "attention": (lambda: Attention(kv=2, rotary=True), tokens()),
@@ -116,7 +116,7 @@ def test_compiled_models_are_refused():
         trace(nn.Sequential(torch.compile(nn.Linear(12, 8))), tokens())
 
 
-def test_what_is_not_a_module_is_refused():
+def test_non_modules_are_refused():
     with pytest.raises(TypeError, match=r"torch\.nn\.Module, got function"):
         trace(lambda x: x, tokens())  # type: ignore[arg-type]
 
@@ -131,11 +131,11 @@ def test_inputs_by_name_and_outputs_by_choice():
             h = torch.relu(self.a(x))
             return {"hidden": h, "logits": self.b(h)}
 
-    assert sizes(trace(Two(), {"x": tokens()})) == [8]  # the logits keep their shape, the states need not
+    assert sizes(trace(Two(), {"x": tokens()})) == [8]  # the logits keep their shape; hidden states may shrink
     assert sizes(trace(Two(), (), {"x": tokens()}, outputs=lambda out: out)) == []
 
 
-def test_a_second_answer_keeps_its_shape():
+def test_outputs_that_no_weight_reads_keep_their_shape():
     class Boxes(nn.Module):
         def __init__(self, nested):
             super().__init__()
@@ -162,7 +162,7 @@ def test_literal_size_freezes_the_axis_and_says_where():
     assert "fixed by the number 16 in 0 (view); make it an attribute of the module to prune it" in t.skipped["0.a.weight[0]"]
 
 
-def test_positions_and_lookups_say_why():
+def test_positions_and_lookups_are_frozen_with_a_reason():
     m = Lam(lambda s, x: s.o(s.e(x) + torch.arange(s.w).double()), e=nn.Embedding(9, 12), o=nn.Linear(12, 5), w=12)
     t = trace(m.double(), torch.arange(4)[None])
     assert t.skipped["e.weight[0]"] == "units are addressed by value (rows of a lookup table)"
@@ -225,7 +225,7 @@ def test_torchscript_that_reads_sizes_marks_them():
     t = trace(m.double(), tokens().double())
     assert t.prunable[0].flags >= {"scale"}
     assert not t.prunable[0].exact
-    assert t.uses[0].how == "TorchScript function root"
+    assert t.formula_uses[0].how == "TorchScript function root"
 
 
 def test_steps_record_the_run():

@@ -1,4 +1,10 @@
-"""Bringing axes together: unify, split and reshape expressions, refining their atoms where that is needed."""
+"""Aligns axis expressions: unites, splits and reshapes them, and refines atoms where the parts have to line up.
+
+    unify(a, b)                     a and b lose the same units from now on (as in `x + y`)
+    reshape([width], [3, 4])        [heads, head_dim], and `width` is now Prod((heads, head_dim))
+
+Where two structures cannot be aligned, the atoms involved are frozen with the reason.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +13,11 @@ from collections.abc import Iterable, Sequence
 
 from .expressions import ONE, ZERO, Atom, Cat, Expr, Fam, Prod, atoms, define, factors, families, freeze, fresh, is_fixed, norm
 
+_KEY = "numbers the parts of a fused axis"
+
 
 def collapse(fam: Fam) -> bool:
-    """Couple the members of a family: the same units at every index of its key."""
+    """Couples the members of a family, so that the same units are removed at every index of its key."""
     fine = True
     for part in fam.parts[1:]:
         fine &= unify(fam.parts[0], part)
@@ -17,14 +25,14 @@ def collapse(fam: Fam) -> bool:
 
 
 def closed(e: Expr) -> Expr:
-    """The expression without families: those that remain are coupled."""
+    """Returns the expression without families, after collapsing those it has."""
     for fam in families(e):
         collapse(fam)
     return norm(e)
 
 
 def unify(a: Expr, b: Expr) -> bool:
-    """The same units on both axes. Where their structures cannot be aligned both freeze, and the answer is False."""
+    """Couples two axes, so that both lose the same units. If they cannot be aligned, freezes both and returns False."""
     a, b = norm(a), norm(b)
     if a is b:
         return True
@@ -34,17 +42,10 @@ def unify(a: Expr, b: Expr) -> bool:
         return True
     if isinstance(a, Fam) or isinstance(b, Fam):
         return _unify_family(a, b)
-    if isinstance(a, Atom) or isinstance(b, Atom):
-        a, b = (a, closed(b)) if isinstance(a, Atom) else (b, closed(a))
-        a = norm(a)
-        if a is b:
-            return True
-        if not isinstance(a, Atom):
-            return unify(a, b)
-        if a.key and not isinstance(b, Atom):
-            return _fail([a, b], "numbers the parts of a fused axis")
-        define(a, b)
-        return True
+    if isinstance(a, Atom):
+        return _unify_atom(a, closed(b))
+    if isinstance(b, Atom):
+        return _unify_atom(b, closed(a))
     if isinstance(a, Cat) or isinstance(b, Cat):
         return _unify_cat(a, b)
     return _unify_prod(list(a.parts), list(b.parts))
@@ -56,12 +57,24 @@ def _is_key(e: Expr) -> bool:
 
 def _unify_family(a: Expr, b: Expr) -> bool:
     if isinstance(a, Fam) and isinstance(b, Fam) and norm(a.key) is norm(b.key):
-        answers = [unify(x, y) for x, y in zip(a.parts, b.parts)]  # every pair, also after one that failed
+        answers = [unify(x, y) for x, y in zip(a.parts, b.parts)]  # a list, so that every pair is unified even after a failure
         return all(answers)
     for e in (a, b):
         if isinstance(e, Fam):
             collapse(e)
     return unify(a, b)
+
+
+def _unify_atom(atom: Atom, other: Expr) -> bool:
+    a = norm(atom)  # closing `other` may have refined it
+    if a is other:
+        return True
+    if not isinstance(a, Atom):
+        return unify(a, other)
+    if a.key and not isinstance(other, Atom):
+        return _fail([a, other], _KEY)
+    define(a, other)
+    return True
 
 
 def _fail(exprs: Iterable[Expr], why: str) -> bool:
@@ -87,7 +100,7 @@ def _unify_prod(left: list[Expr], right: list[Expr]) -> bool:
 
 
 def _unify_cat(a: Expr, b: Expr) -> bool:
-    left, right, fine = _terms(a), _terms(b), True
+    left, right, fine = _segments(a), _segments(b), True
     while left and right:
         x, y = left[0], right[0]
         if x.size == y.size:
@@ -99,50 +112,74 @@ def _unify_cat(a: Expr, b: Expr) -> bool:
             if halves is None:
                 return _fail([*left, *right], "concatenated axes with boundaries that do not line up")
             longer[:1] = halves
-        left, right = ([t for e in side for t in _terms(e)] for side in (left, right))
+        left, right = ([s for e in side for s in _segments(e)] for side in (left, right))
     return fine
 
 
-def _terms(e: Expr) -> list[Expr]:
-    """The segments of an expression: of a concatenation, or of a product whose outermost factor is one."""
+def _segments(e: Expr) -> list[Expr]:
+    """Returns the segments of a concatenation, or of a product whose outermost factor is a concatenation."""
     e = norm(e)
     if isinstance(e, Cat):
-        return [t for p in e.parts for t in _terms(p)]
+        return [s for p in e.parts for s in _segments(p)]
     if isinstance(e, Prod) and e.parts and isinstance(e.parts[0], Cat):
-        return [t for head in e.parts[0].parts for t in _terms(Prod((head, *e.parts[1:])))]
+        return [s for head in e.parts[0].parts for s in _segments(Prod((head, *e.parts[1:])))]
     return [e] if e.size else []
 
 
 def split_outer(e: Expr, outer: int, literal: bool = False) -> list[Expr] | None:
-    """e = hi x lo with hi of size `outer`, or None. `literal`: hi is fixed by the code, so it merely numbers segments of e."""
+    """Splits e into [hi, lo] with e = hi * lo and hi of size `outer`, or returns None if that is not possible.
+
+    `literal`: `outer` is a plain number in the model's code, such as the 3 in `view(..., 3, n)`. Then hi only numbers segments
+    of e, which keep units of their own.
+    """
     e = norm(e)
-    if outer in (1, e.size) or e.size % outer:
-        return None if e.size % outer else [ONE, e] if outer == 1 else [e, ONE]
-    inner = e.size // outer
-    if isinstance(e, Atom) and e.key:
+    if e.size % outer:
         return None
+    if outer == 1:
+        return [ONE, e]
+    if outer == e.size:
+        return [e, ONE]
     if isinstance(e, Atom):
-        if literal:
-            segments = [Atom(inner) for _ in range(outer)]
-            define(e, Cat(segments))
-            return _numbered(segments)
-        hi, lo = Atom(outer), Atom(inner)
-        define(e, Prod((hi, lo)))
-        return [hi, lo]
+        return _split_atom(e, outer, literal)
     if isinstance(e, Fam):
-        if any(isinstance(f, Cat | Fam) for p in e.parts for f in factors(p)):
-            collapse(e)
-            return split_outer(e.parts[0], outer)
-        pairs = [split_outer(p, outer) for p in e.parts]
-        found = [pair for pair in pairs if pair is not None]
-        return None if len(found) < len(pairs) else [norm(Fam(e.key, [pair[i] for pair in found])) for i in (0, 1)]
+        return _split_family(e, outer)
     if isinstance(e, Prod):
         return _split_product(list(e.parts), outer, literal)
-    return _split_segments(e, outer)
+    return _split_concatenation(e, outer)
+
+
+def _split_atom(e: Atom, outer: int, literal: bool) -> list[Expr] | None:
+    inner = e.size // outer
+    if e.key:
+        return None
+    if literal:
+        segments = [Atom(inner) for _ in range(outer)]
+        define(e, Cat(segments))
+        return _numbered(segments)
+    hi, lo = Atom(outer), Atom(inner)
+    define(e, Prod((hi, lo)))
+    return [hi, lo]
+
+
+def _split_family(e: Fam, outer: int) -> list[Expr] | None:
+    if any(isinstance(f, Cat | Fam) for p in e.parts for f in factors(p)):
+        collapse(e)
+        return split_outer(e.parts[0], outer)
+    halves = _in_family(e, [split_outer(p, outer) for p in e.parts])
+    return halves and [*halves]
+
+
+def _in_family(e: Fam, pairs: Sequence[Sequence[Expr] | None]) -> tuple[Expr, Expr] | None:
+    """Combines the two halves of each member into two families; None if a member could not be split."""
+    found = [pair for pair in pairs if pair is not None]
+    if len(found) < len(pairs):
+        return None
+    return norm(Fam(e.key, [pair[0] for pair in found])), norm(Fam(e.key, [pair[1] for pair in found]))
 
 
 def _numbered(segments: Sequence[Expr]) -> list[Expr]:
-    key = Atom(len(segments), "numbers the parts of a fused axis")
+    """Returns the two axes of segments that are stacked: a key that numbers them, and the family of the segments."""
+    key = Atom(len(segments), _KEY)
     key.key = True
     return [key, norm(Fam(key, segments))]
 
@@ -164,7 +201,7 @@ def _split_product(parts: list[Expr], outer: int, literal: bool) -> list[Expr] |
     return [norm(Prod(taken)), norm(Prod(parts))]
 
 
-def _split_segments(e: Cat, outer: int) -> list[Expr] | None:
+def _split_concatenation(e: Cat, outer: int) -> list[Expr] | None:
     width = e.parts[0].size
     if outer % len(e.parts) == 0 and all(p.size == width for p in e.parts):
         return _split_product(_numbered(e.parts), outer, False)
@@ -180,44 +217,49 @@ def _split_segments(e: Cat, outer: int) -> list[Expr] | None:
 
 
 def split_at(e: Expr, first: int) -> tuple[Expr, Expr] | None:
-    """e = [head | tail] with a head of `first` indices, or None when the cut falls inside a row of a product."""
+    """Splits e into (head, tail) with `first` indices in the head, or returns None if the cut is inside a row of a product."""
     e = norm(e)
-    if first in (0, e.size):
-        return (ZERO, e) if first == 0 else (e, ZERO)
-    if isinstance(e, Atom) and e.key:
-        return None
+    if first == 0:
+        return ZERO, e
+    if first == e.size:
+        return e, ZERO
     if isinstance(e, Atom):
+        if e.key:
+            return None
         head, tail = fresh(first), fresh(e.size - first)
         define(e, Cat((head, tail)))
         return head, tail
     if isinstance(e, Fam):
-        pairs = [split_at(p, first) for p in e.parts]
-        found = [pair for pair in pairs if pair is not None]
-        if len(found) < len(pairs):
-            return None
-        return norm(Fam(e.key, [pair[0] for pair in found])), norm(Fam(e.key, [pair[1] for pair in found]))
-    terms = _terms(e)
-    if len(terms) == 1:
-        inner = math.prod(p.size for p in e.parts[1:])
-        halves = None if first % inner else split_at(e.parts[0], first // inner)
-        if halves is None:
-            return None
-        return norm(Prod((halves[0], *e.parts[1:]))), norm(Prod((halves[1], *e.parts[1:])))
+        return _in_family(e, [split_at(p, first) for p in e.parts])
+    segments = _segments(e)
+    return _split_rows(e, first) if len(segments) == 1 else _split_segments(segments, first)
+
+
+def _split_rows(e: Prod | Cat, first: int) -> tuple[Expr, Expr] | None:
+    """Splits a product between two rows, that is along its outermost factor."""
+    inner = math.prod(p.size for p in e.parts[1:])
+    halves = None if first % inner else split_at(e.parts[0], first // inner)
+    if halves is None:
+        return None
+    return norm(Prod((halves[0], *e.parts[1:]))), norm(Prod((halves[1], *e.parts[1:])))
+
+
+def _split_segments(segments: list[Expr], first: int) -> tuple[Expr, Expr] | None:
     before: list[Expr] = []
-    while terms and first >= terms[0].size:
-        first -= terms[0].size
-        before.append(terms.pop(0))
+    while segments and first >= segments[0].size:
+        first -= segments[0].size
+        before.append(segments.pop(0))
     if first:
-        halves = split_at(terms[0], first)
+        halves = split_at(segments[0], first)
         if halves is None:
             return None
         before.append(halves[0])
-        terms[0] = halves[1]
-    return norm(Cat(before)), norm(Cat(terms))
+        segments[0] = halves[1]
+    return norm(Cat(before)), norm(Cat(segments))
 
 
 def take(e: Expr, start: int, stop: int, step: int = 1) -> Expr:
-    """The axis of a slice; freezes where the slice cannot be told apart."""
+    """Returns the axis of the slice e[start:stop:step]. Freezes e if the slice cannot be expressed by its parts."""
     size = len(range(start, stop, step))
     if is_fixed(e):
         return fresh(size, next((a.frozen for a in atoms(e)), "part of an axis that is fixed"))
@@ -236,7 +278,7 @@ def take(e: Expr, start: int, stop: int, step: int = 1) -> Expr:
 
 
 def reshape(dims: Sequence[Expr], sizes: Sequence[int], literal: Iterable[int] = ()) -> list[Expr]:
-    """The axes after `view(sizes)`. `literal`: positions of small sizes that stand as plain numbers in the code."""
+    """Returns the axes after `view(sizes)`. `literal`: positions of small sizes that are plain numbers in the model's code."""
     if any(d.size == 0 for d in dims):
         return [fresh(s, "empty tensor") for s in sizes]
     pool = [f for d in dims for f in factors(d) if f.size != 1]

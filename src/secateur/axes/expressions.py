@@ -1,16 +1,24 @@
-"""The algebra of axes: every dimension of a tensor is an expression over atoms.
+"""Axis expressions: every dimension of a tensor is written as an expression over atoms.
 
-`Atom` is a leaf of independent units, `Prod` a row-major product (merged dimensions), `Cat` a concatenation. An atom may later
-be *defined* as an expression of its own size, or united with another atom; both only narrow which units may go together, so
-every step is sound. A proper part is strictly smaller than the whole, so no definition is cyclic and everything terminates.
-`Fam` is a factor whose units depend on the index of another axis: the segments of `x.view(..., 3, n)` before one is selected.
+An atom stands for units that can be removed one by one, for example the channels of a layer. `Prod` is a row-major product
+(merged dimensions), `Cat` a concatenation. For an atom `width` of 12 units:
+
+    x.view(3, 4)         refines  width  into  Prod((heads, head_dim)): removing head 0 removes the indices 0 to 3 of `width`
+    torch.cat([x, y])    has the axis          Cat((width of x, width of y))
+
+Atoms are refined while a model is traced. An atom can be *defined* as an expression of the same size, or united with another
+atom. Both steps only restrict which units can be removed independently, so no earlier conclusion becomes wrong. The parts of an
+expression are strictly smaller than the expression, so definitions are never cyclic.
+
+`Fam` (family) is a factor whose units depend on the index along another axis. `x.view(..., 3, n)` of a fused query, key and
+value projection has such a factor until code selects one of the three.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -19,7 +27,11 @@ _serial = itertools.count()
 
 
 class Atom:
-    """`size` units that may be removed one by one. `ref`: what it turned out to be; `frozen`: why no unit may go."""
+    """`size` units that can be removed one by one.
+
+    `ref` is the expression that the atom was defined as, or None. `frozen` says why no unit can be removed, or is None. `flags`
+    name the reductions that run over the axis. `tags` are marks that survive refinement. `serial` gives the age.
+    """
 
     __slots__ = ("flags", "frozen", "key", "ref", "serial", "size", "tags")
 
@@ -29,7 +41,7 @@ class Atom:
         self.frozen = frozen
         self.flags: frozenset[str] = frozenset()
         self.tags = tags
-        self.key = False  # a family hangs on its index: it stays an atom
+        self.key = False  # True if a family depends on the index along this atom: then it cannot be refined
         self.serial = next(_serial)
 
     def __repr__(self) -> str:
@@ -63,7 +75,7 @@ class Cat:
 
 
 class Fam:
-    """One expression for every index of the axis `key`, all of one size; `key` is another dimension of the same tensor."""
+    """A family: one expression for each index of the axis `key`, all of one size. `key` is another dimension of the tensor."""
 
     __slots__ = ("key", "parts", "size")
 
@@ -82,12 +94,12 @@ ZERO = Cat(())
 
 
 def fresh(size: int, frozen: str | None = None) -> Expr:
-    """A new axis. One of size 1 or 0 has no unit to choose from, so it is no atom."""
+    """Returns a new axis. An axis of size 0 or 1 has no units to choose from, so it is a constant and not an atom."""
     return ONE if size == 1 else Atom(size, frozen) if size else ZERO
 
 
 def resolve(atom: Atom) -> Expr:
-    """What an atom stands for now, with the path shortened."""
+    """Follows the definitions of an atom to the end, and shortens the path for the next call."""
     seen: list[Atom] = []
     at: Expr = atom
     while isinstance(at, Atom) and at.ref is not None:
@@ -101,49 +113,62 @@ def resolve(atom: Atom) -> Expr:
 
 
 def norm(e: Expr) -> Expr:
-    """Definitions resolved, nesting flattened, factors of size 1 and empty segments dropped."""
+    """Returns the normal form: definitions resolved, nesting flattened, factors of size 1 and empty segments dropped."""
     if isinstance(e, Atom):
         return e if e.ref is None else resolve(e)
-    if e is ONE or e is ZERO:
+    if e is ONE or e is ZERO or _is_normal(e):
         return e
-    if (
-        all(isinstance(p, Atom) and p.ref is None and p.size > 1 for p in e.parts)
-        and len(e.parts) > 1
-        and not isinstance(e, Fam)
-    ):
-        return e
-    parts = [norm(p) for p in e.parts]
-    if isinstance(e, Fam):
-        alike = all(same(parts[0], p) for p in parts[1:]) or all(is_fixed(p) for p in parts)
-        return parts[0] if alike else Fam(e.key, parts)
-    if isinstance(e, Cat):
-        flat = [q for p in parts for q in (p.parts if isinstance(p, Cat) else (p,)) if q.size]
-        return flat[0] if len(flat) == 1 else Cat(flat)
+    return _NORMALIZE[type(e)](e, [norm(p) for p in e.parts])
+
+
+def _is_normal(e: Prod | Cat | Fam) -> bool:
+    """Fast path: a product or concatenation of several undefined atoms is in normal form."""
+    if len(e.parts) < 2 or isinstance(e, Fam):
+        return False
+    for p in e.parts:  # noqa: SIM110  (a plain loop is faster than all() here, and tracing calls this very often)
+        if not isinstance(p, Atom) or p.ref is not None or p.size < 2:
+            return False
+    return True
+
+
+def _normal_family(e: Fam, parts: list[Expr]) -> Expr:
+    alike = all(same(parts[0], p) for p in parts[1:]) or all(is_fixed(p) for p in parts)
+    return parts[0] if alike else Fam(e.key, parts)
+
+
+def _normal_concatenation(_: Cat, parts: list[Expr]) -> Expr:
+    flat = [q for p in parts for q in (p.parts if isinstance(p, Cat) else (p,)) if q.size]
+    return flat[0] if len(flat) == 1 else Cat(flat)
+
+
+def _normal_product(_: Prod, parts: list[Expr]) -> Expr:
     if any(p.size == 0 for p in parts):
         return ZERO
-    flat = [q for p in parts for q in (p.parts if isinstance(p, Prod) else (p,)) if q.size != 1]
-    flat = _close(flat)
+    flat = _merge_families([q for p in parts for q in (p.parts if isinstance(p, Prod) else (p,)) if q.size != 1])
     return flat[0] if len(flat) == 1 else Prod(flat) if flat else ONE
 
 
-def _close(factors: list[Expr]) -> list[Expr]:
-    """key x ... x family is the concatenation of the family's segments."""
+_NORMALIZE: dict[type, Callable[..., Expr]] = {Fam: _normal_family, Cat: _normal_concatenation, Prod: _normal_product}
+
+
+def _merge_families(factors: list[Expr]) -> list[Expr]:
+    """Replaces the factors key, ..., family by the concatenation of the family's segments."""
     if not any(isinstance(f, Fam) for f in factors):
         return factors
     for i, key in enumerate(factors):
         tail = factors[i + 1 :]
-        if isinstance(key, Atom) and any(_keyed(f, key) for f in tail):
+        if isinstance(key, Atom) and any(_depends_on(f, key) for f in tail):
             segments = [norm(Prod([pick(f, key, k) for f in tail])) for k in range(key.size)]
             return [*factors[:i], norm(Cat(segments))]
     return factors
 
 
-def _keyed(e: Expr, key: Expr) -> bool:
+def _depends_on(e: Expr, key: Expr) -> bool:
     return isinstance(e, Fam) and norm(e.key) is key
 
 
 def pick(e: Expr, key: Expr, index: int) -> Expr:
-    """The expression at one index of the axis `key`; anything that does not depend on it stays."""
+    """Returns the expression at one index of the axis `key`. Factors that do not depend on it stay as they are."""
     e = norm(e)
     if isinstance(e, Fam):
         return norm(e.parts[index]) if norm(e.key) is key else e
@@ -151,21 +176,23 @@ def pick(e: Expr, key: Expr, index: int) -> Expr:
 
 
 def factors(e: Expr) -> list[Expr]:
-    """The factors of a dimension, outermost first."""
+    """Returns the factors of a dimension, outermost first."""
     e = norm(e)
     return list(e.parts) if isinstance(e, Prod) else [e]
 
 
 def families(e: Expr) -> list[Fam]:
-    """The families among the factors of a dimension."""
+    """Returns the families among the factors of a dimension."""
     e = norm(e)
-    return [] if isinstance(e, Atom) else [f for f in factors(e) if isinstance(f, Fam)]
+    if isinstance(e, Atom):
+        return []
+    return [f for f in (e.parts if isinstance(e, Prod) else (e,)) if isinstance(f, Fam)]
 
 
 def atoms(e: Expr) -> list[Atom]:
-    """All atoms of an expression, in order, with repetition."""
+    """Returns all atoms of an expression, in order, with repetition."""
     e = norm(e)
-    if isinstance(e, Atom):  # most are
+    if isinstance(e, Atom):  # fast path: most expressions are atoms
         return [e]
     found: list[Atom] = []
     stack: list[Expr] = [e]
@@ -179,7 +206,7 @@ def atoms(e: Expr) -> list[Atom]:
 
 
 def same(a: Expr, b: Expr) -> bool:
-    """Whether two expressions are one and the same."""
+    """True if two expressions have the same normal form."""
     a, b = norm(a), norm(b)
     if a is b:
         return True
@@ -189,26 +216,26 @@ def same(a: Expr, b: Expr) -> bool:
 
 
 def freeze(e: Expr, why: str) -> None:
-    """No unit of this axis may go; the first reason stays."""
+    """Forbids removing any unit of this axis. The first reason is kept."""
     for atom in atoms(e):
         atom.frozen = atom.frozen or why
 
 
 def is_fixed(e: Expr) -> bool:
-    """Whether no unit of the axis may go, so that nothing about its structure matters."""
+    """True if no unit of the axis can be removed. Then its structure does not matter."""
     e = norm(e)
     return e.frozen is not None if isinstance(e, Atom) else all(is_fixed(p) for p in e.parts)
 
 
 def flag(e: Expr, name: str) -> None:
-    """Remember that something other than a plain sum runs over this axis."""
+    """Records that an operation other than a plain sum runs over this axis."""
     for atom in atoms(e):
         atom.flags |= {name}
 
 
 def define(atom: Atom, e: Expr) -> None:
-    """From now on the atom is this expression, of the same size; what is known of the atom holds for its parts."""
-    if isinstance(e, Atom):  # the older one stays, so that chains stay short
+    """Defines an atom as an expression of the same size. The parts inherit the atom's reason, flags and tags."""
+    if isinstance(e, Atom):  # keep the older atom, so that chains of definitions stay short
         atom, e = (atom, e) if atom.serial > e.serial else (e, atom)
     for part in atoms(e):
         part.frozen = part.frozen or atom.frozen
@@ -219,9 +246,9 @@ def define(atom: Atom, e: Expr) -> None:
 
 
 def keep_mask(e: Expr, keep: Mapping[Atom, Tensor]) -> Tensor:
-    """Which indices of the axis stay, as a bool tensor; an atom that `keep` does not name stays whole."""
+    """Returns a bool tensor with True at the indices of the axis that stay. Atoms that `keep` does not name stay whole."""
     e = norm(e)
-    assert not isinstance(e, Fam), f"{e} has no mask of its own"
+    assert not isinstance(e, Fam), f"{e} is a family: its mask depends on the index along {e.key}"
     if isinstance(e, Atom):
         return keep[e].cpu() if e in keep else torch.ones(e.size, dtype=torch.bool)
     masks = [keep_mask(p, keep) for p in e.parts]
@@ -234,7 +261,7 @@ def keep_mask(e: Expr, keep: Mapping[Atom, Tensor]) -> Tensor:
 
 
 def new_size(e: Expr, counts: Mapping[Atom, int]) -> int:
-    """The size of the axis when each atom keeps `counts[atom]` units (all of them where not named)."""
+    """Returns the size of the axis when each atom keeps `counts[atom]` units. Atoms that are not named keep all."""
     e = norm(e)
     if isinstance(e, Atom):
         return counts.get(e, e.size)
@@ -243,3 +270,12 @@ def new_size(e: Expr, counts: Mapping[Atom, int]) -> int:
     if isinstance(e, Cat):
         return sum(new_size(p, counts) for p in e.parts)
     return math.prod(new_size(p, counts) for p in e.parts)
+
+
+def axis_signature(e: Expr) -> tuple:
+    """Returns a hashable value that is equal for expressions with the same normal form."""
+    e = norm(e)
+    if isinstance(e, Atom):
+        return ("atom", e.serial)
+    parts = e.parts[:1] if isinstance(e, Fam) else e.parts
+    return (type(e).__name__, *map(axis_signature, parts))

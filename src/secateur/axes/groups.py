@@ -1,4 +1,8 @@
-"""Coupled groups: the units that go together, and the dims of the model's tensors that carry them."""
+"""Coupled groups: units that are removed together, and the dimensions of the model's tensors that hold them.
+
+In `Linear(8, 16) -> ReLU -> Linear(16, 4)` the 16 hidden units form one group. Its members are dim 0 of the first weight, which
+produces the units, dim 0 of its bias, and dim 1 of the second weight, which consumes them.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,12 @@ from .expressions import Atom, Expr, atoms
 Role = Literal["produce", "consume", "elementwise", "buffer"]
 KERNEL = "a kernel axis"
 
-# Reductions for which a removed unit and a zero unit are the same thing.
+# Reductions that give the same result for a removed unit and for a unit of zeros.
 HARMLESS = frozenset({"sum", "nansum", "any", "count_nonzero"})
 
 
 class Member(NamedTuple):
-    """A dim of a tensor that carries the units. A tensor that plays two parts (a tied embedding) has a member for each."""
+    """A dimension of a tensor that holds the units. A tensor with two roles (a tied embedding) has a member for each role."""
 
     tensor: str
     dim: int
@@ -25,7 +29,7 @@ class Member(NamedTuple):
 
 @dataclass(eq=False)
 class Group:
-    """Units that go together: removing unit i removes the indices that stand for it from every member."""
+    """Units that are removed together: removing unit i removes its indices from every member."""
 
     atom: Atom
     members: list[Member] = field(default_factory=list)
@@ -36,17 +40,17 @@ class Group:
 
     @property
     def flags(self) -> frozenset[str]:
-        """What runs over this axis: norm, mean, softmax, amax, scale (its size enters a formula), sum ..."""
+        """The operations that run over this axis: norm, mean, softmax, amax, sum, scale (its size is in a formula), ..."""
         return self.atom.flags
 
     @property
     def exact(self) -> bool:
-        """Whether removing a unit is the same as zeroing it everywhere, constants (biases) aside."""
+        """True if removing a unit is the same as zeroing it everywhere, except for constants such as biases."""
         return self.atom.flags <= HARMLESS
 
     @property
     def frozen(self) -> str | None:
-        """Why no unit may go, or None."""
+        """The reason why no unit can be removed, or None."""
         return self.atom.frozen
 
     def __repr__(self) -> str:
@@ -58,7 +62,10 @@ class Group:
 def build_groups(
     dims: Mapping[str, Sequence[Expr]], roles: Mapping[tuple[str, int], set[Role]], buffers: set[str]
 ) -> list[Group]:
-    """A group for every atom that a tensor of the model carries, in order of appearance."""
+    """Returns a group for every atom in the tensors of the model, in order of appearance.
+
+    `dims` holds the axes of each tensor by its name, `roles` the roles of (tensor, dim), `buffers` the names of buffers.
+    """
     groups: dict[Atom, Group] = {}
     for name, axes in dims.items():
         for d, e in enumerate(axes):
@@ -69,12 +76,12 @@ def build_groups(
     for group in groups.values():
         places, played = {(m.tensor, m.dim) for m in group.members}, {m.role for m in group.members}
         if not group.frozen and len(places) == 1 and not played >= {"produce", "consume"}:
-            group.atom.frozen = "only one tensor carries it: nothing reads or makes these units"
+            group.atom.frozen = "only one tensor has this axis: no other weight produces or consumes its units"
     return list(groups.values())
 
 
 def skipped(dims: Mapping[str, Sequence[Expr]]) -> dict[str, str]:
-    """`tensor[dim]` -> why (some of) its units stay. Kernels and the like have no units to begin with and are left out."""
+    """Returns, for each `tensor[dim]` with units that cannot be removed, the reasons. Kernel axes have no units: left out."""
     found: dict[str, str] = {}
     for name, axes in dims.items():
         for d, e in enumerate(axes):

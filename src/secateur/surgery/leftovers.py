@@ -16,7 +16,7 @@ from .cut import Keep
 def follow_leftovers_(small: nn.Module, trace: Trace, keep: Keep) -> None:
     """Cut the tensors that earlier runs left in a cut model; remove those that the traced run removes."""
     held = states(small)
-    for (path, name), axes in trace.record.left.items():
+    for (path, name), axes in trace.record.replaced.items():
         if (path, name) in held:
             left = held[path, name].detach()
             for d, e in enumerate(axes or ()):

@@ -22,7 +22,7 @@ def check_runs(traced: Trace, small: nn.Module, inputs: Inputs, flops: int, keep
     Returns its FLOPs on the example inputs; `flops` is what they should be.
     """
     doubled = _doubled(inputs)
-    shapes = traced.record.answers
+    shapes = traced.record.output_shapes
     twice = None if doubled is None else _try(small, doubled)
     if not isinstance(twice, Exception) and twice is not None and twice[0] == [(2 * s[0], *s[1:]) if s else s for s in shapes]:
         counted = flops  # where twice the batch runs as it should, one batch does too
@@ -45,7 +45,7 @@ def _check_training(model: nn.Module, small: nn.Module, batches: list[Inputs]) -
 
 
 def _check_once(traced: Trace, small: nn.Module, inputs: Inputs, keep: Keep) -> int:
-    shapes, result = traced.record.answers, _try(small, inputs)
+    shapes, result = traced.record.output_shapes, _try(small, inputs)
     if isinstance(result, Exception):
         raise _failure("on the example inputs", result)
     found, flops = result

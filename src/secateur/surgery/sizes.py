@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..axes import Atom, Expr, new_size
+from ..axes import Atom, Expr, axis_signature, new_size
 from ..display import interleaved
 from ..edit import eval_mode, owned_tensors, plain_kernels, run
-from ..trace import Dim, Outlined, Ref, Trace, ValueRead, answers, signature
+from ..trace import Outlined, Ref, Trace, ValueRead, output_shapes
 
 Counts = Mapping[Atom, int]
 _PARTS = 8  # of a measurement: each has a median of its own
@@ -81,7 +81,7 @@ class SizeModel:
     def shape(self, axes: list[Expr]) -> _Shape:
         places = []
         for e in axes:
-            key = signature(Dim(e))
+            key = axis_signature(e)
             if key not in self.at:
                 self.at[key] = len(self.axes)
                 self.axes.append(e)
@@ -184,7 +184,7 @@ def outline(
     for outlined in (Outlined(), None):
         counter = FlopCount(outlined)
         with contextlib.suppress(ValueRead), plain_kernels():
-            return answers(run(model, args, kwargs, under=counting(counter))), counter.total
+            return output_shapes(run(model, args, kwargs, under=counting(counter))), counter.total
     raise AssertionError("a run that computes every operator raises no ValueRead")
 
 

@@ -1,7 +1,7 @@
-"""The sizes that torch's own layers keep as attributes, read off their weights, so that a cut layer prints as what it is.
+"""Links the size attributes of torch's own layers to the axes of their weights.
 
-What has to be the size of an axis is mended from the trace; this is for the rest: `in_features` is read by people, and by
-formulas and comparisons of the model, for which it is the size of the weight (`sizes_for_attributes_`).
+`Linear.in_features` is the size of dim 1 of its weight. A formula or comparison in the model that reads `in_features` therefore
+depends on that axis, even if no call used the attribute as a size.
 """
 
 from __future__ import annotations
@@ -14,40 +14,38 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._layers import right_sizes
-from ..axes import Expr
+from ..axes import Arithmetic, Attr, AttrId, AxisSize, Expr, SizeUse, Source, attr_place, bindings
 from ..edit import owned_tensors
-from .equations import bindings, place
-from .provenance import Attr, Dim, Journal, Op, Source, Tagged
-from .tracer import Site
+from .provenance import Journal, Tagged
 
 
-def sizes_for_attributes_(model: nn.Module, dims: Mapping[str, list[Expr]], sites: list[Site], journal: Journal) -> None:
-    """In formulas and comparisons, sizes of weights for attributes that follow them and that nothing else sets."""
+def replace_size_attributes_(model: nn.Module, dims: Mapping[str, list[Expr]], uses: list[SizeUse], journal: Journal) -> None:
+    """Replaces size attributes of torch's layers in the journal by sizes of weights, unless a call binds them to an axis."""
     names = {key: name for key, (name, _) in owned_tensors(model).items()}
-    bound = bindings(sites, journal.guards)
-    known: dict[Any, Source] = {}
+    bound = bindings(uses, journal.guards)
+    known: dict[AttrId, Source] = {}
 
     def size_of(attr: Attr) -> Source:
         owner, (name, index) = attr.owner, attr.key
         read = None
-        if isinstance(owner, nn.Module) and index is None and place(attr, "") not in bound:
+        if isinstance(owner, nn.Module) and index is None and attr_place(attr, "") not in bound:
             read = dict(right_sizes(owner)).get(name)
-        found = None if read is None else read(_Tagged(owner, names, dims, journal))
+        found = None if read is None else read(_LayerWithTaggedSizes(owner, names, dims, journal))
         return found.source if isinstance(found, Tagged) else attr
 
     def replaced(source: Source) -> Source:
-        if isinstance(source, Op):
-            return Op(source.function, replaced(source.left), replaced(source.right))
+        if isinstance(source, Arithmetic):
+            return Arithmetic(source.function, replaced(source.left), replaced(source.right))
         if isinstance(source, Attr):
             return known.setdefault(source.id, size_of(source))
         return source
 
-    journal.uses[:] = [replace(use, source=replaced(use.source)) for use in journal.uses]
+    journal.formula_uses[:] = [replace(use, source=replaced(use.source)) for use in journal.formula_uses]
     journal.guards[:] = [replace(g, left=replaced(g.left), right=replaced(g.right)) for g in journal.guards]
 
 
-class _Tagged:
-    """A layer whose tensors have tagged sizes."""
+class _LayerWithTaggedSizes:
+    """A layer whose tensors have tagged shapes and whose integer attributes are tagged."""
 
     def __init__(self, module: nn.Module, names: Mapping[int, str], dims: Mapping[str, list[Expr]], journal: Journal) -> None:
         self._given = module, names, dims, journal
@@ -56,5 +54,5 @@ class _Tagged:
         module, names, dims, journal = self._given
         value = getattr(module, name)
         if isinstance(value, Tensor) and id(value) in names:
-            return SimpleNamespace(shape=tuple(Tagged(e.size, Dim(e), journal) for e in dims[names[id(value)]]))
+            return SimpleNamespace(shape=tuple(Tagged(e.size, AxisSize(e), journal) for e in dims[names[id(value)]]))
         return Tagged(value, Attr(module, (name, None), value), journal) if type(value) is int and value > 1 else value

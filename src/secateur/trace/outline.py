@@ -1,4 +1,8 @@
-"""Heavy operators without the work: a result of the right shape with no values, for runs of which only the shapes matter."""
+"""Runs without the arithmetic: heavy operators return a tensor of the right shape without computing its values.
+
+`Outlined()(aten.mm.default, (a, b), {})` checks the shapes and returns zeros of shape (a.shape[0], b.shape[1]). Reading a value
+that is computed from such a result raises `ValueRead`.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +17,26 @@ from torch import Tensor
 
 Outline = Callable[..., Any]
 _OUTLINES: dict[str, Outline] = {}
-_OTHERWISE = {
+_OTHER_DTYPE = {
     f"aten::{n}"
     for n in ["_to_copy", "eq", "ne", "lt", "gt", "le", "ge", "isnan", "isinf", "isfinite", "logical_not", "signbit"]
-}  # other kinds
+}  # element-wise operators whose result can have another dtype
 _MANY = (list, tuple)
-_PLAIN = frozenset({bool, int, float, str, type(None)})  # most arguments; asking whether they are tensors takes time
+_PLAIN = frozenset({bool, int, float, str, type(None)})  # types of most arguments; isinstance(..., Tensor) is slow for them
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class _Unfit(Exception):
-    """Shapes that an outline has no answer for; the operator itself says what is wrong with them, or that nothing is."""
+    """An outline does not cover these shapes. The operator itself is run: it returns a result or raises its own error."""
 
 
 class ValueRead(RuntimeError):
-    """The run looks at a number that was not computed."""
+    """The run reads a value that was not computed."""
 
 
 def outlines(names: str) -> Callable[[Outline], Outline]:
+    """Registers a function that returns the results of these operators by their shapes alone."""
+
     def register(function: Outline) -> Outline:
         _OUTLINES.update(dict.fromkeys((f"aten::{n}" for n in names.split()), function))
         return function
@@ -39,7 +45,7 @@ def outlines(names: str) -> Callable[[Outline], Outline]:
 
 
 class Blank:
-    """Zeros of any shape that all share one block of memory: nothing is ever computed from them."""
+    """Zeros of any shape. Those of one dtype and device share memory, because no value is computed from them."""
 
     def __init__(self) -> None:
         self.blocks: dict[Any, Tensor] = {}
@@ -52,28 +58,28 @@ class Blank:
 
 
 class Outlined:
-    """Answers heavy operators by their shape alone, and keeps track of what is made from such answers."""
+    """Calls operators, heavy ones by their shapes alone, and keeps track of tensors made from such results."""
 
     def __init__(self) -> None:
-        self.empty: set[int] = set()  # storages whose values mean nothing
+        self.empty: set[int] = set()  # storages whose values were not computed
         self.blank = Blank()
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         name, plain, reads = _facts(func)
-        hollow = any(t.untyped_storage()._cdata in self.empty for t in tensors_of((*args, *kwargs.values())))
-        if hollow and reads:
-            raise ValueRead(f"{func} reads values")
+        blank = any(t.untyped_storage()._cdata in self.empty for t in tensors_of((*args, *kwargs.values())))
+        if blank and reads:
+            raise ValueRead(f"{func} reads values that were not computed")
         short, made = _OUTLINES.get(name), None
-        if short is not None or (hollow and plain):
+        if short is not None or (blank and plain):
             with torch._C.DisableTorchFunction(), contextlib.suppress(_Unfit):
                 made = self.alike(args) if short is None else short(self.blank, *args, **kwargs)
         out = func(*args, **kwargs) if made is None else made
-        if hollow or made is not None:
+        if blank or made is not None:
             self.empty.update(t.untyped_storage()._cdata for t in tensors_of(out if isinstance(out, _MANY) else (out,)))
         return out
 
     def alike(self, args: Sequence[Any]) -> Tensor | None:
-        """What works element by element on numbers that mean nothing leaves numbers that mean nothing."""
+        """Returns a blank result for an element-wise operator on blank inputs of one shape and dtype, else None."""
         x = args[0]
         if not isinstance(x, Tensor) or not x.is_floating_point() or not x.is_contiguous():
             return None
@@ -83,16 +89,16 @@ class Outlined:
 
 @functools.cache
 def _facts(func: Any) -> tuple[str, bool, bool]:
-    """The name of an operator, whether it works element by element and keeps the kind of numbers, whether it reads values."""
+    """Returns the operator's name, whether it is element-wise and keeps the dtype, and whether it reads values."""
     tags, schema = getattr(func, "tags", ()), getattr(func, "_schema", None)
     if schema is None:
         return "", False, False
     single = torch.Tag.pointwise in tags and not schema.is_mutable and len(schema.returns) == 1
-    return schema.name, single and schema.name not in _OTHERWISE, not _READS.isdisjoint(tags)
+    return schema.name, single and schema.name not in _OTHER_DTYPE, not _READS.isdisjoint(tags)
 
 
 def tensors_of(values: Sequence[Any]) -> list[Tensor]:
-    """The tensors among these values, also inside lists."""
+    """Returns the tensors among these values and inside lists and tuples."""
     found: list[Tensor] = []
     for v in values:
         if type(v) in _PLAIN:
@@ -105,6 +111,7 @@ def tensors_of(values: Sequence[Any]) -> list[Tensor]:
 
 
 def _fits(holds: bool) -> None:
+    """Raises _Unfit unless the condition holds."""
     if not holds:
         raise _Unfit
 
@@ -137,21 +144,22 @@ def _convolution(
     stride: Any,
     padding: Any,
     dilation: Any,
-    turned: bool,
-    extra: Any,
+    transposed: bool,
+    output_padding: Any,
     groups: int,
 ) -> Tensor | None:
     n = weight.dim() - 2
     if x.dim() != n + 2 or x.dtype != weight.dtype:
         return None
-    stride, padding, dilation, extra = (v if len(v) == n else list(v) * n for v in (stride, padding, dilation, extra))
-    ins, outs = (weight.shape[0], weight.shape[1] * groups) if turned else (weight.shape[1] * groups, weight.shape[0])
+    options = (stride, padding, dilation, output_padding)
+    stride, padding, dilation, output_padding = (v if len(v) == n else list(v) * n for v in options)
+    ins, outs = (weight.shape[0], weight.shape[1] * groups) if transposed else (weight.shape[1] * groups, weight.shape[0])
     _fits(x.shape[1] == ins and outs % groups == 0 and (bias is None or len(bias) == outs))
     sizes = []
     for i, k in enumerate(weight.shape[2:]):
         reach = dilation[i] * (k - 1)
-        if turned:
-            sizes.append((x.shape[2 + i] - 1) * stride[i] - 2 * padding[i] + reach + extra[i] + 1)
+        if transposed:
+            sizes.append((x.shape[2 + i] - 1) * stride[i] - 2 * padding[i] + reach + output_padding[i] + 1)
         else:
             sizes.append((x.shape[2 + i] + 2 * padding[i] - reach - 1) // stride[i] + 1)
     _fits(min(sizes, default=1) > 0)
@@ -181,6 +189,6 @@ def _attention(blank: Blank, query: Tensor, key: Tensor, value: Tensor, *_: Any,
     _fits(same and key.shape[:3] == value.shape[:3])
     b, h, n = query.shape[:3]
     wide = query.dtype if query.dtype == torch.float64 else torch.float32
-    order = sorted(range(4), key=lambda d: -query.stride(d))  # the result lies in memory as the queries do
+    order = sorted(range(4), key=lambda d: -query.stride(d))  # the result has the memory layout of the query
     out = blank(query, *(query.shape[d] for d in order)).permute([order.index(d) for d in range(4)])
     return out, torch.zeros(b, n, h, dtype=wide, device=query.device).transpose(1, 2)

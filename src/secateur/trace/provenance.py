@@ -1,140 +1,33 @@
-"""Where the integers of a forward pass come from: attributes of modules and configs, tensor sizes, arithmetic on both.
+"""Records where the integers of a forward pass come from: attributes, tensor sizes, and arithmetic on both.
 
-During a trace, integer attributes and sizes are `Tagged`: they act as ints and remember their source. What is asked of them
-(a size, a comparison, a value in a formula) is written to the journal.
+During a trace, integer attributes of modules and configs and the sizes of tensors are `Tagged`: they behave as ints and
+remember their source. If `self.heads` is `Tagged`, then `c // self.heads` is too, and its source is that division. Comparisons
+and uses in formulas are written to the `Journal`.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..axes import Atom, Expr, new_size
+from ..axes import Arithmetic, Attr, Const, FormulaUse, Guard, Source
 from ..edit import OWN
-
-Key = tuple[str, Any]  # attribute name, and the index inside it when it holds several numbers
-
-
-@dataclass(frozen=True, eq=False)
-class Attr:
-    """An integer that lies in an attribute of a module or of a config."""
-
-    owner: Any
-    key: Key
-    old: int
-
-    @property
-    def id(self) -> tuple[int, Key]:
-        return id(self.owner), self.key
-
-    def __str__(self) -> str:
-        name, index = self.key
-        return f"{type(self.owner).__name__}.{name}{'' if index is None else f'[{index!r}]'}"
-
-
-@dataclass(frozen=True, eq=False)
-class Dim:
-    """The size of an axis."""
-
-    expr: Expr
-
-    def __str__(self) -> str:
-        return str(self.expr.size)
-
-
-@dataclass(frozen=True, eq=False)
-class Op:
-    """Arithmetic on two sources."""
-
-    function: Callable[[Any, Any], Any]
-    left: Source
-    right: Source
-
-    def __str__(self) -> str:
-        sign = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}.get(
-            self.function.__name__, self.function.__name__
-        )
-        return f"({self.left} {sign} {self.right})"
-
-
-@dataclass(frozen=True, eq=False)
-class Const:
-    """A number that stands in the code."""
-
-    value: int
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-
-Source = Attr | Dim | Op | Const
-Values = Mapping[Any, Any]  # of `Attr.id`
-
-
-def leaves(source: Source) -> Iterator[Attr | Dim | Const]:
-    """The attributes, sizes and constants that a source is made of."""
-    stack: list[Source] = [source]
-    while stack:
-        top = stack.pop()
-        if isinstance(top, Op):
-            stack += [top.right, top.left]
-        else:
-            yield top
-
-
-def evaluate(source: Source, counts: Mapping[Atom, Any], attributes: Values) -> Any:
-    """The value of a source when atoms keep `counts` units; counts may be arrays, to try many at once."""
-    if isinstance(source, Const):
-        return source.value
-    if isinstance(source, Dim):
-        return new_size(source.expr, counts)
-    if isinstance(source, Attr):
-        return attributes.get(source.id, source.old)
-    return source.function(evaluate(source.left, counts, attributes), evaluate(source.right, counts, attributes))
-
-
-def is_literal(source: Source) -> bool:
-    return all(isinstance(leaf, Const) for leaf in leaves(source))
-
-
-@dataclass(frozen=True, eq=False)
-class Guard:
-    """A comparison that the run made, and what it said: after a cut it has to say the same."""
-
-    compare: Callable[[Any, Any], Any]
-    left: Source
-    right: Source
-    outcome: bool
-    module: str
-
-    def holds(self, counts: Mapping[Atom, int], attributes: Values) -> bool:
-        left, right = (evaluate(source, counts, attributes) for source in (self.left, self.right))
-        return bool(self.compare(left, right)) == self.outcome
-
-
-@dataclass(frozen=True, eq=False)
-class SizeUse:
-    """A size that enters a formula (1/sqrt(head_dim)): the value changes with the axis. `how` names the operation."""
-
-    source: Source
-    how: str
-    module: str
 
 
 @dataclass
 class Journal:
-    """What the integers of one run were asked."""
+    """The comparisons and formulas that the tagged integers of one run took part in."""
 
     guards: list[Guard] = field(default_factory=list)
-    uses: list[SizeUse] = field(default_factory=list)
-    modules: list[str] = field(default_factory=list)
-    open: bool = True
-    lasting: bool = False  # copies of its numbers are tagged too
+    formula_uses: list[FormulaUse] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)  # names of the modules that are running, the innermost last
+    open: bool = True  # False after the run: tagged integers that survive it record nothing
+    tag_copies: bool = False  # True: deep copies of tagged integers are tagged too
 
     @property
     def module(self) -> str:
@@ -146,11 +39,11 @@ class Journal:
 
     def used(self, source: Source, how: str) -> None:
         if self.open:
-            self.uses.append(SizeUse(source, how, self.module))
+            self.formula_uses.append(FormulaUse(source, how, self.module))
 
 
 class Tagged(int):
-    """An int that knows where it came from."""
+    """An int that remembers its source."""
 
     source: Source
     journal: Journal
@@ -169,21 +62,23 @@ class Tagged(int):
         return self
 
     def __deepcopy__(self, memo: Any) -> int:
-        return self if self.journal.lasting else int(self)
+        return self if self.journal.tag_copies else int(self)
 
     def __float__(self) -> float:
         self.journal.used(self.source, "float")
         return float(int(self))
 
     def __neg__(self) -> Tagged:
-        return Tagged(-int(self), Op(operator.sub, Const(0), self.source), self.journal)
+        return Tagged(-int(self), Arithmetic(operator.sub, Const(0), self.source), self.journal)
 
 
 def source_of(number: int) -> Source:
     return number.source if isinstance(number, Tagged) else Const(int(number))
 
 
-def _compared(name: str, function: Callable[[Any, Any], bool]) -> None:
+def _add_comparison(name: str, function: Callable[[Any, Any], bool]) -> None:
+    """Adds a comparison method to `Tagged` that records a guard when the other operand is an int."""
+
     def method(self: Tagged, other: Any) -> Any:
         if not isinstance(other, int) or isinstance(other, bool):
             return getattr(int, name)(self, other)
@@ -194,27 +89,29 @@ def _compared(name: str, function: Callable[[Any, Any], bool]) -> None:
     setattr(Tagged, name, method)
 
 
-def _arithmetic(name: str, function: Callable[[Any, Any], int]) -> None:
+def _add_arithmetic(name: str, function: Callable[[Any, Any], int]) -> None:
+    """Adds an operation to `Tagged`: with an int it gives a tagged integer, with a float a plain value in a formula."""
+
     def forward(self: Tagged, other: Any) -> Any:
         if isinstance(other, float):
             self.journal.used(self.source, function.__name__)
         if not isinstance(other, int):
             return NotImplemented if not isinstance(other, float) else function(int(self), other)
-        return Tagged(function(int(self), int(other)), Op(function, self.source, source_of(other)), self.journal)
+        return Tagged(function(int(self), int(other)), Arithmetic(function, self.source, source_of(other)), self.journal)
 
-    def backward(self: Tagged, other: Any) -> Any:
+    def reflected(self: Tagged, other: Any) -> Any:
         if isinstance(other, float):
             self.journal.used(self.source, function.__name__)
         if not isinstance(other, int):
             return NotImplemented if not isinstance(other, float) else function(other, int(self))
-        return Tagged(function(int(other), int(self)), Op(function, source_of(other), self.source), self.journal)
+        return Tagged(function(int(other), int(self)), Arithmetic(function, source_of(other), self.source), self.journal)
 
     setattr(Tagged, name, forward)
-    setattr(Tagged, f"__r{name[2:]}", backward)
+    setattr(Tagged, f"__r{name[2:]}", reflected)
 
 
-def _valued(name: str, function: Callable[[Any, Any], Any]) -> None:
-    """Powers and true division: the result is a value, no size."""
+def _add_formula(name: str, function: Callable[[Any, Any], Any]) -> None:
+    """Adds a power or true division to `Tagged`: the result is a plain value, and its use in a formula is recorded."""
 
     def forward(self: Tagged, other: Any, *modulo: Any) -> Any:
         self.journal.used(self.source, function.__name__)
@@ -222,26 +119,26 @@ def _valued(name: str, function: Callable[[Any, Any], Any]) -> None:
             other.journal.used(other.source, function.__name__)
         return function(int(self), int(other) if isinstance(other, Tagged) else other)
 
-    def backward(self: Tagged, other: Any, *modulo: Any) -> Any:
+    def reflected(self: Tagged, other: Any, *modulo: Any) -> Any:
         self.journal.used(self.source, function.__name__)
         return function(other, int(self))
 
     setattr(Tagged, name, forward)
-    setattr(Tagged, f"__r{name[2:]}", backward)
+    setattr(Tagged, f"__r{name[2:]}", reflected)
 
 
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    _compared(f"__{_name}__", getattr(operator, _name))
+    _add_comparison(f"__{_name}__", getattr(operator, _name))
 for _name in ("add", "sub", "mul", "floordiv", "mod"):
-    _arithmetic(f"__{_name}__", getattr(operator, _name))
+    _add_arithmetic(f"__{_name}__", getattr(operator, _name))
 for _name in ("pow", "truediv"):
-    _valued(f"__{_name}__", getattr(operator, _name))
+    _add_formula(f"__{_name}__", getattr(operator, _name))
 
-_LONG = 64
+_LONG = 64  # longer lists and dicts of integers are taken for data, not for sizes
 
 
 class Tagging:
-    """Tags the integer attributes of all modules and of the config objects they hold; undone on exit."""
+    """Tags the integer attributes of all modules, and of the config objects that they hold, until the context is left."""
 
     def __init__(self, model: nn.Module, journal: Journal) -> None:
         self.model, self.journal = model, journal
@@ -255,25 +152,28 @@ class Tagging:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for space, name, value in reversed(self.undo):
-            space[name] = value
+        for attributes, name, value in reversed(self.undo):
+            attributes[name] = value
 
     def tag(self, owner: Any, depth: int = 0) -> None:
+        """Tags the integers in the attributes of a module or config, and in configs inside it."""
         if id(owner) in self.seen:
             return
         self.seen.add(id(owner))
-        space, module = owner.__dict__, isinstance(owner, nn.Module)
-        for name, value in list(space.items()):
+        attributes, module = owner.__dict__, isinstance(owner, nn.Module)
+        for name, value in list(attributes.items()):
             if module and name in OWN:
                 continue
             made = self.tagged(owner, name, value)
             if made is not None:
-                self.undo.append((space, name, value))
-                space[name] = made
+                self.undo.append((attributes, name, value))
+                attributes[name] = made
             elif depth < 3 and is_config(value):
                 self.tag(value, depth + 1)
 
     def tagged(self, owner: Any, name: str, value: Any) -> Any:
+        """Returns the tagged value of an integer, or of a short list, tuple or dict of integers; None for other values."""
+
         def one(number: int, index: Any) -> int:
             return Tagged(number, Attr(owner, (name, index), number), self.journal) if number > 1 else number
 
@@ -287,7 +187,7 @@ class Tagging:
 
 
 def is_config(value: Any) -> bool:
-    """An object that holds settings: with attributes, and neither a module, a tensor, a class nor a function."""
+    """True for an object that holds settings: it has attributes and is no module, tensor, class or function."""
     if not hasattr(value, "__dict__") or isinstance(value, nn.Module | torch.Tensor | type) or callable(value):
         return False
     return type(value).__module__.partition(".")[0] not in ("builtins", "torch", "collections")

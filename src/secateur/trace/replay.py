@@ -1,4 +1,4 @@
-"""Runs a traced model again beside its record, and lets a visitor look at each operator or answer in its place."""
+"""Runs a traced model again, operator by operator along its trace, with a visitor that computes or replaces each result."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ..edit import StandIns, plain_kernels, preserve_rng, split_inputs
-from .run import Trace
+from .result import Trace
 from .tracer import Ref, Step
 
-Visit = Callable[[int, Step, Any, tuple[Any, ...], dict[str, Any]], Any]
+Visit = Callable[[int, Step, Any, tuple[Any, ...], dict[str, Any]], Any]  # index, step, operator, arguments -> result
 
 
 class LeftTrace(RuntimeError):
     """The model ran other operators than in its trace."""
 
 
-class _Beside(TorchDispatchMode):
-    """Counts the operators along the trace and hands each to the visitor."""
+class _AlongTrace(TorchDispatchMode):
+    """Checks that each operator is the next one of the trace, and passes it to the visitor."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and torch would load all of torch._dynamo: seconds
+        return False  # nothing is compiled here; with True, torch would import torch._dynamo, which takes seconds
 
     def __init__(self, trace: Trace, visit: Visit) -> None:
         super().__init__()
@@ -43,7 +43,10 @@ class _Beside(TorchDispatchMode):
 
 
 class Replay:
-    """A model with its trace; `run` walks through it. The model is only read."""
+    """A model with its trace and example inputs. The model is only read.
+
+    `origin` maps the number of each tensor that is computed from weights only to the names of these weights.
+    """
 
     def __init__(self, model: nn.Module, trace: Trace, args: Any, kwargs: Mapping[str, Any] | None) -> None:
         self.model, self.trace = model, trace
@@ -51,39 +54,27 @@ class Replay:
         self.origin = self._origins()
 
     def run(self, visit: Visit, change: Callable[[Tensor], Tensor] = torch.clone) -> Any:
-        """One run, on the example inputs as `change` makes them."""
+        """Runs the model once on the example inputs, each passed through `change`."""
 
         def stand_in(_: str, tensor: Tensor) -> Tensor:
-            return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()  # buffers may be written to
+            return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()  # the run may write to buffers
 
-        given = tree_map(lambda v: change(v.detach()) if isinstance(v, Tensor) else v, (self.args, self.kwargs))
-        quiet = (torch.no_grad(), preserve_rng(), plain_kernels(), StandIns(self.model, stand_in))
-        with quiet[0], quiet[1], quiet[2], quiet[3], _Beside(self.trace, visit):
-            return self.model(*given[0], **given[1])
+        args, kwargs = tree_map(lambda v: change(v.detach()) if isinstance(v, Tensor) else v, (self.args, self.kwargs))
+        stand_ins, along = StandIns(self.model, stand_in), _AlongTrace(self.trace, visit)
+        with torch.no_grad(), preserve_rng(), plain_kernels(), stand_ins, along:
+            return self.model(*args, **kwargs)
 
     def _origins(self) -> dict[int, frozenset[str]]:
-        """Tensor number -> the model's tensors it is made of; numbers that depend on the inputs are not in it."""
         found = {number: frozenset({name}) for number, name in self.trace.names.items()}
         for step in self.trace.steps:
             if step.weights:
-                made_of = frozenset().union(*(found.get(n, frozenset()) for n in numbers(step)))
+                made_of = frozenset().union(*(found.get(n, frozenset()) for n in step.inputs))
                 found |= {n: made_of for n in step.outs if n not in self.trace.names}
         return found
 
 
-def numbers(step: Step) -> list[int]:
-    """The numbers of the tensors that an operator reads."""
-    return [r.number for r in refs((*step.args, *step.kwargs.values()))]
-
-
-def refs(values: Any) -> list[Ref]:
-    if isinstance(values, Ref):
-        return [values]
-    return [r for v in values for r in refs(v)] if isinstance(values, list | tuple) else []
-
-
 def paired(step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any], change: Callable[[Tensor, int], Tensor]) -> Any:
-    """The arguments with each tensor replaced by `change(tensor, number)`."""
+    """Returns the arguments of a step with each tensor replaced by `change(tensor, number)`."""
 
     def walk(recorded: Any, value: Any) -> Any:
         if isinstance(recorded, Ref):

@@ -1,4 +1,4 @@
-"""What is around a traced run: plain kernels, the names of the modules that run, functions that are looked into."""
+"""Context managers around a traced run: module names, TorchScript functions, and fewer log messages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .tracer import Tracer
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Where fake tensors cannot go, the run is repeated on real ones: no reason to log it as an error."""
+def without_fake_tensor_log() -> Iterator[None]:
+    """Turns off the error log of fake tensors. Where they fail, the run is repeated on real tensors, so it is no error."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled
     log.disabled = True
@@ -31,7 +31,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def module_names(journal: Journal, names: dict[int, str]) -> Iterator[None]:
-    """Keep the name of the module that runs on top of `journal.modules`. Global hooks: none is put on the model itself."""
+    """Keeps the name of the running module at the end of `journal.modules`. Uses global hooks, so the model is not changed."""
 
     def enter(module: nn.Module, _: Any) -> None:
         journal.modules.append(names.get(id(module), ""))
@@ -50,7 +50,7 @@ def module_names(journal: Journal, names: dict[int, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def script_functions(tracer: Tracer) -> Iterator[None]:
-    """Sizes that a TorchScript function reads are invisible: those of its arguments may enter formulas there."""
+    """Treats every size that a TorchScript function reads as part of a formula: tagged integers do not reach its inside."""
     kind: Any = torch.jit.ScriptFunction
     call = kind.__call__
 

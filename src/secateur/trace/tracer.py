@@ -1,4 +1,8 @@
-"""The run itself: a dispatch mode that gives every tensor its axes and writes down every operator."""
+"""The tracer: a dispatch mode that gives every tensor of a run its axes, and records every operator.
+
+For `y = linear(x, weight)` the rule of `linear` unites the last axis of `x` with dim 1 of the weight, and returns dim 0 of the
+weight as the last axis of `y`. The tracer keeps these axes with `y`, for the operators that read it next.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,35 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..axes import Atom, Expr, Fam, Role, atoms, collapse, factors, families, flag, freeze, fresh, norm
+from ..axes import (
+    Arithmetic,
+    Atom,
+    Attr,
+    AttrPlace,
+    AxisSize,
+    Const,
+    Expr,
+    Fam,
+    Guard,
+    Role,
+    SizeUse,
+    atoms,
+    collapse,
+    factors,
+    families,
+    flag,
+    freeze,
+    fresh,
+    norm,
+)
 from ..ops import Axes, Call, Rule, lookup, name_of
 from .outline import Outlined, tensors_of
-from .provenance import Const, Dim, Guard, Journal, Op, Source
+from .provenance import Journal
 
 Origin = frozenset[tuple[str, int]]  # (tensor, dim) pairs of the model
 _INFO = "_secateur_info"
 _MANY = (list, tuple)
-_PLAIN = frozenset({bool, int, float, str, type(None)})  # most arguments; asking whether they are tensors takes time
+_PLAIN = frozenset({bool, int, float, str, type(None)})  # types of most arguments; isinstance(..., Tensor) is slow for them
 
 
 @dataclass(frozen=True)
@@ -34,22 +58,30 @@ class Ref:
 
 
 @dataclass(eq=False)
-class Info:
-    """What is known of one tensor: its axes; and, if it is made of weights alone, which of their dims each dim came from."""
+class TensorInfo:
+    """The axes of one tensor of the run.
+
+    `origin` lists, for each dim of a tensor that is computed from weights only, the dims of the weights that it came from. It
+    is None if the tensor depends on the inputs. `pending`: axes to freeze, with the reason, when an operator reads the tensor.
+    """
 
     axes: Axes
     number: int
-    origin: tuple[Origin, ...] | None = None  # None: it depends on the inputs
-    pending: list[tuple[Expr, str]] = field(default_factory=list)  # axes that freeze once the values are read
+    origin: tuple[Origin, ...] | None = None
+    pending: list[tuple[Expr, str]] = field(default_factory=list)
 
     def read(self) -> None:
+        """Freezes the pending axes: the values of the tensor are used."""
         while self.pending:
             freeze(*self.pending.pop())
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One operator of the run. Tensors in `args` and `kwargs` are `Ref`s; `weights`: no input depends on the example inputs."""
+    """One operator of the run. Tensors in `args` and `kwargs` are `Ref`s.
+
+    `weights`: True if no input depends on the example inputs.
+    """
 
     func: Any
     args: tuple[Any, ...]
@@ -69,44 +101,33 @@ class Step:
 
     @cached_property
     def inputs(self) -> tuple[int, ...]:
-        """The numbers of the tensors that it is given."""
+        """The numbers of the tensors among the arguments."""
         values = (*self.args, *self.kwargs.values())
         flat = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
         return tuple(item.number for item in flat if isinstance(item, Ref))
 
 
-@dataclass(frozen=True, eq=False)
-class Site:
-    """An integer of the code that met an axis: `source` has to give the size of `axis`."""
-
-    module: str
-    call: str
-    source: Source
-    axis: Expr
-    value: int
-
-
 @dataclass(eq=False)
-class Record:
-    """What a run leaves behind."""
+class RunRecord:
+    """Everything that is recorded during a run. Tensors of the run are numbered."""
 
     steps: list[Step] = field(default_factory=list)
     axes: list[Axes] = field(default_factory=list)  # by tensor number
-    names: dict[int, str] = field(default_factory=dict)  # of the tensors that the model owns
-    whole: dict[int, torch.dtype] = field(default_factory=dict)  # of the tensors that hold no fractions
-    roles: dict[tuple[str, int], set[Role]] = field(default_factory=dict)
-    sites: list[Site] = field(default_factory=list)
-    read: dict[Any, Any] = field(default_factory=dict)  # attributes that some call was given, by place: no site says what for
-    equal: dict[tuple[int, ...], tuple[Expr, ...]] = field(default_factory=dict)
-    answers: list[tuple[int, ...]] = field(default_factory=list)  # shapes of what the model returns
-    returned: set[int] = field(default_factory=set)  # tensors in what the model returns, by number
-    left: dict[tuple[str, str], Axes | None] = field(default_factory=dict)  # written to (module, attribute), unread
-    unknown: Counter[str] = field(default_factory=Counter)
+    names: dict[int, str] = field(default_factory=dict)  # tensor number -> name, for the tensors that the model owns
+    non_floating: dict[int, torch.dtype] = field(default_factory=dict)  # dtypes of the tensors that are not floating point
+    roles: dict[tuple[str, int], set[Role]] = field(default_factory=dict)  # (tensor, dim) -> roles
+    size_uses: list[SizeUse] = field(default_factory=list)
+    passed: dict[AttrPlace, Attr] = field(default_factory=dict)  # attributes that were passed to a call
+    equal: dict[tuple[int, ...], tuple[Expr, ...]] = field(default_factory=dict)  # axes that must keep equal counts
+    output_shapes: list[tuple[int, ...]] = field(default_factory=list)  # of the outputs that must keep their shape
+    returned: set[int] = field(default_factory=set)  # numbers of the tensors that the model returns
+    replaced: dict[tuple[str, str], Axes | None] = field(default_factory=dict)  # (module, attribute) written before any read
+    unknown: Counter[str] = field(default_factory=Counter)  # operators without a rule
     errors: list[str] = field(default_factory=list)
 
 
-class Probe:
-    """Runs a rule on marked stand-in axes, to see which dims of which weights arrive where."""
+class _OriginLedger:
+    """A ledger with tagged stand-in axes: shows which dims of which weights arrive in which dims of a result."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.literal_sizes, self.literal_index = tracer.literal_sizes, tracer.literal_index
@@ -129,28 +150,29 @@ class Probe:
 
 
 class Tracer(TorchDispatchMode):
-    """Follows axes through every operator; it is also the ledger that the rules write to."""
+    """Follows axes through every operator. It is also the ledger that the rules write to."""
 
-    supports_higher_order_operators = True  # they are opaque: their axes freeze
+    supports_higher_order_operators = True  # no rule looks inside them, so their axes are frozen
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and torch would load all of torch._dynamo: seconds
+        return False  # nothing is compiled here; with True, torch would import torch._dynamo, which takes seconds
 
     def __init__(self, journal: Journal, outlined: Outlined | None = None) -> None:
         super().__init__()
-        self.journal, self.record = journal, Record()
+        self.journal, self.record = journal, RunRecord()
         self.outlined = outlined
         self.literal_sizes: frozenset[int] = frozenset()
         self.literal_index: tuple[int, ...] = ()
-        self.owned: dict[int, Info] = {}
-        self.weights: set[int] = set()  # storages of real weights
-        self.memory: dict[int, Info] = {}  # the model's tensors by storage
-        self.held: list[Tensor] = []  # keeps the ids in `owned` valid
+        self.owned: dict[int, TensorInfo] = {}  # the model's tensors by id()
+        self.held: list[Tensor] = []  # keeps these tensors alive, so that their ids stay valid
+        self.memory: dict[int, TensorInfo] = {}  # the model's tensors by storage
+        self.weights: set[int] = set()  # storages of real parameters
         self.deferred: list[tuple[Expr, str]] = []
-        self.now: dict[int, Info] = {}  # the inputs of the operator at hand, as they were before it
+        self.now: dict[int, TensorInfo] = {}  # inputs of the current operator, as they were before it ran
 
     def own(self, name: str, tensor: Tensor) -> None:
+        """Registers a tensor of the model: all its axes are new."""
         info = self.new_info([fresh(s) for s in tensor.shape])
         info.origin = tuple(frozenset({(name, d)}) for d in range(tensor.dim()))
         self.owned[id(tensor)] = info
@@ -161,19 +183,19 @@ class Tracer(TorchDispatchMode):
         self.record.names[info.number] = name
 
     def fix(self, tensor: Tensor, why: str) -> None:
-        """An input: its axes are given, and whatever is made with it depends on it."""
+        """Registers an example input: its axes are frozen, and tensors computed from it depend on the inputs."""
         info = self.new_info([fresh(s, why) for s in tensor.shape])
         setattr(tensor, _INFO, info)
         if not tensor.is_floating_point():
-            self.record.whole[info.number] = tensor.dtype
+            self.record.non_floating[info.number] = tensor.dtype
 
-    def new_info(self, axes: Axes) -> Info:
+    def new_info(self, axes: Axes) -> TensorInfo:
         self.record.axes.append(axes)
-        return Info(axes, len(self.record.axes) - 1)
+        return TensorInfo(axes, len(self.record.axes) - 1)
 
-    def info(self, tensor: Tensor) -> Info:
+    def info(self, tensor: Tensor) -> TensorInfo:
         found = self.owned.get(id(tensor)) or getattr(tensor, _INFO, None)
-        if not isinstance(found, Info) or len(found.axes) != tensor.dim():
+        if not isinstance(found, TensorInfo) or len(found.axes) != tensor.dim():
             found = self.new_info([fresh(s, "belongs to a tensor that no module owns") for s in tensor.shape])
             found.origin = (frozenset(),) * tensor.dim()
             setattr(tensor, _INFO, found)
@@ -198,11 +220,11 @@ class Tracer(TorchDispatchMode):
 
     def uses_size(self, e: Expr, how: str) -> None:
         flag(e, "scale")
-        self.journal.used(Dim(e), how)
+        self.journal.used(AxisSize(e), how)
 
     def multiple(self, e: Expr, of: int) -> None:
         if self.journal.open and of > 1 and e.size % of == 0:
-            rest = Op(operator.mod, Dim(e), Const(of))
+            rest = Arithmetic(operator.mod, AxisSize(e), Const(of))
             self.journal.guards.append(Guard(operator.eq, rest, Const(0), True, self.journal.module))
 
     def freeze_when_read(self, e: Expr, why: str) -> None:
@@ -219,7 +241,7 @@ class Tracer(TorchDispatchMode):
             for info in before.values():
                 info.read()
             if isinstance(func, OpOverload) and func._schema.is_mutable:
-                self.guard_weights(func, args)
+                self.refuse_writes_to_weights(func, args)
         out = func(*args, **kwargs) if self.outlined is None else self.outlined(func, args, kwargs)
         with torch._C.DisableTorchFunction():
             self.now = before
@@ -227,41 +249,36 @@ class Tracer(TorchDispatchMode):
             self.now = {}
         return out
 
-    def guard_weights(self, func: Any, args: Sequence[Any]) -> None:
-        """A forward pass that writes to real weights would change the model."""
-        for argument, value in zip(func._schema.arguments, args):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and isinstance(value, Tensor) and value.untyped_storage()._cdata in self.weights:
+    def refuse_writes_to_weights(self, func: Any, args: Sequence[Any]) -> None:
+        """Raises before an operator writes to a real weight, which would change the model."""
+        for value in _written(func, args):
+            if value.untyped_storage()._cdata in self.weights:
                 raise RuntimeError(f"{func} writes to a weight of the model")
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
-        found = lookup(func) if isinstance(func, OpOverload) else None
+        """Works out the axes of the results of an operator, and records the operator as a step."""
+        rule = lookup(func) if isinstance(func, OpOverload) else None
         outs = list(out) if isinstance(out, _MANY) else [out]
         self.deferred = []
-        axes = self.apply(found, func, args, kwargs, out, outs)
-        if axes is None and (found is None or any(isinstance(o, Tensor) for o in outs)):
-            axes = self.give_up(func, found, outs)
-        inputs = self.now.values()
-        weights = all(info.origin is not None for info in inputs)
+        axes = self.apply(rule, func, args, kwargs, out, outs)
+        if axes is None and (rule is None or any(isinstance(o, Tensor) for o in outs)):
+            axes = self.give_up(func, rule, outs)
+        weights = all(info.origin is not None for info in self.now.values())
         if isinstance(func, OpOverload) and func._schema.is_mutable:
-            self.no_longer_weights(func, args)
-        origins = self.origins(found, func, args, kwargs, out, outs) if weights and axes is not None else None
+            self.forget_origins(func, args)
         numbers: list[int] = []
-        for i, o in enumerate(outs):
-            if isinstance(o, Tensor) and axes is not None:
-                numbers.append(
-                    self.settle(o, axes[i], origins[i] if origins else (frozenset(),) * o.dim() if weights else None)
-                )
-        plain = {k: self.refs(v) for k, v in kwargs.items()}
-        self.record.steps.append(Step(func, self.refs(tuple(args)), plain, tuple(numbers), self.journal.module, weights))
+        if axes is not None:
+            origins = self.origins(rule, func, args, kwargs, out, outs) if weights else [None] * len(outs)
+            numbers = [self.settle(o, axes[i], origins[i]) for i, o in enumerate(outs) if isinstance(o, Tensor)]
+        named = {k: self.refs(v) for k, v in kwargs.items()}
+        self.record.steps.append(Step(func, self.refs(tuple(args)), named, tuple(numbers), self.journal.module, weights))
 
-    def no_longer_weights(self, func: Any, args: Sequence[Any]) -> None:
-        """What is written through a view is in the tensor that it is a view of: zeros that are filled are no zeros any more,
-        and a buffer that is written to (a cache) is read as what was written."""
-        for argument, value in zip(func._schema.arguments, args):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if not written or not isinstance(value, Tensor):
-                continue
+    def forget_origins(self, func: Any, args: Sequence[Any]) -> None:
+        """Forgets where written tensors come from, including the tensors that they are views of.
+
+        A tensor of zeros that code fills depends on the inputs afterwards, and so does a buffer that is used as a cache.
+        """
+        for value in _written(func, args):
             found = self.memory.get(value.untyped_storage()._cdata)
             if found is None and value._base is not None:
                 found = self.info(value._base)
@@ -269,7 +286,7 @@ class Tracer(TorchDispatchMode):
                 found.origin = None
 
     def refs(self, value: Any) -> Any:
-        """The arguments as they are recorded: numbers for tensors."""
+        """Returns an argument as it is recorded, with a `Ref` for each tensor."""
         if type(value) in _PLAIN:
             return value
         if isinstance(value, Tensor):
@@ -277,7 +294,10 @@ class Tracer(TorchDispatchMode):
         return tuple([v if type(v) in _PLAIN else self.refs(v) for v in value]) if isinstance(value, _MANY) else value
 
     def settle(self, out: Tensor, axes: Axes, origin: tuple[Origin, ...] | None) -> int:
-        """Remember the axes of a result. A family needs its key in the same tensor, before it where both are in one dim."""
+        """Stores the axes of a result and returns its number.
+
+        A family needs its key in another dim of the same tensor. Families without it are collapsed.
+        """
         axes = [norm(e) for e in axes]
         for d, e in enumerate(axes):
             for fam in () if isinstance(e, Atom) else families(e):
@@ -286,53 +306,66 @@ class Tracer(TorchDispatchMode):
                     axes[d] = norm(axes[d])
                 else:
                     self.equal_counts(fam.parts)
-        if id(out) in self.owned:  # written in place; any other tensor gets a new number then, as a new value
+        if id(out) in self.owned:  # a tensor of the model, written in place, keeps its number; others are a new value
             return self.owned[id(out)].number
         info = self.new_info(axes)
         info.origin, info.pending = origin, list(self.deferred)
         setattr(out, _INFO, info)
         if not out.is_floating_point():
-            self.record.whole[info.number] = out.dtype
+            self.record.non_floating[info.number] = out.dtype
         return info.number
 
     def apply(
-        self, found: Rule | None, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, outs: list[Any]
+        self, rule: Rule | None, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, outs: list[Any]
     ) -> list[Axes] | None:
-        """The axes that the rule gives, one list for each output, if they fit the real sizes."""
-        if found is None:
+        """Returns the axes that the rule gives, one list for each output, or None if they do not fit the real sizes."""
+        if rule is None:
             return None
         try:
-            return _checked(found(Call(self, func, args, kwargs, out)), out, outs)
+            return _checked(rule(Call(self, func, args, kwargs, out)), out, outs)
         except Exception as error:
             self.record.errors.append(f"{func}: {type(error).__name__}: {error}")
             return None
 
-    def give_up(self, func: Any, found: Rule | None, outs: list[Any]) -> list[Axes]:
+    def give_up(self, func: Any, rule: Rule | None, outs: list[Any]) -> list[Axes]:
+        """Freezes the axes of all inputs, and returns new frozen axes for the results."""
         name = name_of(func)
-        if found is None:
+        if rule is None:
             self.record.unknown[name] += 1
             why = f"{name} has no axis rule; register a rule or mark it element-wise"
         else:
-            why = f"{name}: the rule for it has no answer for this call"
+            why = f"{name}: its axis rule does not cover this call"
         for info in self.now.values():
             for e in info.axes:
                 freeze(e, why)
         return [[fresh(s, why) for s in o.shape] if isinstance(o, Tensor) else [] for o in outs]
 
     def origins(
-        self, found: Rule | None, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, outs: list[Any]
-    ) -> list[tuple[Origin, ...]] | None:
-        """Where the dims of a tensor made of weights alone come from."""
-        if found is None or not any(any(info.origin or ()) for info in self.now.values()):
-            return None
-        try:
-            axes = _checked(found(Call(Probe(self), func, args, kwargs, out)), out, outs)
-        except Exception:
-            return None
-        return None if axes is None else [tuple(_tags(e) for e in one) for one in axes]
+        self, rule: Rule | None, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, outs: list[Any]
+    ) -> Sequence[tuple[Origin, ...]]:
+        """Returns where the dims of results come from, for an operator that reads weights only; empty sets if it is unknown."""
+        axes = None
+        if rule is not None and any(any(info.origin or ()) for info in self.now.values()):
+            try:  # noqa: SIM105  (contextlib.suppress is slow, and this runs for every operator on weights)
+                axes = _checked(rule(Call(_OriginLedger(self), func, args, kwargs, out)), out, outs)
+            except Exception:
+                pass
+        if axes is None:
+            return [(frozenset(),) * o.dim() if isinstance(o, Tensor) else () for o in outs]
+        return [tuple(_tags(e) for e in one) for one in axes]
+
+
+def _written(func: Any, args: Sequence[Any]) -> list[Tensor]:
+    """Returns the tensors among the arguments that an operator writes to."""
+    return [
+        value
+        for argument, value in zip(func._schema.arguments, args)
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
+    ]
 
 
 def _checked(result: Axes | list[Axes] | None, out: Any, outs: list[Any]) -> list[Axes] | None:
+    """Returns the axes of each output. Raises ValueError if their sizes are not those of the real outputs."""
     if result is None:
         return None
     several: list[Any] = list(result) if isinstance(out, list | tuple) else [result]

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...axes import Atom, Cat, Expr, Prod, atoms, new_size, norm
-from ...trace import Step, axes_in, bound_axes, evaluate, solve_attributes
+from ...axes import Atom, Cat, Expr, Prod, atoms, evaluate, new_size, norm
+from ...trace import Step, solve_attributes
 from .scale_balance import balanced
 from .wiring import Silence, reduced, tensors_in
 
@@ -259,11 +259,10 @@ def _uses(flow: Silence) -> list[_Use]:
     if not any("scale" in a.flags for a in counts):
         return []
     now = {(id(c.owner), c.key): c.new for c in solve_attributes(trace, counts)}
-    bound = bound_axes(trace.sites, trace.guards)
     found: dict[tuple[str, int, int], _Use] = {}
-    for use in trace.uses:
+    for use in trace.formula_uses:
         old, new = evaluate(use.source, {}, {}), evaluate(use.source, counts, now)
-        cut = frozenset(a for e in axes_in(use.source, bound) for a in atoms(e) if a in counts)
+        cut = frozenset(a for e in trace.axes_in(use.source) for a in atoms(e) if a in counts)
         if cut and old != new:
             key = (use.module, old, new)
             known = found.get(key, _Use(use.module, use.how, old, new, frozenset(), {}))

@@ -189,7 +189,7 @@ class Silence:
     ) -> None:
         self.trace, self.keep, self.tensors = trace, keep, tensors
         self.zeros = {name: set(places) for name, places in zeros.items()}
-        self.whole = trace.record.whole
+        self.whole = trace.record.non_floating
         self.origin: dict[int, frozenset[str]] = {number: frozenset({name}) for number, name in trace.names.items()}
         self.makers: dict[int, int] = {}
         drawn: set[int] = set()  # what hangs on random numbers
