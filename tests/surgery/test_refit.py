@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from secateur.edit.cuts import Cuts
-from secateur.surgery.calibrate.moments import patches
 from secateur.surgery.calibrate.norms import reestimate_
 from secateur.surgery.calibrate.refit import refit_
+from secateur.surgery.calibrate.regression import patches
 from secateur.surgery.masked import make
 from secateur.trace.run import trace
 

@@ -28,8 +28,8 @@ from ..exact import units_along
 from ..masked import mask_
 from .elimination import RIDGE, Normed, Order, Plain, State, Surgeon, eliminate
 from .importance import Repair, UnitCriterion, Units
-from .moments import CONVS, Moments, rows_for, samples
 from .norms import list_batches
+from .regression import CONVS, Regression, rows_for, samples
 
 _WIDE = 4096  # columns of a weight; for more, the elimination would take hours
 _GONE = (0.25, 0.5, 0.75)  # removed parts of a group for which the error is measured at the output
@@ -128,7 +128,7 @@ def _inputs(
 ) -> dict[Any, InputMoments]:
     """The moments of the inputs of all readers from one pass over the data; the values of masked units from one batch."""
     modules = {r.module: r for found in readers.values() for r in found}
-    sums, outputs, normed = {module: Moments() for module in modules}, dict[Any, Any](), set[Any]()
+    sums, outputs, normed = {module: Regression() for module in modules}, dict[Any, Any](), set[Any]()
     draw = torch.Generator().manual_seed(0)
 
     def see(module: Any, args: tuple[Any, ...], output: Any) -> None:

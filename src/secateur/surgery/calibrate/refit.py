@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...display import Progress
 from ...edit import Cuts, eval_mode
 from ...stats import on_batch, split_batch
-from .moments import CONVS, Moments, rows_for, samples
 from .norms import list_batches
+from .regression import CONVS, Regression, rows_for, samples
 
 # ---------------------------------------------------------------- paused runs
 
@@ -147,17 +147,17 @@ def refit_(
             with _waiting(small, dense, order, batches) as pairs:
                 for layer in order:
                     progress(layer.name)
-                    moments, most = Moments(), rows_for(layer.small, len(pairs))
+                    regression, most = Regression(), rows_for(layer.small, len(pairs))
                     for run, reference in pairs:
-                        _add(moments, layer, run.resume(), reference.resume(), most, draw)
-                    if not moments.count:
+                        _add(regression, layer, run.resume(), reference.resume(), most, draw)
+                    if not regression.count:
                         skipped[layer.name] = "no row of data= reached it"
                         continue
-                    if not moments.finite:
+                    if not regression.finite:
                         raise ValueError(
                             f"{layer.name}: its inputs or the dense layer's outputs are not finite on data=; check both models"
                         )
-                    _write(layer, *moments.solve(layer.matrix().double(), ridge, bias or layer.small.bias is not None))
+                    _write(layer, *regression.solve(layer.matrix().double(), ridge, bias or layer.small.bias is not None))
     except BaseException:
         for module, weight, own, value in before:
             module.weight.data, module.bias = weight, own
@@ -292,7 +292,7 @@ def _waiting(
             hook.remove()
 
 
-def _add(moments: Moments, layer: FitLayer, mine: Any, theirs: Any, most: int, draw: torch.Generator) -> None:
+def _add(regression: Regression, layer: FitLayer, mine: Any, theirs: Any, most: int, draw: torch.Generator) -> None:
     if mine is None or theirs is None or not mine[0] == theirs[0] == layer.name:
         raise RuntimeError(f"the small and the dense model do not run {layer.name} in the same order")
     x, y, passed = mine[1], theirs[1], mine[2] is not None and theirs[2] is not None
@@ -303,7 +303,7 @@ def _add(moments: Moments, layer: FitLayer, mine: Any, theirs: Any, most: int, d
     if passed:
         y = y - mine[2]
     for rows, goal in samples(layer.small, x, y, most, draw):
-        moments.add(rows, goal)
+        regression.add(rows, goal)
 
 
 def _write(layer: FitLayer, weight: Tensor, bias: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Means and covariances of the inputs of layers, in float64, and the rows of data that they are taken over."""
+"""Linear regression of the outputs of a layer on its inputs, and the rows of data that it is taken over."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _EACH, _LEAST = 128, 64  # rows that a fit uses: for each column of a weight, an
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-class Moments:
-    """Means and covariances of inputs x and targets y over rows, in float64.
+class Regression:
+    """A linear regression: means and covariances of inputs x and targets y over rows, in float64, and its solution.
 
     Each block of rows is centred on its own mean before it is multiplied, and blocks are merged without loss (Chan et al.,
     1979). Products of values that are not centred would lose the variance of inputs with a large mean, such as images from 0
