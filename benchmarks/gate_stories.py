@@ -134,7 +134,7 @@ def main(folder: Path, tokens: Path) -> None:
             took = time.perf_counter() - begin
             reached = gates.measured([text[None] for text in evaluated[:10]])
             found, other = perplexity(model, evaluated), perplexity(model, before)
-            gates.remove()
+            gates.undo_()
             cells = (
                 f"{reached.sparsity:.1%}",
                 f"{reached.error:.3f}",

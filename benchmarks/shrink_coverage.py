@@ -88,7 +88,7 @@ def examine(result: Result, model: nn.Module, inputs: dict[str, Tensor], draws: 
         result.claimed = max(result.claimed, sum(row.before - row.after for row in rows if row.why is None))
         plan = plan if plan.metrics()["exact"] else exactly(model, inputs, seed)
         if plan is not None:
-            found = plan.verify(each=False)
+            found = plan.verify()
             moved |= found.moved
             result.error = max(result.error, found.max_error)
             if not found.max_error <= (tolerance if found.dtype == "float64" else SINGLE):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from torch import nn
 
 import secateur as sc
 from secateur.activations import Gates, gate_
+from secateur.blocks import repeated_blocks
 from secateur.drop_in.ao_pruning import WeightNormSparsifier
-from secateur.methods.allocate import blocks_of
 from secateur.methods.gates import Gate
 from secateur.patterns import Pattern
 from secateur.scores import Scores
@@ -202,7 +203,7 @@ def test_sparsity_zero_changes_nothing():
         gates = gate_(model, sparsity=0, data=data, method=method)
         assert torch.equal(model(data[0]), before)
         assert gates.measured(data).error == 0
-        gates.remove()
+        gates.undo_()
 
 
 def test_inputs_that_are_all_alike_are_not_gated_away():
@@ -242,7 +243,7 @@ def test_gates_do_not_write_to_the_input():
     for method in METHODS:
         gates = gate_(model, data=[x], method=method)
         model(x)
-        gates.remove()
+        gates.undo_()
     assert torch.equal(x, before)
 
 
@@ -282,7 +283,7 @@ def test_a_module_with_two_names_has_one_gate_and_may_be_called_often():
     gates = gate_(model, data=[x])
     assert list(gates.gates) == ["0"]
     assert gates.measured(x).sparsity == pytest.approx(0.5, abs=0.05)
-    gates.remove()
+    gates.undo_()
     assert list(gate_(model, at="2", data=[x]).gates) == ["0"]  # the other name means the same module
 
 
@@ -300,8 +301,8 @@ def test_remove_restores_the_model_exactly(method, spread):
     assert not torch.equal(model(data[0])["logits"], output)
     gates.measured(data)
     assert list(model.state_dict()) == list(state)
-    gates.remove()
-    gates.remove()
+    gates.undo_()
+    gates.undo_()
     assert hooks(model) == before
     assert torch.equal(model(data[0])["logits"], output)
     assert all(torch.equal(model.state_dict()[name], state[name]) for name in state)
@@ -397,7 +398,7 @@ def test_a_second_gate_is_refused_and_the_first_stays():
     model, x = small(), torch.randn(4, 32)
     gates = gate_(model, at="2", method="topk")
     before, output = hooks(model), model(x)
-    with pytest.raises(ValueError, match=r"'2' has a gate already; call remove\(\)"):
+    with pytest.raises(ValueError, match=r"'2' has a gate already; remove it first"):
         gate_(model, method="topk")
     with pytest.raises(ValueError, match="'2' has a gate already"):
         Gates.load(model, gates.state_dict())
@@ -408,10 +409,10 @@ def test_a_second_gate_is_refused_and_the_first_stays():
 def test_gates_that_were_removed_do_not_take_away_later_ones():
     model, x = small(), torch.randn(4, 32)
     first = gate_(model, method="topk")
-    first.remove()
+    first.undo_()
     gate_(model, sparsity=0.8, method="topk")
     output = model(x)
-    first.remove()
+    first.undo_()
     assert torch.equal(model(x), output)
 
 
@@ -427,7 +428,7 @@ def test_measured_counts_zeros_that_were_there_and_those_the_gate_adds():
     (layer,) = gates.measured(x).layers
     assert layer.before == pytest.approx(already)
     assert layer.sparsity == pytest.approx(0.8, abs=0.01)
-    gates.remove()
+    gates.undo_()
     lower = gate_(model, sparsity=0.2, at="2", data=[x])  # more is zero already than was asked
     assert lower.measured(x).sparsity == pytest.approx(already)
     assert lower.measured(x).error == 0
@@ -471,7 +472,7 @@ def test_measured_says_what_it_cannot_measure():
         gates.measured([])
     with pytest.raises(TypeError, match="iterable of batches"):
         gates.measured(3)
-    gates.remove()
+    gates.undo_()
     with pytest.raises(ValueError, match="removed"):
         gates.measured(torch.randn(2, 32))
 
@@ -535,12 +536,12 @@ def test_a_deepcopy_is_gated_too_and_on_its_own(method):
     gates = gate_(model, data=data, method=method)
     gated, other = model(data[0]), copy.deepcopy(model)
     assert torch.equal(other(data[0]), gated)
-    Gates.of(other).remove()
+    Gates.of(other).undo_()
     assert torch.equal(other(data[0]), dense)
     assert torch.equal(model(data[0]), gated)
     with pytest.raises(ValueError, match="no gates"):
         Gates.of(other)
-    gates.remove()
+    gates.undo_()
     assert torch.equal(model(data[0]), dense)
 
 
@@ -574,7 +575,7 @@ def test_a_gated_model_compiles_with_inductor():
         gates = gate_(model, data=data, method=method)
         torch._dynamo.reset()
         torch.testing.assert_close(torch.compile(model, fullgraph=True)(data[0]), model(data[0]))
-        gates.remove()
+        gates.undo_()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -621,11 +622,11 @@ def test_static_masks_follow_the_model_to_another_device():
 def test_blocks_are_the_longest_module_list_and_the_rest_is_one():
     model = Decoder(depth=4)
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    blocks = blocks_of(model, names)
+    blocks = repeated_blocks(model, names)
     assert [block.module for block in blocks] == [*model.layers, model]
     assert blocks[-1].names == ["head"]
     assert sorted(name for block in blocks for name in block.names) == sorted(names)
-    (whole,) = blocks_of(other := small(), ["0", "2"])
+    (whole,) = repeated_blocks(other := small(), ["0", "2"])
     assert whole.module is other
 
 
@@ -650,7 +651,7 @@ def test_greedy_spends_where_it_costs_least_and_errs_less_than_uniform():
         gates = gate_(model, sparsity=0.5, data=data, spread=spread)
         error[spread] = gates.measured(ids(4)).error
         level = {name: gate.sparsity for name, gate in gates.gates.items()}
-        gates.remove()
+        gates.undo_()
     assert error["greedy"] < 0.8 * error["uniform"]
     assert level["layers.1.mlp.down_proj"] > 0.8
     assert level["layers.2.o_proj"] < 0.5
@@ -670,13 +671,13 @@ def test_greedy_takes_the_optimum_where_costs_add_up():
     model, x = Halves(), torch.randn(64, 80)
     gates = gate_(model, sparsity=0.4, data=[x], spread="greedy")
     found = gates.measured(x).error
-    gates.remove()
+    gates.undo_()
 
     def error(a: float, b: float) -> float:
         levels = {"a": gate_(model, sparsity=a, at="a", data=[x]), "b": gate_(model, sparsity=b, at="b", data=[x])}
         value = Gates.of(model).measured(x).error
         for one in levels.values():
-            one.remove()
+            one.undo_()
         return value
 
     best = min(error(a / 20, (0.4 * 20 - a / 20 * 4) / 16) for a in range(20))
@@ -749,12 +750,12 @@ def test_hugging_face_decoders_are_gated_by_name(family):
             gates = gate_(model, sparsity=0.5, at=at, data=data, method=method, spread=spread)
             assert len(gates.gates) == count
             assert gates.measured(data).sparsity == pytest.approx(0.5, abs=0.03)
-            gates.remove()
+            gates.undo_()
             assert torch.equal(model(**data[0]).logits, dense)
     gate_(model, at=at, method="topk")
     torch.testing.assert_close(copy.deepcopy(model)(**data[0]).logits, model(**data[0]).logits)
     assert list(gate_(copy.deepcopy(model), at="lm_head", method="topk").gates) == ["lm_head"]
-    Gates.of(model).remove()
+    Gates.of(model).undo_()
     assert len(gate_(model, method="topk").gates) == count
 
 
@@ -783,7 +784,7 @@ def test_the_error_of_an_output_in_an_object_is_measured():
     gates = sc.gate_(model, sparsity=0.5, data=data)
     wanted = float((model(data[0]).logits - dense).detach().norm() / dense.detach().norm())
     assert gates.measured(data).error == pytest.approx(wanted, rel=1e-5)
-    gates.remove()
+    gates.undo_()
     levels = [gate.sparsity for gate in sc.gate_(model, sparsity=0.5, data=data, spread="greedy").gates.values()]
     assert min(levels) > 0, "greedy looked at the output"
 
@@ -808,7 +809,7 @@ def test_a_weight_that_is_computed_is_gated_and_counted_as_the_plain_one():
     assert {name: gate.weights for name, gate in gates.gates.items()} == {"0": 48, "2": 24}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     masked.squash_mask()  # gives the layer its class back; the hook stays
-    gates.remove()
+    gates.undo_()
     assert not model[2]._forward_pre_hooks
 
 
@@ -817,7 +818,7 @@ def test_gates_that_another_tool_hung_up_without_keywords_are_measured_too():
     gates = gate_(model, data=batches)
     expected = gates.measured(batches)
     (hook,) = model[0]._forward_pre_hooks.values()
-    gates.remove()
+    gates.undo_()
     model[0].register_forward_pre_hook(hook)
     assert gates.measured(batches) == expected
 
@@ -826,7 +827,7 @@ def test_gates_are_removed_though_layers_have_left_the_model_or_moved_in_it():
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4), nn.Linear(4, 2))
     gates = gate_(model, method="topk")
     del model[1]  # what was called 2 is called 1 now
-    gates.remove()
+    gates.undo_()
     assert not any(layer._forward_pre_hooks for layer in model)
 
 
@@ -836,7 +837,7 @@ def test_a_compressed_layer_is_gated_as_the_dense_one_was():
     gates = gate_(model, at="*", method="topk")
     expected = str(gates).splitlines()[:-1]
     sc.compress_(model, x, objective="size")
-    gates.remove()
+    gates.undo_()
     assert not isinstance(model[0], nn.Linear)
     again = gate_(model, at="*", method="topk")
     assert str(again).splitlines() == [*expected, "these layers hold 8,192 weights"]
@@ -883,7 +884,7 @@ def test_without_at_layers_that_are_never_called_are_left_out():
     data = [torch.randn(2, 5, 16)]
     gates = sc.gate_(encoder, sparsity=0.5, data=data)
     assert sorted(gates.gates) == [f"layers.{i}.linear{j}" for i in (0, 1) for j in (1, 2)]
-    gates.remove()
+    gates.undo_()
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.out_proj.*saw no input"):
         sc.gate_(encoder, sparsity=0.5, data=data, at="layers.0.self_attn.out_proj")
 
@@ -898,7 +899,21 @@ def test_gates_whose_numbers_do_not_fit_are_not_loaded(broken):
     model, data = nn.Sequential(nn.Linear(8, 4)), [torch.randn(4, 8)]
     gates = sc.gate_(model, data=data, method="static")
     state = gates.state_dict()
-    gates.remove()
+    gates.undo_()
     with pytest.raises(ValueError, match="'0'"):
         sc.Gates.load(model, {"0": state["0"] | broken})
     assert not model[0]._forward_pre_hooks
+
+
+def test_gates_have_metrics_a_dict_and_html():
+    model = nn.ModuleDict({"<b>": nn.Linear(32, 8), "rest": nn.Linear(32, 8)})
+    gates = gate_(model, sparsity=0.5, at="*", data=None, method="topk")
+    found = gates.metrics()
+    assert (found["gates"], found["weights"], found["sparsity"], found["skipped"]) == (2, 512, 0.5, 0)
+    assert found["calibrated"] is None
+    made = json.loads(json.dumps(gates.to_dict()))
+    assert made["layers"]["rest"]["method"] == "topk"
+    assert made["sparsity"] == 0.5
+    page = gates._repr_html_()
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page

@@ -393,7 +393,7 @@ def test_a_function_of_something_else_is_refused_with_what_there_is(function):
         sc.criterion(function)
 
 
-@pytest.mark.parametrize("given", ["magnitude", 5, None])
+@pytest.mark.parametrize("given", [5, None])
 def test_what_is_no_function_is_no_criterion(given):
     with pytest.raises(TypeError, match=r"sc\.magnitude"):
         sc.plan(net(), given, sparsity=0.5)
@@ -442,3 +442,24 @@ def test_arguments_with_defaults_are_a_functions_own_affair():
     model = net()
     assert sc.plan(model, mine, sparsity=0.5).masks == sc.plan(model, sparsity=0.5).masks
     assert sc.plan(model, functools.partial(mine, eps=0.0), sparsity=0.5).masks == sc.plan(model, sparsity=0.5).masks
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"), [("wanda", sc.wanda), ("abs(weight*grad)", sc.taylor), ("random(3)", sc.random(3))]
+)
+def test_a_criterion_can_be_given_as_text(text, wanted):
+    assert sc.criterion(text) == wanted
+
+
+def test_text_is_a_criterion_wherever_one_is_taken():
+    model, data = nn.Linear(8, 4), [torch.randn(5, 8)]
+    by_text = sc.plan(model, "wanda", sparsity=0.5, data=data)
+    assert by_text.masks == sc.plan(model, sc.wanda, sparsity=0.5, data=data).masks
+    assert by_text.recipe.startswith("abs(weight) * input_norm")
+    assert sc.Pruner(model, "magnitude", sparsity=0.5, grow="abs(grad)", swap=sc.one_shot(0.3)).recipe.criterion == sc.magnitude
+
+
+@pytest.mark.parametrize(("text", "hint"), [("wandaa", "wanda"), ("abs(wieght)", "weight"), ("magnitud", "magnitude")])
+def test_an_unknown_name_gets_the_nearest_known_one(text, hint):
+    with pytest.raises(ValueError, match=f"Did you mean '{hint}'"):
+        sc.plan(nn.Linear(4, 4), text, sparsity=0.5)

@@ -1,6 +1,7 @@
 """A plan touches nothing, prints as a table, and can be applied and undone bit by bit."""
 
 import copy
+import json
 import math
 
 import pytest
@@ -165,6 +166,14 @@ def test_metrics_are_plain_numbers():
     assert metrics["sparsity"] == pytest.approx(0.5)
     assert metrics["layers"]["4.weight"] == {"kept": 80, "total": 160, "sparsity": 0.5}
     assert metrics["skipped"] == 5
+
+
+def test_a_plan_as_a_dict_is_json():
+    plan = sc.plan(net(), sparsity=0.5)
+    made = json.loads(json.dumps(plan.to_dict()))
+    assert made["recipe"] == plan.recipe
+    assert made["skipped"] == plan.skipped
+    assert made["layers"]["4.weight"] == {"kept": 80, "total": 160, "sparsity": 0.5}
 
 
 def test_the_html_escapes_names():

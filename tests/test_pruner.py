@@ -510,7 +510,7 @@ def test_undo_brings_back_what_was_pruned_and_keeps_what_was_trained():
     for step in range(3):
         one_step(model, optimizer, step)
     trained = {name: value.clone() for name, value in model.state_dict().items()}
-    pruner.undo()
+    pruner.undo_()
     for name, mask in masks.items():
         assert torch.equal(model.get_parameter(name), torch.where(mask, trained[name], before[name]))
     assert pruner.sparsity == 0
@@ -530,7 +530,7 @@ def test_undo_of_a_gradual_run_brings_back_the_last_value_each_weight_had():
             p = model.get_parameter(name)
             last[name] = torch.where(mask, p.detach() - 0.1 * p.grad, last[name])
         optimizer.step()
-    pruner.undo()
+    pruner.undo_()
     for name, value in last.items():
         torch.testing.assert_close(model.get_parameter(name).detach(), value, rtol=0, atol=1e-7)
 
@@ -542,13 +542,13 @@ def test_undo_of_a_straight_through_run_brings_back_the_dense_weights_as_trained
     for step in range(5):
         one_step(model, optimizer, step)
     dense = model[0].parametrizations.weight.original.detach().clone()
-    pruner.undo()
+    pruner.undo_()
     assert torch.equal(model[0].weight, dense)
 
 
 def test_undo_without_dense_values_is_refused():
     with pytest.raises(ValueError, match="keep_dense=True"):
-        sc.Pruner(net(), sparsity=0.5).undo()
+        sc.Pruner(net(), sparsity=0.5).undo_()
 
 
 # --- stopping and going on --------------------------------------------------------------------------------------------
@@ -609,8 +609,8 @@ def test_going_on_from_a_checkpoint_is_bitwise_the_uninterrupted_run(name, stop,
     for key, value in model.state_dict().items():
         assert torch.equal(value, again.state_dict()[key]), key
     if "keep_dense" in RUNS[name]:
-        pruner.undo()
-        resumed.undo()
+        pruner.undo_()
+        resumed.undo_()
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 

@@ -76,7 +76,7 @@ WRONG = {
         VALUE,
         r"must give float scores of shape \(4, 8\)",
     ),
-    "criterion text": ({"criterion": "magnitude", "sparsity": 0.5}, TYPE, r"sc\.magnitude"),
+    "criterion text": ({"criterion": "magnitudo", "sparsity": 0.5}, VALUE, "Did you mean 'magnitude'"),
     "no data": ({"criterion": sc.wanda, "sparsity": 0.5}, VALUE, "pass data="),
     "used up data": ({"criterion": sc.wanda, "sparsity": 0.5, "data": iter(())}, VALUE, "gave no batch"),
     "data is a batch": ({"criterion": sc.wanda, "sparsity": 0.5, "data": torch.ones(2, 8)}, TYPE, r"pass \[batch\]"),

@@ -324,7 +324,7 @@ def test_the_type_may_change_in_the_middle_of_training(dtype):
         optimizer.step()
         pruner.verify()
     assert pruner.sparsity == pytest.approx(0.8, abs=0.01)
-    pruner.undo()
+    pruner.undo_()
     assert all(p.dtype == dtype for p in model.parameters())
     assert sum(zeros(model).values()) == 0
 
@@ -495,7 +495,7 @@ def test_channels_last_weights_train_and_resume():
     other = sc.Pruner(copy.deepcopy(model), sc.taylor, sparsity=sc.linear(0.7, start=1, end=4), keep_dense=True)
     other.load_state_dict(saved(pruner.state_dict(), weights_only=True))
     assert other.masks == pruner.masks
-    other.undo()
+    other.undo_()
     assert sum(zeros(other.model).values()) == 0
 
 

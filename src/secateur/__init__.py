@@ -1,10 +1,10 @@
 """Secateur: pruning for PyTorch. Score elements, fold them into units, let units compete in pools, keep what the budget
-allows, and remember the result as masks outside the model."""
+allows, and store the result as masks outside the model."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ._layers import input_first
+from . import methods
 from .activations import Gates, gate_
 from .budgets import erk, owl, uniform
 from .criteria import (
@@ -36,7 +36,7 @@ from .targeting import targets
 if TYPE_CHECKING:
     from .execute import bench, compress_, decompress_
     from .io import dense_state_dict, load, save
-    from .surgery import reconstruction, shrink, shrink_
+    from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
 
 __version__ = "0.1.0"
 
@@ -48,7 +48,9 @@ __all__ = [
     "Plan",
     "Pruner",
     "Schedule",
+    "activation_variance",
     "bench",
+    "bn_scale",
     "compress_",
     "cosine",
     "criterion",
@@ -58,10 +60,10 @@ __all__ = [
     "erk",
     "exponential",
     "fisher",
+    "fpgm",
     "gate_",
     "grad",
     "grad_square",
-    "input_first",
     "input_norm",
     "join",
     "lamp",
@@ -69,6 +71,7 @@ __all__ = [
     "linear_grad",
     "load",
     "magnitude",
+    "methods",
     "movement",
     "one_shot",
     "owl",
@@ -89,16 +92,22 @@ __all__ = [
     "weight",
 ]
 
-# The upper floors are loaded when they are first asked for: most who prune need none of them.
+# These are imported on first use, because most programs that prune need none of them.
 _LATER = {
-    **dict.fromkeys(("shrink", "shrink_", "reconstruction"), "surgery"),
+    **dict.fromkeys(("shrink", "shrink_", "activation_variance", "bn_scale", "fpgm", "reconstruction"), "surgery"),
     **dict.fromkeys(("save", "load", "dense_state_dict"), "io"),
     **dict.fromkeys(("compress_", "decompress_", "bench"), "execute"),
 }
+_MOVED = {"input_first": "secateur.layers.input_first"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = getattr(import_module(f".{_LATER[name]}", __name__), name)
-    return globals()[name]
+    if name in _LATER:
+        globals()[name] = getattr(import_module(f".{_LATER[name]}", __name__), name)
+        return globals()[name]
+    hint = f"; it is now {_MOVED[name]}" if name in _MOVED else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,6 +1,6 @@
-"""The one registry of axis roles: how the weight of a layer is seen as a matrix (outputs, inputs x kernel).
+"""Layer types: how the weight of each is read as a matrix (outputs, inputs x kernel), and which attributes hold its sizes.
 
-Everything that ranks or folds works on that matrix, so no other file knows a layer type.
+Ranking, folding and evidence work on that matrix.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _INPUT_FIRST: set[type[nn.Module]] = {nn.ConvTranspose1d, nn.ConvTranspose2d, nn
 
 
 def input_first(*types: type[nn.Module]) -> None:
-    """Say that these layer types store their weight as (in, out, ...), like `nn.ConvTranspose2d`."""
+    """Declares that these layer types store their weight as (in, out, ...), like `nn.ConvTranspose2d`."""
     _INPUT_FIRST.update(types)
 
 
@@ -25,8 +25,8 @@ def input_first(*types: type[nn.Module]) -> None:
 class Layout:
     """How one tensor maps to its matrix, and back.
 
-    `span` columns belong to one input channel (the kernel size), and the rows come in `groups` equal parts that read
-    different inputs (grouped convolution). A vector is one row, or, `tall`, one column.
+    Each input channel has `span` columns (the kernel size). The rows form `groups` equal parts that read different inputs
+    (grouped convolution). A vector is one row, or one column if it is `tall`.
     """
 
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class Layout:
         return per_group.transpose(1, 2).reshape(self.shape)
 
     def probe(self, tensor: Tensor) -> Tensor:
-        """The tensor cut down to one output per group: enough to see every input once."""
+        """The tensor with one output per group, which is enough to read every input once."""
         return tensor[:, :1] if self.flip else tensor[: self.groups]
 
 
@@ -77,7 +77,7 @@ def layout_of(module: nn.Module, shape: tuple[int, ...], *, tall: bool = False) 
 
 
 def features_axis(module: nn.Module) -> int:
-    """Where the features of a layer's input are: last, or before the axes that the kernel of a convolution covers."""
+    """The axis of a layer's input that holds the features: the last, or the one before the axes of a convolution's kernel."""
     weight = getattr(module, "weight", None)
     return 1 - max(weight.ndim, 2) if isinstance(weight, Tensor) else -1
 
@@ -146,7 +146,7 @@ SIZES: dict[type[nn.Module], Sizes] = {
 
 
 def right_sizes(module: nn.Module) -> list[tuple[str, Callable[[Any], Any]]]:
-    """The attributes of this layer that say now what its weights say, and how to read them again after a cut."""
+    """The size attributes that match the layer's weights and must be recomputed after a cut, and how to read them."""
     found: list[tuple[str, Callable[[Any], Any]]] = []
     for kind, sizes in SIZES.items():
         if isinstance(module, kind):

@@ -1,4 +1,4 @@
-"""Where the parameters of a model live: their names, their owners, and which names are one tensor."""
+"""The parameters of a model: their names, the modules that own them, and which of them are tied."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter of a model: its full name, the module that owns it, its name there; if tied, its other names and owners."""
+    """One parameter: its full name, its module and its name there. A tied one has other names (`also`) and `owners`."""
 
     name: str
     module: nn.Module
@@ -23,21 +23,21 @@ class Slot:
 
     @property
     def tensor(self) -> Tensor:
-        """The parameter as it is registered now; under a parametrization, the one that is trained."""
+        """The parameter that is registered now; under a parametrization, the original that is trained."""
         parameter = self.module._parameters.get(self.attribute)
         return self.module.parametrizations[self.attribute].original if parameter is None else parameter  # type: ignore[index]
 
 
 class Loose(nn.Module):
-    """Tensors that are in no module, held where parameters would be, so that all the rest sees a model."""
+    """A module that holds tensors of no module as parameters, so that all other code sees a model."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         super().__init__()
-        self._parameters.update(tensors)  # type: ignore[arg-type]  # the tensors themselves, so that an optimizer knows them
+        self._parameters.update(tensors)  # type: ignore[arg-type]  # the same objects, which an optimizer may hold
 
 
 class Packed(nn.Module):
-    """A layer that holds its weight in another form, so that there is none to prune or cut; `stood`: the type it stands for."""
+    """A layer that holds its weight in another form, so that it cannot be pruned or cut. `stood` is the type it replaced."""
 
     stood: type[nn.Module]
 
@@ -65,11 +65,11 @@ def packed_layers(model: nn.Module) -> dict[str, Packed]:
 
 
 def check_unpacked(model: nn.Module, what: str) -> None:
-    """Raises where a layer's weight is packed; `what` says what cannot be done then."""
+    """Raises if the weight of a layer is packed; `what` says what needs it."""
     if name := next(iter(packed_layers(model)), None):
         raise ValueError(
             f"{name!r} is compressed, and {what}. Call sc.decompress_(model) first, and sc.compress_ again afterwards. "
-            "The model is as it was."
+            "The model is unchanged."
         )
 
 
@@ -77,7 +77,7 @@ Prunable = nn.Module | Mapping[str, Tensor] | Tensor
 
 
 def as_module(model: Prunable) -> nn.Module:
-    """The model itself; a tensor, or a mapping of names to tensors, as something that holds them."""
+    """Returns a module unchanged, and wraps a tensor or a mapping of names to tensors in one."""
     if isinstance(model, nn.Module):
         return model
     tensors = {"tensor": model} if isinstance(model, Tensor) else model
@@ -94,7 +94,7 @@ def as_module(model: Prunable) -> nn.Module:
 
 
 def slots(model: nn.Module) -> Iterator[Slot]:
-    """Every parameter once, in registration order. A tied parameter comes under its first name, the rest in `also`."""
+    """Yields every parameter once, in registration order, a tied one under its first name."""
     found: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -105,6 +105,6 @@ def slots(model: nn.Module) -> Iterator[Slot]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """' Did you mean ...?' with the closest existing names, or nothing when none is close."""
+    """A sentence ' Did you mean ...?' with the closest names, or an empty string if none is close."""
     close = difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""

@@ -1,12 +1,12 @@
-"""Activation sparsity: gates that zero the smallest inputs of a layer, so that the weights those meet need not be read.
+"""Activation sparsity: gates that zero the smallest inputs of a layer, so that the weights they are multiplied with need not
+be read.
 
-A gate is a forward pre-hook. Parameters, buffers and the model's `state_dict` are not touched.
+A gate is a forward pre-hook. Parameters, buffers and the model's `state_dict` stay as they are.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,16 +21,24 @@ from torch import Tensor, nn
 
 from ._layers import features_axis
 from ._tree import nearest
+from .blocks import repeated_blocks
 from .display import Table
-from .methods.allocate import allocate, blocks_of, squares
-from .methods.gates import METHODS, Gate, Seen, first_input
+from .methods.allocate import allocate, squares
+from .methods.gates import METHODS, Gate, Seen
+from .methods.measure import Measured, Probe, mean, ratio
 from .stats import as_it_was, check_evidence, split_batch
 from .targeting import Globs, globs_of
 
 SPREADS = ("uniform", "greedy")
-_NO_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.Bilinear, nn.LayerNorm, nn.RMSNorm)  # weights that meet no vector of features
-_SHOWN = 12  # names in an error
-_REPLAYED = 8  # the first batches of the data are run again and again by spread="greedy"
+_NO_PRODUCTS = (
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.Bilinear,
+    nn.LayerNorm,
+    nn.RMSNorm,
+)  # no product with features
+_SHOWN = 12  # names shown in an error
+_REPLAYED = 8  # spread="greedy" runs so many batches of the data again and again
 
 
 def gate_(
@@ -42,18 +50,19 @@ def gate_(
     method: str = "threshold",
     spread: str = "uniform",
 ) -> Gates:
-    """Zero the smallest inputs of the layers that `at` names, `sparsity` of them.
+    """Zeroes the smallest inputs of the layers that `at` names, a fraction `sparsity` of them, and returns the gates.
 
-    `at` is a glob over module names ("*.mlp.down_proj"), or several. A glob finds layers that own a weight matrix or kernel, a
-    plain name any module whose first input is a float tensor. By default: all such layers inside the model's repeated blocks.
+    `at` is a glob over module names ("*.mlp.down_proj"), or several. A glob matches layers that own a weight matrix or kernel,
+    a plain name any module whose first input is a float tensor. By default: all such layers in the model's repeated blocks.
 
-    `method="threshold"`: below the magnitude that this share of the calibration data does not reach (TEAL: Liu et al., 2024).
-    `"topk"`: for each token all but the largest; needs no data. `"static"`: always the same features, the least on average.
-    `spread="uniform"`: every layer alike. `"greedy"`: by measured output error, `sparsity` of all the weights that are gated.
-    `data` is an iterable of batches, as for `prune_`.
+    `method="threshold"` zeroes inputs below the magnitude that this share of the calibration data does not reach (TEAL: Liu et
+    al., 2024). `"topk"` zeroes all but the largest inputs of each token and needs no data. `"static"` zeroes always the same
+    features, those with the smallest mean magnitude. `spread="uniform"` gives every layer the same sparsity; `"greedy"`
+    allocates by measured output error, `sparsity` of all the weights that are gated. `data` is an iterable of batches, as for
+    `prune_`.
     """
     _check(model, sparsity, method, spread, data)
-    with torch.no_grad(), as_it_was(model):  # a weight that is computed, as under spectral_norm, may change when it is read
+    with torch.no_grad(), as_it_was(model):  # reading a computed weight may change it (spectral_norm)
         gates = {
             name: Gate(name, method, float(sparsity), features_axis(module), _features(module), _weights(module))
             for name, module in _layers(model, globs_of("at", at)).items()
@@ -67,9 +76,9 @@ def gate_(
 
 @dataclass
 class Gates:
-    """The gates of a model. `print` shows them, `measured` says what they reach, `remove` takes them away.
+    """The gates of a model. `print` shows a table, `measured` runs them on data, `undo_` removes them.
 
-    `skipped` has the layers that were found and left alone, with the reason.
+    `skipped` maps the layers that got no gate to the reason.
     """
 
     model: nn.Module = field(repr=False)
@@ -78,7 +87,7 @@ class Gates:
 
     @classmethod
     def of(cls, model: nn.Module) -> Gates:
-        """The gates that a model has: of a copy, or of one that was loaded whole."""
+        """The gates that a model has, for instance a copy of a gated model."""
         found = {name: gate for name, module in model.named_modules() if (gate := _gate_of(module))}
         if not found:
             raise ValueError(f"this {type(model).__name__} has no gates")
@@ -86,18 +95,12 @@ class Gates:
 
     @classmethod
     def load(cls, model: nn.Module, state: Mapping[str, Any]) -> Gates:
-        """Put back the gates of a `state_dict()`, without calibration."""
+        """Attaches the gates of a `state_dict()`, without calibration."""
         known = {name for name, _ in model.named_modules(remove_duplicate=False)}
-        fields = set(Gate.__dataclass_fields__)
         for name, entry in state.items():
             if name not in known:
                 raise ValueError(f"the gates name {name!r}, which the model does not have.{nearest(name, known)}")
-            if not isinstance(entry, Mapping) or set(entry) != fields - {"name"} or entry["method"] not in METHODS:
-                raise ValueError(f"the entry of {name!r} is not one that Gates.state_dict() made")
-            if not isinstance(entry["threshold"], Real) or (entry["mask"] is None) == (entry["method"] == "static"):
-                raise ValueError(f"the entry of {name!r} has no threshold or mask that its method could use")
-            if entry["mask"] is not None and entry["mask"].shape != (entry["features"],):
-                raise ValueError(f"the mask of {name!r} is {tuple(entry['mask'].shape)}, for {entry['features']} features")
+            _check_entry(name, entry)
             module = model.get_submodule(name)
             if entry["features"] != (features := _features(module)) and None not in (entry["features"], features):
                 raise ValueError(f"{name!r} takes {features} features here, and {entry['features']} where its gate was made")
@@ -106,11 +109,11 @@ class Gates:
         return cls(model, copy.deepcopy(gates))._attach()
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Plain numbers and masks, which `torch.load(weights_only=True)` reads and `Gates.load` puts back."""
+        """Plain numbers and masks, which `torch.load(weights_only=True)` can read and `Gates.load` attaches."""
         return {name: {k: v for k, v in asdict(gate).items() if k != "name"} for name, gate in self.gates.items()}
 
-    def remove(self) -> None:
-        """Take the gates away, wherever in the model their layers are by now. It is then what it was."""
+    def undo_(self) -> None:
+        """Removes the gates, wherever in the model their layers are by now. The model is then as it was."""
         own = set(map(id, self.gates.values()))
         for module in self.model.modules():
             for key in [key for key, hook in module._forward_pre_hooks.items() if id(hook) in own]:
@@ -118,12 +121,12 @@ class Gates:
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
     def measured(self, batch: Any) -> Measured:
-        """What the gates really do on a batch, or on a list (or other iterable) of batches: zeros reached, and output error."""
+        """Measures the gates on a batch, or on an iterable of batches: the zeros they reach, and the error of the output."""
         batches = [batch] if isinstance(batch, Tensor | Mapping | tuple) else batch
         check_evidence(frozenset(), batches, None)
         modules = {name: self.model.get_submodule(name) for name in self.gates}
         if gone := [name for name, module in modules.items() if _gate_of(module) is not self.gates[name]]:
-            raise ValueError(f"{gone[0]!r} does not have this gate any more (removed); there is nothing to measure")
+            raise ValueError(f"{gone[0]!r} has lost this gate (removed); there is nothing to measure")
         probes = {name: Probe(gate) for name, gate in self.gates.items()}
         away, size, count = 0.0, 0.0, 0
         with torch.no_grad(), as_it_was(self.model):
@@ -138,106 +141,63 @@ class Gates:
                 away, size = away + found[0], size + found[1]
         if not count:
             raise ValueError("no batch was given to measure on")
-        return Measured([probe.reached() for probe in probes.values()], _ratio(away, size))
+        return Measured([probe.reached() for probe in probes.values()], ratio(away, size))
 
     def _attach(self) -> Gates:
         for name, gate in self.gates.items():
             self.model.get_submodule(name).register_forward_pre_hook(gate, with_kwargs=True)
         return self
 
-    def __str__(self) -> str:
+    def metrics(self) -> dict[str, Any]:
+        """Plain numbers: the sparsity that was asked for and that of the calibration data, in all (by weights) and by layer."""
+        gates = list(self.gates.values())
+        known = all(gate.calibrated is not None for gate in gates)
+        return {
+            "gates": len(gates),
+            "weights": sum(gate.weights for gate in gates),
+            "sparsity": mean((gate.sparsity, gate.weights) for gate in gates),
+            "calibrated": mean((gate.calibrated or 0.0, gate.weights) for gate in gates) if known else None,
+            "skipped": len(self.skipped),
+            "layers": {gate.name: {"sparsity": gate.sparsity, "calibrated": gate.calibrated} for gate in gates},
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the masks, as plain values that JSON can hold."""
+        layers = {
+            name: {key: value for key, value in asdict(gate).items() if key not in ("name", "mask")}
+            for name, gate in self.gates.items()
+        }
+        return {**self.metrics(), "layers": layers, "skipped": dict(self.skipped)}
+
+    def _table(self) -> Table:
+        def share(value: float | None) -> str:
+            return "-" if value is None else f"{value:.2%}"
+
         def row(gate: Gate) -> tuple[str, ...]:
             features = "?" if gate.features is None else str(gate.features)
-            calibrated = "-" if gate.calibrated is None else f"{gate.calibrated:.2%}"
-            return gate.name, gate.method, features, gate.rule, f"{gate.sparsity:.2%}", calibrated
+            return gate.name, gate.method, features, gate.rule, share(gate.sparsity), share(gate.calibrated)
 
-        gates = list(self.gates.values())
-        asked = _mean((gate.sparsity, gate.weights) for gate in gates)
-        known = all(gate.calibrated is not None for gate in gates)
-        calibrated = f"{_mean((gate.calibrated or 0.0, gate.weights) for gate in gates):.2%}" if known else "-"
-        header = ("layer", "method", "features", "stays", "asked", "calibrated")
-        total = ("in all, by weights", "", "", "", f"{asked:.2%}", calibrated)
-        gated, every = sum(gate.weights for gate in gates), sum(p.numel() for p in self.model.parameters() if p.ndim > 1)
-        share = f"these layers hold {gated:,} of the {every:,} weights in the model's matrices ({gated / max(every, 1):.1%})"
+        whole = self.metrics()
+        gated, every = whole["weights"], sum(p.numel() for p in self.model.parameters() if p.ndim > 1)
+        held = f"these layers hold {gated:,} of the {every:,} weights in the model's matrices ({gated / max(every, 1):.1%})"
         if gated > every:  # compressed layers keep theirs in other forms
-            share = f"these layers hold {gated:,} weights"
-        left = [f"left alone: {name}, which {why}" for name, why in self.skipped.items()]
-        return str(Table(header, [*map(row, gates)], [total], right=range(2, 6), notes=[share, *left]))
-
-
-@dataclass(frozen=True)
-class Reached:
-    """One gated layer on measured data: the share of its input that was zero `before` the gate and is now, and its own error.
-
-    `error` is that of the layer alone: its output with the gate against its output without, on the inputs it got.
-    """
-
-    name: str
-    weights: int
-    before: float
-    sparsity: float
-    error: float
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What gates reached: `sparsity` over all layers, by weights; `error` of the model's output, relative to the dense one."""
-
-    layers: list[Reached]
-    error: float
-
-    @property
-    def sparsity(self) -> float:
-        return _mean((layer.sparsity, layer.weights) for layer in self.layers)
+            held = f"these layers hold {gated:,} weights"
+        return Table(
+            ("layer", "method", "features", "stays", "asked", "calibrated"),
+            [row(gate) for gate in self.gates.values()],
+            [("in all, by weights", "", "", "", share(whole["sparsity"]), share(whole["calibrated"]))],
+            right=range(2, 6),
+            notes=[held, *(f"left alone: {name}, which {why}" for name, why in self.skipped.items())],
+        )
 
     def __str__(self) -> str:
-        rows = [(one.name, "", f"{one.before:.2%}", f"{one.sparsity:.2%}", f"{one.error:.4f}") for one in self.layers]
-        before = _mean((layer.before, layer.weights) for layer in self.layers)
-        total = ("in all, by weights", "", f"{before:.2%}", f"{self.sparsity:.2%}", f"{self.error:.4f}")
-        return str(Table(("layer", "", "zero before", "zero", "error"), rows, [total], right=range(2, 5)))
+        return str(self._table())
+
+    def _repr_html_(self) -> str:
+        return self._table().html("notes")
 
 
-@dataclass
-class Probe:
-    """Stands in for a gate while it is measured: gates, counts, and runs the layer alone both ways."""
-
-    gate: Gate
-    elements: int = 0
-    before: int = 0
-    zeros: int = 0
-    away: float = 0.0
-    size: float = 0.0
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        inputs = self.gate(module, args, kwargs)
-        gated, named = (inputs, {}) if kwargs is None else inputs
-        kwargs = kwargs or {}
-        x, y = first_input(self.gate.name, args, kwargs), first_input(self.gate.name, gated, named)
-        self.elements += x.numel()
-        self.before += x.numel() - int(x.count_nonzero())
-        self.zeros += y.numel() - int(y.count_nonzero())
-        away, size = squares(module.forward(*gated, **named), module.forward(*args, **kwargs))
-        self.away, self.size = self.away + away, self.size + size
-        return inputs
-
-    def reached(self) -> Reached:
-        share = math.nan if not self.elements else 1 / self.elements
-        error = _ratio(self.away, self.size)
-        return Reached(self.gate.name, self.gate.weights, self.before * share, self.zeros * share, error)
-
-
-def _ratio(away: float, size: float) -> float:
-    return math.sqrt(away / size) if size else 0.0 if away == 0 else math.inf
-
-
-def _mean(pairs: Iterable[tuple[float, int]]) -> float:
-    """The mean of (value, weight); what was never seen (NaN) does not count."""
-    seen = [(value, weight) for value, weight in pairs if not math.isnan(value)]
-    total = sum(weight for _, weight in seen)
-    return sum(value * weight for value, weight in seen) / total if total else math.nan
-
-
-# --- the model's side -----------------------------------------------------------------------------------------------
+# --- finding layers, checking arguments -----------------------------------------------------------------------------
 
 
 def _check(model: nn.Module, sparsity: float, method: str, spread: str, data: object) -> None:
@@ -255,6 +215,17 @@ def _check(model: nn.Module, sparsity: float, method: str, spread: str, data: ob
         check_evidence(frozenset(), data, None)
 
 
+def _check_entry(name: str, entry: Any) -> None:
+    """Raises unless an entry of a state is one that `Gates.state_dict` made."""
+    fields = set(Gate.__dataclass_fields__)
+    if not isinstance(entry, Mapping) or set(entry) != fields - {"name"} or entry["method"] not in METHODS:
+        raise ValueError(f"the entry of {name!r} is not one that Gates.state_dict() made")
+    if not isinstance(entry["threshold"], Real) or (entry["mask"] is None) == (entry["method"] == "static"):
+        raise ValueError(f"the entry of {name!r} has no threshold or mask that its method could use")
+    if entry["mask"] is not None and entry["mask"].shape != (entry["features"],):
+        raise ValueError(f"the mask of {name!r} is {tuple(entry['mask'].shape)}, for {entry['features']} features")
+
+
 def _layers(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
     """The layers to gate, each under its first name."""
     named = list(model.named_modules(remove_duplicate=False))
@@ -265,7 +236,10 @@ def _layers(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     if not globs:
         inside = [
-            name for block in blocks_of(model, (n for n, _ in matrices)) if block.module is not model for name in block.names
+            name
+            for block in repeated_blocks(model, (n for n, _ in matrices))
+            if block.module is not model
+            for name in block.names
         ]
         found = {first[id(module)]: module for name, module in matrices if name in inside or not inside}
     for glob in globs:
@@ -283,14 +257,14 @@ def _layers(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
 
 
 def _hint(glob: str, names: Sequence[str]) -> str:
-    """The nearest names, or else globs that find what there is: names with a star for the number of a block."""
+    """A hint with the nearest names, or else with globs for the layers there are (a star for the number of a block)."""
     known = list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names))
     some = ", ".join(map(repr, known[:_SHOWN])) + (", ..." if len(known) > _SHOWN else "")
     return nearest(glob, names) or (some and f" Layers with a weight are {some}.")
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    """Whether a module multiplies its input by a weight of its own (a table that is looked up does not)."""
+    """Whether a module multiplies its input by a weight of its own. A look-up table does not."""
     held = (module.parameters(recurse=False), module.buffers(recurse=False), getattr(module, "parametrizations", ()))
     if isinstance(module, _NO_PRODUCTS) or not any(True for _ in chain(*held)):  # a wrapper may show the weight of its child
         return False
@@ -298,7 +272,7 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def _weights(module: nn.Module) -> int:
-    """How many weights the input of a layer meets; a mask beside a weight is none."""
+    """The number of weights that a layer multiplies its input with, without masks that are stored beside them."""
     if isinstance(weight := getattr(module, "weight", None), Tensor) and weight.ndim > 1:
         return weight.numel()
     tensors = [*module.parameters(), *module.buffers()]
@@ -306,7 +280,7 @@ def _weights(module: nn.Module) -> int:
 
 
 def _features(module: nn.Module) -> int | None:
-    """How many features go in, where the layer says so; calibration finds out."""
+    """The number of input features, where the layer has an attribute for it; else calibration counts them."""
     for word in ("in_features", "in_channels"):
         if isinstance(found := getattr(module, word, None), int):
             return found
@@ -319,7 +293,7 @@ def _gate_of(module: nn.Module) -> Gate | None:
 
 def _no_gate_yet(name: str, module: nn.Module) -> None:
     if _gate_of(module):
-        raise ValueError(f"{name!r} has a gate already; call remove() on its gates first (sc.Gates.of(model).remove())")
+        raise ValueError(f"{name!r} has a gate already; remove it first (sc.Gates.of(model).undo_())")
 
 
 def _open(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
@@ -328,7 +302,7 @@ def _open(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | Non
 
 @contextmanager
 def _instead(modules: Mapping[str, nn.Module], hooks: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """While inside, these hooks run in the place of the gates."""
+    """Runs these hooks instead of the gates, inside the context."""
     places = [
         (module._forward_pre_hooks, key, hook, hooks.get(name, _open))
         for name, module in modules.items()
@@ -347,7 +321,7 @@ def _instead(modules: Mapping[str, nn.Module], hooks: Mapping[str, Callable[...,
 def _calibrated(
     model: nn.Module, gates: dict[str, Gate], data: Iterable[Any], sparsity: float, spread: str, *, named: bool
 ) -> dict[str, Gate]:
-    """The gates as the data has them; of layers that nobody `named`, those that saw data. The model comes out as it went in."""
+    """The gates, calibrated on the data. Layers that were not `named` and saw no input are left out. The model is unchanged."""
     seen = {name: Seen(name, gate.axis, gate.method) for name, gate in gates.items()}
     first: list[Any] = []
     batches = 0
@@ -365,7 +339,7 @@ def _calibrated(
                 handle.remove()
         if not batches:
             raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
-        if not named:  # a layer that is read without being called, as nn.MultiheadAttention reads its projection
+        if not named:  # some layers are read and never called, as nn.MultiheadAttention does with its projection
             gates = {name: gate for name, gate in gates.items() if seen[name].elements} or gates
         made = {name: seen[name].gate(gate, sparsity) for name, gate in gates.items()}
         if spread == "uniform":
@@ -381,5 +355,5 @@ def _calibrated(
             ).items():
                 put(name, level)
         finally:
-            live.remove()
+            live.undo_()
     return made

@@ -1,4 +1,4 @@
-"""Budgets: how one number is spread over tensors. A spread keeps the whole at what was asked."""
+"""Budgets: how one sparsity is spread over tensors. Every spread keeps the total at what was asked for."""
 
 from __future__ import annotations
 
@@ -13,27 +13,30 @@ from .scores import Scores
 
 
 class Spread(Protocol):
-    """Gives each tensor its own sparsity, from the scores of all and the sparsity of the whole."""
+    """Returns a sparsity for each tensor, from the scores of all tensors and the total sparsity."""
 
     def __call__(self, scores: Mapping[str, Scores], sparsity: float) -> dict[str, float]: ...
 
 
 def uniform(scores: Mapping[str, Scores], sparsity: float) -> dict[str, float]:
-    """The same for every tensor."""
+    """The same sparsity for every tensor."""
     return dict.fromkeys(scores, sparsity)
 
 
 def erk(scores: Mapping[str, Scores], sparsity: float) -> dict[str, float]:
-    """Larger tensors sparser, by the sum of their dimensions over their product (Erdős-Rényi-Kernel: Evci et al., 2020)."""
+    """Makes large tensors sparser: density goes with the sum of a tensor's dimensions over their product.
+
+    This is the Erdős-Rényi-Kernel rule (Evci et al., 2020).
+    """
     sizes = {name: one.numel for name, one in scores.items()}
     raw = {name: sum(one.layout.shape) / math.prod(one.layout.shape) for name, one in scores.items()}
     return _at_least_dense(sizes, sparsity, lambda name, scale: scale * raw[name])
 
 
 def owl(strength: float = 0.08, outlier: float = 5.0) -> Spread:
-    """Tensors with more outliers denser (Yin et al., 2024): an outlier scores over `outlier` times its tensor's mean.
+    """Makes tensors with more outliers denser (Yin et al., 2024). Sparsities differ by at most twice `strength`.
 
-    Sparsities differ by at most twice `strength`.
+    An outlier is an element whose score is above `outlier` times the mean of its tensor.
     """
     for name, value, most in (("strength", strength, 1.0), ("outlier", outlier, math.inf)):
         if not isinstance(value, Real) or not 0 <= float(value) <= most:
@@ -56,7 +59,7 @@ def owl(strength: float = 0.08, outlier: float = 5.0) -> Spread:
 def hold(
     shares: Mapping[str, float], pruned: Mapping[str, float], sizes: Mapping[str, int], sparsity: float
 ) -> dict[str, float]:
-    """Shares that keep what is pruned already and still add up: where a tensor cannot give way, the others do."""
+    """Sparsities that keep what is pruned already and still reach the total: other tensors lose less instead."""
     asked = sparsity * sum(sizes.values())
 
     def held(shift: float) -> dict[str, float]:
@@ -79,7 +82,7 @@ def _outliers(scores: Scores, times: float) -> float:
 def _at_least_dense(
     sizes: Mapping[str, int], sparsity: float, density: Callable[[str, float], float], *, additive: bool = False
 ) -> dict[str, float]:
-    """Finds the scale (or shift) at which the densities, held within [0, 1], keep exactly the asked share of all elements."""
+    """Finds the scale (or shift) at which the densities, clamped to [0, 1], keep the asked share of all elements."""
     asked = (1 - sparsity) * sum(sizes.values())
 
     def kept(x: float) -> float:

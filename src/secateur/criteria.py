@@ -1,7 +1,7 @@
-"""Criteria: how much each element matters, as an expression over per-element evidence.
+"""Criteria: how important each element is, as an expression over evidence about that element.
 
-A criterion says what evidence it needs, composes with `* + - ** abs .map .after`, prints as the expression it is, and is read
-back from that print with `Criterion.parse`. A new one is a line at the end of this file, or a plain function of the user's.
+A criterion declares the evidence it needs, combines with `* + - ** abs .map .after`, prints as an expression, and
+`Criterion.parse` reads that text. A new criterion is one line at the end of this file, or a plain function.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import kernels
 from ._layers import Layout
+from ._tree import nearest
 from .scores import Scores
 
 EVIDENCE = {
@@ -30,7 +31,7 @@ EVIDENCE = {
 
 
 class Evidence(Protocol):
-    """What is known of one tensor: matrices of its layout, a slab of rows at a time."""
+    """What is known about one tensor: matrices of its layout, read a few rows at a time."""
 
     step: int
 
@@ -78,7 +79,7 @@ class Criterion:
     # --- what it needs, what it prints -------------------------------------------------------------------------------
     @property
     def needs(self) -> frozenset[str]:
-        """The evidence that has to be collected for it."""
+        """The evidence that has to be collected."""
         if self.op == "leaf":
             return frozenset(self.args) - {"weight"}
         if self.op == "function":
@@ -87,7 +88,7 @@ class Criterion:
 
     @property
     def elementwise(self) -> bool:
-        """Whether the score of an element depends on nothing but that element's evidence, so slabs can be scored alone."""
+        """Whether each element's score depends on that element's evidence only, so that rows can be scored separately."""
         if self.op in ("map", "function"):
             return False
         return all(arg.elementwise for arg in self.args if isinstance(arg, Criterion))
@@ -118,7 +119,10 @@ class Criterion:
 
     @staticmethod
     def parse(text: str, functions: Mapping[str, Callable[..., Tensor]] | None = None) -> Criterion:
-        """The criterion that prints as `text`. Functions of your own that occur in it are named in `functions`."""
+        """Reads a criterion from its text: "wanda", "abs(weight * grad)". Raises ValueError where it is not one.
+
+        `functions` maps names that occur in the text to functions.
+        """
         try:
             return _scores(_read(ast.parse(text, mode="eval").body, {**TRANSFORMS, **(functions or {})}))
         except (SyntaxError, KeyError, TypeError, ValueError, RecursionError, MemoryError) as error:
@@ -158,13 +162,13 @@ class Criterion:
         return Criterion("abs", (self,))
 
     def map(self, transform: Callable[[Tensor], Tensor]) -> Criterion:
-        """These scores through a function of the whole score matrix (outputs, inputs x kernel) of a tensor."""
+        """Applies a function to the whole score matrix (outputs, inputs x kernel) of a tensor."""
         if not callable(transform):
             raise TypeError(f"map takes a function of a score matrix, not {type(transform).__name__}")
         return Criterion("map", (self, transform))
 
     def after(self, step: int, first: Criterion) -> Criterion:
-        """`first` before this step of a `Pruner`, this criterion from it on."""
+        """Uses `first` before this step of a `Pruner`, and this criterion from it on."""
         if not isinstance(first, Criterion) or not isinstance(step, int):
             raise TypeError("after takes a step and the criterion that holds before it: movement.after(1000, magnitude)")
         return Criterion("after", (self, step, first))
@@ -195,22 +199,26 @@ class Criterion:
             return (then if evidence.step >= step else before)._rows(evidence, first, last)
         values = [arg._rows(evidence, first, last) if isinstance(arg, Criterion) else arg for arg in self.args]
         if self.op == "map":
-            own = values[0].to(torch.promote_types(values[0].dtype, torch.float32), copy=True)  # safe to work on in place
+            own = values[0].to(torch.promote_types(values[0].dtype, torch.float32), copy=True)  # it may be changed in place
             return _same_shape(values[1](own), evidence, values[1])
         return _OPS[self.op][2](*values)
 
 
-def criterion(function: Criterion | Callable[..., Tensor]) -> Criterion:
-    """A function of your own as a criterion. The names of its arguments say what evidence it needs::
+def criterion(function: Criterion | Callable[..., Tensor] | str) -> Criterion:
+    """A criterion from its text ("wanda", "abs(weight*grad)") or from a function.
+
+    The names of the function's arguments say what evidence it needs::
 
         def mine(weight, grad): return (weight * grad).abs()
 
-    Each argument is a matrix (outputs, inputs x kernel); so is what it returns.
+    Each argument is a matrix (outputs, inputs x kernel), and so is the result.
     """
     if isinstance(function, Criterion):
         return function
+    if isinstance(function, str):
+        return Criterion.parse(function)
     if not callable(function):
-        raise TypeError(f"a criterion is an expression such as sc.magnitude, or a function; not {type(function).__name__}")
+        raise TypeError(f"a criterion is an expression (sc.magnitude), its text, or a function; not {type(function).__name__}")
     names = _arguments(function)
     if function is random:
         raise TypeError("random makes a criterion of a seed: write random() or random(7)")
@@ -221,7 +229,7 @@ def criterion(function: Criterion | Callable[..., Tensor]) -> Criterion:
 
 
 def random(seed: int = 0) -> Criterion:
-    """Scores drawn from [0, 1), the same for the same seed and tensor name on every device and in every process."""
+    """Uniform random scores in [0, 1), the same for a seed and a tensor name on every device and in every process."""
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise TypeError(f"the seed of random() is a whole number, not {seed!r}")
     return Criterion("random", (seed,))
@@ -232,10 +240,10 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _arguments(function: Callable[..., Any]) -> list[str]:
-    """The arguments that a function needs; those with a default are its own affair unless they are evidence."""
+    """The arguments that a function needs: those without a default, and those that are named like evidence."""
     try:
         parameters = inspect.signature(function).parameters.items()
-    except ValueError:  # some builtins do not tell
+    except ValueError:  # some builtins have no signature
         return []
     return [name for name, parameter in parameters if parameter.default is parameter.empty or name in EVIDENCE]
 
@@ -251,7 +259,7 @@ def _operand(value: Any) -> Any:
 
 
 def _inside(arg: Any, strength: int, *, right: bool = False) -> str:
-    """`arg` as it prints inside an operator that binds with `strength`, in brackets where it must be."""
+    """`arg` as text inside an operator of precedence `strength`, in brackets where they are needed."""
     own = _OPS[arg.op][1] if isinstance(arg, Criterion) and arg.op in _OPS else 9
     if isinstance(arg, int | float) and arg < 0:
         own = 3
@@ -261,7 +269,7 @@ def _inside(arg: Any, strength: int, *, right: bool = False) -> str:
 
 def _call(function: Callable[..., Tensor], evidence: Evidence) -> Tensor:
     rows = evidence.layout.rows
-    matrices = {name: evidence.rows(name, 0, rows).clone() for name in _arguments(function)}  # safe to work on in place
+    matrices = {name: evidence.rows(name, 0, rows).clone() for name in _arguments(function)}  # to be changed in place
     return _same_shape(function(**matrices), evidence, function)
 
 
@@ -290,7 +298,7 @@ _BINARY = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.
 
 
 def _read(node: ast.expr, functions: Mapping[str, Callable[..., Tensor]]) -> Any:
-    """An expression tree of Python to a criterion; anything a criterion does not print as is refused."""
+    """Turns a Python expression tree into a criterion. Raises ValueError for anything that is not part of one."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return number
@@ -300,6 +308,8 @@ def _read(node: ast.expr, functions: Mapping[str, Callable[..., Tensor]]) -> Any
             return NAMED[name]
         case ast.Name(id=name) if name in functions:
             return criterion(functions[name])
+        case ast.Name(id=name):
+            raise ValueError(f"{name!r} is neither evidence nor a criterion.{nearest(name, [*NAMED, *EVIDENCE, *functions])}")
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             value = _read(inner, functions)
             return -value
@@ -326,14 +336,14 @@ def _read(node: ast.expr, functions: Mapping[str, Callable[..., Tensor]]) -> Any
 
 
 def share_of_larger(scores: Tensor) -> Tensor:
-    """The square of each score over those of all not smaller: tensors become comparable (LAMP: Lee et al., 2021)."""
+    """Each squared score over the sum of those not smaller, which makes tensors comparable (LAMP: Lee et al., 2021)."""
     ordered, index = scores.reshape(-1).double().square().sort(stable=True)
     share = torch.where(ordered == 0, 0.0, ordered / ordered.flip(0).cumsum(0).flip(0))
     return torch.empty_like(ordered).scatter_(0, index, share).view_as(scores)
 
 
 def share_of_row_and_column(scores: Tensor) -> Tensor:
-    """Each score over the sum of its row, plus over the sum of its column (RIA: Zhang et al., 2024)."""
+    """Each score divided by the sum of its row, plus the same by column (RIA: Zhang et al., 2024)."""
     row, column = scores.sum(1, keepdim=True), scores.sum(0, keepdim=True)
     tiny = torch.finfo(scores.dtype).tiny
     return scores / row.clamp(min=tiny) + scores / column.clamp(min=tiny)

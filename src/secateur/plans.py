@@ -1,9 +1,7 @@
-"""A plan: which elements would go, from which tensors, and what is left alone and why. Making one touches nothing."""
+"""A plan: which elements are pruned, which values the others get, and what is skipped and why. Making one changes nothing."""
 
 from __future__ import annotations
 
-import html
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,12 +16,15 @@ from ._dist import count as count_true
 from ._tree import Prunable, as_module, check_unpacked, slots
 from .budgets import Spread
 from .criteria import Criterion, magnitude
+from .display import Table, notes_by_reason
 from .masks import Masks
+from .methods import LayerProblem, Method, Solution
+from .methods.walk import STREAMED, solve_all, write_
 from .patterns import Pattern
 from .recipe import Recipe
 from .schedules import Number
-from .select import select
-from .stats import Loss, Table, TensorEvidence, collect
+from .stats import Loss, TensorEvidence, check_evidence, collect
+from .stats import Table as EvidenceTable
 from .targeting import Globs, Target, targets
 
 
@@ -43,40 +44,56 @@ class Layer:
 
 @dataclass
 class Plan:
-    """What pruning does to a model: `masks` (True = kept), and what was skipped, with the reason."""
+    """What pruning does to a model: `masks` (True = kept), new values for the kept weights where the method gives them
+    (`weights`), and what was skipped, with the reason. `print` shows a table."""
 
     masks: Masks
     skipped: dict[str, str]
     recipe: str
     dense: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    weights: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def apply_(self, model: Prunable, *, keep_dense: bool = False) -> Plan:
-        """Writes the zeros into the model. With `keep_dense`, remembers what they replace, for `undo_`."""
-        weights = self._weights(model)
-        alive = keep_dense and self.dense and any(bool(w[~local(self.masks[name])].any()) for name, w in weights.items())
-        if alive:
+        """Writes the zeros, and the new weights, into the model. `keep_dense=True` remembers what they replace, for `undo_`."""
+        tensors = self._tensors(model)
+        if keep_dense and self.dense and any(not self._is_applied(name, tensor) for name, tensor in tensors.items()):
             raise ValueError("this plan keeps the dense values of another application; undo that first, or make a new plan")
+        new = {name: weight.to(tensors[name]) for name, weight in self.weights.items()}
         if keep_dense and not self.dense:
-            self.dense = {name: weight[~local(self.masks[name])].clone() for name, weight in weights.items()}
-        for name, weight in weights.items():
-            kernels.zero_(weight, local(self.masks[name]))
+            self.dense = {name: self._replaced(name, tensor).clone() for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            if name in new:
+                write_(tensor, new[name])
+            kernels.zero_(tensor, local(self.masks[name]))
         return self
 
     def undo_(self, model: Prunable) -> None:
-        """Puts back the values that `apply_(keep_dense=True)` replaced by zeros."""
+        """Puts back, bit for bit, the values that `apply_(keep_dense=True)` replaced."""
         if self.masks and not self.dense:
             raise ValueError("this plan kept no dense values; apply it with keep_dense=True to be able to undo it")
-        for name, weight in self._weights(model).items():
-            weight[~local(self.masks[name])] = self.dense[name].to(weight)
+        for name, tensor in self._tensors(model).items():
+            if name in self.weights:
+                write_(tensor, self.dense[name])
+            else:
+                tensor[~local(self.masks[name])] = self.dense[name].to(tensor)
         self.dense = {}
 
-    def _weights(self, model: Prunable) -> dict[str, Tensor]:
-        """The tensors the plan speaks of, all checked before any is touched."""
+    def _replaced(self, name: str, tensor: Tensor) -> Tensor:
+        """The values of a tensor that the plan replaces: all of them, or those that become zero."""
+        return tensor if name in self.weights else tensor[~local(self.masks[name])]
+
+    def _is_applied(self, name: str, tensor: Tensor) -> bool:
+        if name in self.weights:
+            return torch.equal(tensor, self.weights[name].to(tensor))
+        return not bool(self._replaced(name, tensor).any())
+
+    def _tensors(self, model: Prunable) -> dict[str, Tensor]:
+        """The tensors that the plan changes, all checked before any is written to."""
         model = as_module(model)
         reshard_(model)
         found = {slot.name: slot.tensor for slot in slots(model)}
         if missing := [name for name in self.masks if name not in found]:
-            check_unpacked(model, f"this plan speaks of {missing[0]!r}")
+            check_unpacked(model, f"this plan changes {missing[0]!r}")
             raise ValueError(f"the model has no {missing}; this plan was made for another model")
         for name, mask in self.masks.items():
             if found[name].shape != mask.shape:
@@ -85,15 +102,15 @@ class Plan:
 
     def __post_init__(self) -> None:
         if any(sharded(mask) for mask in self.masks.values()):
-            _ = self.layers  # counting takes every process, and later one of them alone may print
+            _ = self.layers  # every process has to count, and later one of them alone may print
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """A line for each tensor."""
+        """The counts of each tensor."""
         return [Layer(name, tuple(mask.shape), count_true(mask), mask.numel()) for name, mask in self.masks.items()]
 
     def metrics(self) -> dict[str, Any]:
-        """The counts, as plain numbers: in all, and for each tensor."""
+        """The counts as plain numbers, in all and for each tensor."""
         layers = self.layers
         total, kept = sum(layer.total for layer in layers), sum(layer.kept for layer in layers)
         return {
@@ -103,58 +120,41 @@ class Plan:
             "pruned": total - kept,
             "sparsity": 1 - kept / total if total else 0.0,
             "skipped": len(self.skipped),
+            "rewritten": len(self.weights),
             "layers": {layer.name: {"kept": layer.kept, "total": layer.total, "sparsity": layer.sparsity} for layer in layers},
         }
 
-    def _rows(self) -> list[tuple[str, str, str, str, str]]:
-        rows = [
-            (
-                layer.name,
-                "x".join(map(str, layer.shape)),
-                f"{layer.kept:,}",
-                f"{layer.total:,}",
-                f"{layer.sparsity:.2%}",
-            )
-            for layer in self.layers
-        ]
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the tensors, as plain values that JSON can hold."""
+        return {"recipe": self.recipe, **self.metrics(), "skipped": dict(self.skipped)}
+
+    def _table(self) -> Table:
+        def row(layer: Layer) -> tuple[str, ...]:
+            shape = "x".join(map(str, layer.shape))
+            return layer.name, shape, f"{layer.kept:,}", f"{layer.total:,}", f"{layer.sparsity:.2%}"
+
         whole = self.metrics()
-        return [*rows, ("in all", "", f"{whole['kept']:,}", f"{whole['total']:,}", f"{whole['sparsity']:.2%}")]
+        total = ("in all", "", f"{whole['kept']:,}", f"{whole['total']:,}", f"{whole['sparsity']:.2%}")
+        changed = [f"the weights that stay were changed too, in {len(self.weights)} tensors"] if self.weights else []
+        return Table(
+            ("tensor", "shape", "kept", "of", "sparsity"),
+            [row(layer) for layer in self.layers],
+            [total],
+            right=range(2, 5),
+            title=self.recipe,
+            notes=[*changed, *notes_by_reason("left alone", self.skipped)],
+        )
 
     def __str__(self) -> str:
-        lines = [self.recipe, *text_table(_HEADER, self._rows())]
-        for reason, number in Counter(self.skipped.values()).items():
-            names = [name for name, why in self.skipped.items() if why == reason]
-            lines.append(f"left alone, {number}: {reason} ({', '.join(names[:4])}{', ...' if number > 4 else ''})")
-        return "\n".join(lines)
+        return str(self._table())
 
     def _repr_html_(self) -> str:
-        def row(cells: Iterable[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-        body = "".join(row(cells, "td") for cells in self._rows())
-        left = "".join(f"<li><code>{html.escape(name)}</code>: {html.escape(why)}</li>" for name, why in self.skipped.items())
-        skipped = f"<details><summary>{len(self.skipped)} left alone</summary><ul>{left}</ul></details>" if left else ""
-        head = f"<caption>{html.escape(self.recipe)}</caption><thead>{row(_HEADER, 'th')}</thead>"
-        return f"<table>{head}<tbody>{body}</tbody></table>{skipped}"
-
-
-_HEADER = ("tensor", "shape", "kept", "of", "sparsity")
-
-
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Text lines, the first two columns to the left and the numbers to the right, the last row set apart."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-
-    def line(row: Sequence[str]) -> str:
-        return "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))).rstrip()
-
-    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-    return [line(header), rule, *(line(row) for row in rows[:-1]), rule, line(rows[-1])]
+        return self._table().html(f"{len(self.skipped)} left alone", self.skipped.items())
 
 
 def plan(
     model: Prunable,
-    criterion: Criterion | Callable[..., Tensor] = magnitude,
+    criterion: Criterion | Callable[..., Tensor] | str = magnitude,
     *,
     sparsity: Number | None = None,
     count: int | None = None,
@@ -166,23 +166,40 @@ def plan(
     data: Iterable[Any] | None = None,
     loss: Loss | None = None,
     spread: Spread | Mapping[str, Number] | None = None,
+    method: Method | str | None = None,
 ) -> Plan:
     """What `prune_` with the same arguments would do. The model is not touched."""
     model = as_module(model)
-    recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread)
+    recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread, method)
     if recipe.scheduled:
         raise TypeError(f"{recipe.scheduled[0]} changes with the step; use sc.Pruner for it, and a number to prune once")
+    if recipe.method.revives:
+        raise TypeError(f"{recipe.method} brings weights back as training goes on; use sc.Pruner for it")
     found, skipped = targets(model, include=include, exclude=exclude, types=types)
-    table = collect(model, found, recipe.criterion.needs, data, loss)
-    return make_plan(recipe, found, skipped, table)
+    check_streamed(recipe, found, data, loss)
+    once = recipe.needs - STREAMED
+    if once and recipe.needs & STREAMED:
+        data = list(data or ())  # it is run through twice
+    table = collect(model, found, once, data, loss)
+    return make_plan(model, recipe, found, skipped, table, data=data)
+
+
+def check_streamed(recipe: Recipe, found: Sequence[Target], data: object, loss: object) -> None:
+    """Raises unless the evidence that is taken block by block can be collected."""
+    if streamed := recipe.needs & STREAMED:
+        check_evidence(streamed, data, loss, of=str(recipe.method))
+        if any(sharded(target.tensor) for target in found):
+            raise NotImplementedError(f"{recipe.method} runs the model block by block; prune before sharding it")
 
 
 def make_plan(
+    model: nn.Module,
     recipe: Recipe,
     found: Sequence[Target],
     skipped: dict[str, str],
-    table: Table,
+    table: EvidenceTable,
     *,
+    data: Iterable[Any] | None = None,
     step: int = 0,
     previous: Masks | None = None,
 ) -> Plan:
@@ -191,35 +208,32 @@ def make_plan(
     if not comm.alone:
         _check_sharded(recipe, found, comm)
     with torch.no_grad():
-        scores = {t.name: recipe.criterion.scores(TensorEvidence(t, table[t.name], step)) for t in found}
+        evidence = {t.name: TensorEvidence(t, table[t.name], step) for t in found}
+        scores = {name: recipe.criterion.scores(one) for name, one in evidence.items()}
         held = {t.name: t.layout.matrix(local(previous[t.name])) for t in found} if previous is not None else None
-        pruned = (
-            {name: 1 - float(mask.float().mean()) for name, mask in held.items()} if held and callable(recipe.spread) else None
-        )
-        kept = select(
-            scores,
-            recipe.pattern,
-            scope=recipe.scope,
-            sparsity=recipe.shares(scores, step, pruned),
-            count=recipe.count,
-            previous=held,
-            comm=comm,
-        )
-    masks = Masks({t.name: like(t.layout.restore(kept[t.name]), t.tensor) for t in found})
-    return Plan(masks, skipped, describe(recipe, step))
+        amounts = recipe.amounts(scores, step, held, comm)
 
+        def solve(target: Target, streamed: Mapping[str, Tensor]) -> Solution:
+            name = target.name
+            problem = LayerProblem(
+                name,
+                target.layout.matrix(target.weight),
+                H=streamed.get("gram"),
+                C=streamed.get("cross"),
+                scores=scores[name],
+                evidence=evidence[name],
+                step=step,
+            )
+            return recipe.method.solve(problem, recipe.pattern, amounts.pop(name), held[name] if held else None)
 
-def describe(recipe: Recipe, step: int) -> str:
-    """The recipe in one line."""
-    if recipe.pattern.keep:
-        return f"{recipe.criterion}, {recipe.pattern}"
-    budget = f"count {recipe.count}" if recipe.count is not None else f"sparsity {recipe.at(step)}"
-    budget = "sparsity by name" if recipe.sparsity is None and recipe.count is None else budget
-    return f"{recipe.criterion}, {recipe.pattern}, {budget}, scope {recipe.scope}"
+        solutions = solve_all(model, found, recipe.method.needs, data, solve)
+    masks = Masks({t.name: like(solutions[t.name].mask, t.tensor) for t in found})
+    weights = {name: solution.weight for name, solution in solutions.items() if solution.weight is not None}
+    return Plan(masks, skipped, recipe.describe(step), weights=weights)
 
 
 def _check_sharded(recipe: Recipe, found: Sequence[Target], comm: Comm) -> None:
-    """What cannot be decided on rows alone is refused, on every process alike."""
+    """Raises, on every process alike, where masks cannot be decided from the rows of each process."""
     if not recipe.criterion.elementwise or recipe.pattern.unit == "in" or callable(recipe.spread):
         raise NotImplementedError(
             f"{recipe.criterion} with pattern {str(recipe.pattern)!r} looks at whole tensors, and these are sharded by rows; "

@@ -1,4 +1,4 @@
-"""Pruning in place: `prune_` once, `Pruner` through training. Zeros live in the weights, masks live here."""
+"""Pruning in place: `prune_` prunes once, `Pruner` while a model trains. The weights hold zeros, the pruner holds the masks."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from . import kernels
-from ._dist import comm_of, like, local, reshard_, sharded
+from ._dist import like, local, reshard_, sharded
 from ._tree import Prunable, as_module
 from .budgets import Spread
 from .criteria import Criterion, magnitude
-from .criteria import criterion as as_criterion
 from .masks import Masks
-from .methods.dropgrow import drop_and_grow
+from .methods import Method, drop_and_grow
 from .methods.straight_through import SoftMasks
+from .methods.walk import STREAMED, write_
 from .patterns import Pattern
-from .plans import Plan, describe, make_plan, plan
+from .plans import Plan, check_streamed, make_plan, plan
 from .recipe import Recipe
-from .schedules import Number, as_schedule
-from .stats import Loss, Table, TensorEvidence, add_gradient, check_evidence, collect
+from .schedules import Number
+from .stats import Loss, Table, add_gradient, check_evidence, collect
 from .targeting import Globs, targets
 
 
 def prune_(
     model: Prunable,
-    criterion: Criterion | Callable[..., Tensor] = magnitude,
+    criterion: Criterion | Callable[..., Tensor] | str = magnitude,
     *,
     sparsity: float | None = None,
     count: int | None = None,
@@ -42,19 +42,23 @@ def prune_(
     data: Iterable[Any] | None = None,
     loss: Loss | None = None,
     spread: Spread | Mapping[str, Number] | None = None,
+    method: Method | str | None = None,
     keep_dense: bool = False,
 ) -> Plan:
-    """Prunes a model in place, once, and gives the plan that was carried out. `print(plan)` is a table of its layers.
+    """Prunes a model in place, once, and returns the plan that was carried out. `print(plan)` shows a table of its layers.
 
     Tensors that are in no module are pruned as a mapping: `prune_({"codebook": tensor}, sparsity=0.5)`.
 
-    `criterion` scores every element, the lowest go. `sparsity` is the fraction of the original weights to prune, `count` the
-    number of units to prune in each pool. `pattern` says what goes together ("unstructured", "2:4", "16x1", "out", ...) and
-    `scope` who competes: the units of a "tensor" (the default), of a "row", or of all tensors ("global"). `include`, `exclude`
-    and `types` choose tensors. `data` and `loss` feed criteria that need inputs or gradients. `spread` gives each tensor its
-    own sparsity. `keep_dense=True` remembers what the zeros replaced, so that `plan.undo_(model)` brings it back.
+    `criterion` scores every element, and the lowest scores are pruned: an expression (`sc.wanda`), its text ("wanda",
+    "abs(weight*grad)") or a function. `sparsity` is the fraction of the original weights to prune,
+    `count` the number of units to prune in each pool. `pattern` says what is pruned together ("unstructured", "2:4", "16x1",
+    "out", ...) and `scope` which units compete: those of a "tensor" (the default), of a "row", or of all tensors ("global").
+    `include`, `exclude` and `types` choose tensors. `data` and `loss` feed criteria and methods that need inputs or gradients.
+    `spread` gives each tensor its own sparsity. `method` is how the weights answer: `sc.methods.rank()` (the default) prunes
+    the lowest scores, `sc.methods.sparsegpt()` also corrects the weights that stay. `keep_dense=True` remembers what was
+    replaced, so that `plan.undo_(model)` restores it.
 
-    Either all of it is done or, when anything raises, nothing.
+    When anything raises, the model is unchanged.
     """
     made = plan(
         model,
@@ -69,6 +73,7 @@ def prune_(
         data=data,
         loss=loss,
         spread=spread,
+        method=method,
     )
     return made.apply_(model, keep_dense=keep_dense)
 
@@ -87,17 +92,17 @@ class Pruner:
     pruned stays pruned. Criteria that need gradients use those of the training itself, averaged since the last masks, unless
     `data` and `loss` are given.
 
-    `grow` turns on dynamic sparse training: whenever the schedule `swap` says so, that fraction of the kept weights is dropped
-    and as many of the pruned ones that score highest by `grow` come in (`abs(grad)`: RigL; `random()`: SET). `ste=True` keeps
-    training the dense weights and masks them only in the forward pass, with gradients passed straight through; on a constant
-    budget the masks are made anew every `every` steps, so that a weight can come back. `keep_dense=True` remembers what the
-    zeros replaced, for `undo`.
+    `grow` and `swap` are short for `method=sc.methods.drop_and_grow(grow, swap)`, dynamic sparse training: whenever the
+    schedule `swap` is due, that fraction of the kept weights is dropped and as many of the pruned ones that score highest by
+    `grow` come in (`abs(grad)`: RigL; `random()`: SET). `ste=True` keeps training the dense weights and masks them only in the
+    forward pass, with gradients passed straight through; on a constant budget the masks are made anew every `every` steps, so
+    that a weight can come back. `keep_dense=True` remembers what the zeros replaced, for `undo_`.
     """
 
     def __init__(
         self,
         model: Prunable,
-        criterion: Criterion | Callable[..., Tensor] = magnitude,
+        criterion: Criterion | Callable[..., Tensor] | str = magnitude,
         *,
         sparsity: Number | None = None,
         count: int | None = None,
@@ -109,25 +114,23 @@ class Pruner:
         data: Iterable[Any] | None = None,
         loss: Loss | None = None,
         spread: Spread | Mapping[str, Number] | None = None,
-        grow: Criterion | Callable[..., Tensor] | None = None,
+        method: Method | str | None = None,
+        grow: Criterion | Callable[..., Tensor] | str | None = None,
         swap: Callable[[int], float] | None = None,
         ste: bool = False,
         every: int = 1,
         keep_dense: bool = False,
     ):
         self.model = model = as_module(model)
-        self.recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread)
-        self._grow = as_criterion(grow) if grow is not None else None
-        self._swap, self._every = as_schedule(swap, "swap") if callable(swap) else swap, every
-        self._needs = self.recipe.criterion.needs | (self._grow.needs if self._grow is not None else frozenset())
+        method = _method(method, grow, swap)
+        self.recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread, method)
+        self._every = every
+        self._needs = self.recipe.needs - STREAMED
         if data is not None or self._needs - {"grad", "grad_square"}:
             check_evidence(self._needs, data, loss)
-        self._check_growth(ste)
-        if not isinstance(every, int) or every < 1 or (every > 1 and (not ste or self.recipe.scheduled)):
-            raise ValueError(
-                f"every={every!r} is how often soft masks are made anew: 1 or more steps, with ste=True and no schedule"
-            )
+        _check_ste(self.recipe, ste, every)
         self._targets, self.skipped = targets(model, include=include, exclude=exclude, types=types)
+        check_streamed(self.recipe, self._targets, data, loss)
         self._sharded = any(sharded(target.tensor) for target in self._targets)
         if ste and self._sharded:
             raise NotImplementedError("ste=True puts a mask into the forward pass, which FSDP2 does not see; use it unsharded")
@@ -145,32 +148,11 @@ class Pruner:
         self._leader: Optimizer | None = None  # the optimizer with which the schedule advances
         self._soft = SoftMasks(self._targets, self._masks) if ste else None
 
-    def _check_growth(self, ste: bool) -> None:
-        if self._grow is None:
-            if self._swap is not None:
-                raise ValueError("swap= goes with grow=, the criterion by which pruned weights come back")
-            if falling := [number for number in self.recipe.scheduled if number.falls and not ste]:
-                raise ValueError(
-                    f"{falling[0]} falls, and what was pruned stays pruned; use ste=True or grow= for weights that come back"
-                )
-            return
-        if self.recipe.pattern.keep or self.recipe.pattern.lose or self.recipe.scope != "tensor":
-            raise ValueError('grow= swaps whole units within each tensor; it goes with scope="tensor", without n:m and "AxB-Z"')
-        if self.recipe.scheduled:
-            raise ValueError(f"grow= swaps weights at a constant sparsity, not with {self.recipe.scheduled[0]}; pass a number")
-        if ste:
-            raise ValueError("grow= and ste=True are two ways for pruned weights to come back; choose one")
-        if not callable(self._swap):
-            raise ValueError(
-                "grow= needs swap=, a schedule of the fraction of kept weights to swap, and when: for instance "
-                "swap=sc.cosine(0.0, initial=0.3, end=10_000, every=100)"
-            )
-
     # --- training ----------------------------------------------------------------------------------------------------
     def attach(self, *optimizers: Optimizer) -> Pruner:
-        """Follows these optimizers: zeros are put back after a step of any, and the schedule advances with the first.
+        """Follows these optimizers: puts zeros back after a step of any, and advances the schedule with the first.
 
-        Masks that are due from the start are made now, so that training begins with them.
+        Masks that are due at the start are made now, so that training begins with them.
         """
         optimizers = tuple(_innermost(optimizer) for optimizer in optimizers)
         for optimizer in optimizers:
@@ -197,7 +179,7 @@ class Pruner:
         return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        overflow = getattr(optimizer, "found_inf", None)  # a fused optimizer is called, but changes nothing, on overflow
+        overflow = getattr(optimizer, "found_inf", None)  # on overflow a fused optimizer changes nothing
         if overflow is not None and bool(overflow):
             return
         if optimizer is self._leader:
@@ -206,14 +188,14 @@ class Pruner:
             self.apply_()
 
     def step(self) -> None:
-        """One training step is done: gathers gradients, puts the zeros back, and makes new masks when they are due."""
+        """Records that a training step is done: gathers gradients, puts the zeros back, and makes masks that are due."""
         self._step += 1
         self._pruned_by_attach = False
         if self._gathers:
             self._gather()
         self.apply_()
         soft = self._soft is not None and not self.recipe.scheduled and self._step % self._every == 0
-        if self._due or soft or self.recipe.due(self._step) or (self._swap is not None and self._swap.due(self._step)):
+        if self._due or soft or self.recipe.due(self._step) or self.recipe.method.due(self._step):
             self._update()
 
     @torch.no_grad()
@@ -228,73 +210,60 @@ class Pruner:
     @torch.no_grad()
     def _gather(self) -> None:
         for target in self._targets:
-            if target.tensor.grad is not None:  # a layer that took no part in this step adds nothing
+            if target.tensor.grad is not None:  # layers that did not run in this step have none
                 add_gradient(target, target.tensor.grad, self._needs, self._gathered[target.name])
         self._batches += 1
 
     def _evidence(self) -> Table:
         if not self._gathers:
             return collect(self.model, self._targets, self._needs, self._data, self._loss)
-        if self._batches == 0:  # the first masks, by a criterion that needs no gradients
+        if self._batches == 0:  # the first masks are made without gradients
             return self._gathered
         if frozen := [t.name for t in self._targets if not self._gathered[t.name] and not t.tensor.requires_grad]:
             raise RuntimeError(f"{frozen} had no gradient, being frozen, and the criterion needs it; exclude them")
         for target in self._targets:
-            if not self._gathered[target.name]:  # took no part since the last masks
+            if not self._gathered[target.name]:  # has not run since the last masks
                 add_gradient(target, torch.zeros_like(target.tensor), self._needs, self._gathered[target.name])
         return {name: {kind: value / self._batches for kind, value in entry.items()} for name, entry in self._gathered.items()}
 
     def _update(self) -> None:
         table = self._evidence()
-        if self._grow is not None and not self._due:
-            masks = self._swapped(table)
-        else:
-            held = self._masks if self._soft is None else None
-            masks = make_plan(self.recipe, self._targets, self.skipped, table, step=self._step, previous=held).masks
-        for name, dense in self._dense.items():  # follows a weight while it is kept, and stays where it was pruned
-            weight = next(target.weight for target in self._targets if target.name == name)
-            self._dense[name] = torch.where(local(self._masks[name]), weight, dense)
-        self._masks = masks
+        held = self._masks if self._soft is None else None
+        made = make_plan(
+            self.model, self.recipe, self._targets, self.skipped, table, data=self._data, step=self._step, previous=held
+        )
+        for target in self._targets:
+            if target.name in self._dense:  # follows a weight while it is kept, and stays where it was pruned
+                kept = local(self._masks[target.name])
+                self._dense[target.name] = torch.where(kept, target.weight, self._dense[target.name])
+            if target.name in made.weights:
+                write_(target.weight, made.weights[target.name])
+        self._masks = made.masks
         if self._soft is not None:
-            self._soft.set(masks)
+            self._soft.set(made.masks)
         self.apply_()
         self._due, self._batches = False, 0
         self._gathered = {name: {} for name in self._gathered}
 
-    @torch.no_grad()
-    def _swapped(self, table: Table) -> Masks:
-        assert self._grow is not None
-        assert self._swap is not None
-        evidence = {t.name: TensorEvidence(t, table[t.name], self._step) for t in self._targets}
-        kept = drop_and_grow(
-            {name: self.recipe.criterion.scores(e) for name, e in evidence.items()},
-            {name: self._grow.scores(e) for name, e in evidence.items()},
-            {t.name: t.layout.matrix(local(self._masks[t.name])) for t in self._targets},
-            self.recipe.pattern,
-            self._swap(self._step),
-            comm_of((t.name, t.tensor) for t in self._targets),
-        )
-        return Masks({t.name: like(t.layout.restore(kept[t.name]), t.tensor) for t in self._targets})
-
     # --- looking, saving, ending -------------------------------------------------------------------------------------
     @property
     def masks(self) -> Masks:
-        """The masks as they are now (True = kept)."""
+        """The current masks (True = kept)."""
         return self._masks
 
     @property
     def sparsity(self) -> float:
-        """The pruned fraction of the targets, now."""
+        """The fraction of the targets that is pruned now."""
         return self._masks.sparsity
 
     def plan(self) -> Plan:
         """What has been pruned so far, as a plan to print or to apply to a copy of the model."""
         dense = {name: self._dense[name][~local(self._masks[name])] for name in self._dense}
-        return Plan(self._masks, self.skipped, describe(self.recipe, self._step), dense)
+        return Plan(self._masks, self.skipped, self.recipe.describe(self._step), dense)
 
     @torch.no_grad()
     def verify(self) -> None:
-        """Raises unless every pruned weight is zero. It is not after a step that no hook saw."""
+        """Raises unless every pruned weight is zero. A step of an optimizer that is not attached can change that."""
         if self._soft is not None:
             return
         if self._sharded:
@@ -308,9 +277,9 @@ class Pruner:
             )
 
     def finish(self) -> Plan:
-        """Stops following the optimizers, leaves plain weights with exact zeros in the model, and gives the plan.
+        """Stops following the optimizers, leaves plain weights with exact zeros in the model, and returns the plan.
 
-        Warns when the schedule has not come to its end.
+        Warns if the schedule has not reached its end.
         """
         end = max((schedule.end for schedule in self.recipe.scheduled), default=0)
         if self._due or self._step < end:
@@ -321,11 +290,11 @@ class Pruner:
         self.apply_()
         return self.plan()
 
-    def undo(self) -> None:
-        """Stops, and puts back what the zeros replaced (needs `keep_dense=True`)."""
+    def undo_(self) -> None:
+        """Stops following the optimizers and puts back what the zeros replaced. Needs `keep_dense=True`."""
         if not self._keep_dense:
             raise ValueError("this pruner kept no dense values; make it with keep_dense=True to be able to undo it")
-        soft = self._soft is not None  # soft masks replaced nothing
+        soft = self._soft is not None  # soft masks replace nothing
         self._release()
         if not soft:
             self.plan().undo_(self.model)
@@ -340,7 +309,7 @@ class Pruner:
             self._soft = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on exactly here: plain tensors and numbers, one bit per mask element."""
+        """The state that is needed to resume: plain tensors and numbers, with one bit per mask element."""
         return {
             "version": 1,
             "step": self._step,
@@ -353,7 +322,7 @@ class Pruner:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, on a model with the same tensors. Load first, then attach."""
+        """Resumes from a state, on a model with the same tensors. Load first, then attach."""
         masks = self._check_state(state)
         if self._pruned_by_attach:
             raise RuntimeError(
@@ -371,14 +340,14 @@ class Pruner:
         self.apply_()
 
     def _check_state(self, state: Mapping[str, Any]) -> Masks:
-        """The masks of a state that fits this pruner; raises before anything changes where it does not."""
+        """Returns the masks of a state. Raises, before anything changes, if the state does not fit this pruner."""
         if state.get("version") != 1:
             raise ValueError(f"this is version {state.get('version')!r} of a pruner's state; this package reads version 1")
         if missing := {"step", "due", "masks", "gathered", "batches", "dense"} - state.keys():
             raise ValueError(f"this is no whole state of a pruner: {sorted(missing)} missing")
         masks = Masks.unpack(state["masks"])
         if odd := (masks.keys() ^ self._masks.keys()) | (state["gathered"].keys() ^ self._masks.keys()):
-            raise ValueError(f"the state and this pruner speak of different tensors: {sorted(odd)}")
+            raise ValueError(f"the state and this pruner have different tensors: {sorted(odd)}")
         if absent := self._dense.keys() - state["dense"].keys():
             raise ValueError(f"the state holds no dense values of {sorted(absent)}; it is of a pruner without keep_dense=True")
         for name, mask in masks.items():
@@ -389,17 +358,44 @@ class Pruner:
         return masks
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy follows no optimizer until it is attached: copies of optimizers lose their hooks."""
+        """A copy follows no optimizer until it is attached, because copies of optimizers have no hooks."""
         return {**self.__dict__, "_followed": {}, "_leader": None}
 
     def __repr__(self) -> str:
-        share = "sharded" if self._sharded else f"{self.sparsity:.2%} sparse"  # counting shards takes every process
+        share = "sharded" if self._sharded else f"{self.sparsity:.2%} sparse"  # every process would have to count
         now = f"step {self._step}, {len(self._targets)} tensors, {share}"
-        return f"Pruner({describe(self.recipe, self._step)}; {now})"
+        return f"Pruner({self.recipe.describe(self._step)}; {now})"
+
+
+def _method(method: Method | str | None, grow: Any, swap: Any) -> Method | str | None:
+    """The method that `grow=` and `swap=` stand for, or the one that was given."""
+    if grow is None and swap is not None:
+        raise ValueError("swap= goes with grow=, the criterion by which pruned weights come back")
+    if grow is None:
+        return method
+    if method is not None:
+        raise ValueError("grow= is short for method=sc.methods.drop_and_grow(grow, swap); give one of the two")
+    return drop_and_grow(grow, swap)
+
+
+def _check_ste(recipe: Recipe, ste: bool, every: int) -> None:
+    falling = [number for number in recipe.scheduled if number.falls]
+    if falling and not (ste or recipe.method.revives):
+        raise ValueError(
+            f"{falling[0]} falls, and what was pruned stays pruned; use ste=True or grow= for weights that come back"
+        )
+    if ste and recipe.method.revives:
+        raise ValueError("grow= and ste=True are two ways for pruned weights to come back; choose one")
+    if ste and recipe.method.rewrites:
+        raise ValueError(f"{recipe.method} changes weights, and ste=True goes on training the dense ones; choose one")
+    if not isinstance(every, int) or every < 1 or (every > 1 and (not ste or recipe.scheduled)):
+        raise ValueError(
+            f"every={every!r} is how often soft masks are made anew: 1 or more steps, with ste=True and no schedule"
+        )
 
 
 def _innermost(optimizer: Any) -> Any:
-    """The torch optimizer inside a wrapper that is not a whole optimizer itself (as Accelerate's is not)."""
+    """The torch optimizer inside a wrapper that is not an optimizer itself, such as Accelerate's."""
     while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer

@@ -1,4 +1,4 @@
-"""A recipe: what to prune by, in which pattern, how much. Checked when it is made, before any model is touched."""
+"""A recipe: criterion, pattern, scope, budget and method. Checked when it is made, before any model is touched."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from numbers import Integral, Real
 
 from torch import Tensor
 
+from ._dist import Comm
 from ._tree import nearest
 from .budgets import Spread, hold, owl
-from .criteria import Criterion, criterion
+from .criteria import Criterion, criterion, magnitude
+from .methods import Amount, Method, as_method
 from .patterns import Pattern
 from .schedules import AnySchedule, Number, as_schedule
 from .scores import Scores
-from .select import SCOPES
+from .select import SCOPES, select
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Criterion, pattern, scope and budget, which fit each other."""
+    """Criterion, pattern, scope, budget and method, which fit each other."""
 
     criterion: Criterion
     pattern: Pattern
@@ -28,17 +30,19 @@ class Recipe:
     sparsity: Number | None
     count: int | None
     spread: Spread | Mapping[str, Number] | None
+    method: Method
 
     @staticmethod
     def of(
-        by: Criterion | Callable[..., Tensor],
+        by: Criterion | Callable[..., Tensor] | str,
         pattern: str | Pattern,
         scope: str | None,
         sparsity: Number | None,
         count: int | None,
         spread: Spread | Mapping[str, Number] | None,
+        method: Method | str | None = None,
     ) -> Recipe:
-        """The recipe these arguments describe; a conflict among them is an error that says what to do."""
+        """The recipe that these arguments describe. Raises where they contradict each other, and says what to do."""
         shape = Pattern.parse(pattern)
         if scope is not None and scope not in SCOPES:
             raise ValueError(f"scope={scope!r} is not one of {', '.join(map(repr, SCOPES))}")
@@ -52,24 +56,30 @@ class Recipe:
             _fits_n_of_m(shape, scope, sparsity, count, spread)
         else:
             _one_budget(sparsity, count, spread)
-        if spread is not None and (scope == "global" or count is not None):
-            rival = 'scope="global"' if scope == "global" else "count="
-            raise ValueError(f"spread= gives each tensor its own sparsity, and {rival} decides that too; drop one of them")
-        if spread is owl:
-            raise TypeError("spread=sc.owl is made by calling it: spread=sc.owl()")
-        if spread is not None and not callable(spread) and not isinstance(spread, Mapping):
-            raise TypeError(f"spread= is sc.uniform, sc.erk, sc.owl() or a mapping of name to sparsity, not {spread!r}")
-        if isinstance(spread, Mapping):
-            spread = {name: _fraction(f"spread[{name!r}]", share) for name, share in spread.items()}
+        spread = _checked_spread(spread, scope, count)
         if scope == "row" and shape.unit == "out":
             raise ValueError(
                 'pattern "out" with scope="row": each row is one unit, with nothing to compete with; use scope="tensor"'
             )
-        return Recipe(criterion(by), shape, scope or "tensor", sparsity, count, spread)
+        how = as_method(method)
+        by = criterion(by)
+        if by != magnitude and not how.ranks and scope != "global" and not callable(spread):
+            raise ValueError(
+                f"{how} chooses weights by itself and would not use the criterion {by}; drop one of them, or let "
+                'the criterion spread the budget over layers with scope="global" or spread='
+            )
+        made = Recipe(by, shape, scope or "tensor", sparsity, count, spread, how)
+        how.check(made.pattern, made.scope, made.scheduled)
+        return made
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The evidence that criterion and method need."""
+        return self.criterion.needs | self.method.needs
 
     @property
     def scheduled(self) -> list[AnySchedule]:
-        """The numbers of the budget that change with the step."""
+        """The schedules in the budget."""
         numbers = [self.sparsity, *(self.spread.values() if isinstance(self.spread, Mapping) else ())]
         return [number for number in numbers if isinstance(number, AnySchedule)]
 
@@ -78,13 +88,13 @@ class Recipe:
         return _at(self.sparsity, step)
 
     def due(self, step: int) -> bool:
-        """Whether masks are to be made anew at this step."""
+        """Whether new masks are due at this step: by the schedule, or at the start of a constant budget."""
         return any(number.due(step) for number in self.scheduled) or (step == 0 and not self.scheduled)
 
     def shares(
         self, scores: Mapping[str, Scores], step: int, pruned: Mapping[str, float] | None = None
     ) -> float | dict[str, float] | None:
-        """The sparsity of each tensor, or the one number that holds for all. What is `pruned` already stays, and counts."""
+        """The sparsity of each tensor, or one number for all. What is `pruned` already stays pruned, and counts."""
         sparsity = self.at(step)
         if self.pattern.keep or self.count is not None or self.spread is None:
             return sparsity
@@ -96,6 +106,48 @@ class Recipe:
             raise ValueError(f"spread= must give a mapping of every tensor's name to its sparsity; it gave {shares!r}")
         own = {name: _at(_fraction(f"the spread= of {name!r}", share), step) or 0.0 for name, share in shares.items()}
         return own if pruned is None else hold(own, pruned, {name: one.numel for name, one in scores.items()}, sparsity)
+
+    def amounts(
+        self, scores: Mapping[str, Scores], step: int, held: Mapping[str, Tensor] | None, comm: Comm
+    ) -> dict[str, Amount]:
+        """How much of each tensor is pruned at a step. `held` has the masks of what may be kept, as matrices."""
+        pruned = None
+        if held and callable(self.spread):
+            pruned = {name: 1 - float(mask.float().mean()) for name, mask in held.items()}
+        shares = self.shares(scores, step, pruned)
+        if self.scope == "global":
+            kept = select(scores, self.pattern, scope="global", sparsity=shares, count=self.count, previous=held, comm=comm)
+            return {name: Amount(ranked=mask, comm=comm) for name, mask in kept.items()}
+        each = shares if isinstance(shares, Mapping) else dict.fromkeys(scores, shares)
+        return {name: Amount(self.scope, each[name], self.count, comm=comm) for name in scores}
+
+    def describe(self, step: int = 0) -> str:
+        """The recipe in one line, with the sparsity at a step."""
+        by = str(self.criterion) if self.method.ranks else str(self.method)
+        how = f", {self.method}" if self.method.ranks and self.method != as_method(None) else ""
+        if self.pattern.keep:
+            return f"{by}, {self.pattern}{how}"
+        budget = f"count {self.count}" if self.count is not None else f"sparsity {self.at(step)}"
+        budget = "sparsity by name" if self.sparsity is None and self.count is None else budget
+        return f"{by}, {self.pattern}, {budget}, scope {self.scope}{how}"
+
+
+def _checked_spread(
+    spread: Spread | Mapping[str, Number] | None, scope: str | None, count: int | None
+) -> Spread | Mapping[str, Number] | None:
+    """The spread, with functions of the step as schedules. Raises where it is none, or where something else decides."""
+    if spread is None:
+        return None
+    if scope == "global" or count is not None:
+        rival = 'scope="global"' if scope == "global" else "count="
+        raise ValueError(f"spread= gives each tensor its own sparsity, and {rival} decides that too; drop one of them")
+    if spread is owl:
+        raise TypeError("spread=sc.owl is made by calling it: spread=sc.owl()")
+    if isinstance(spread, Mapping):
+        return {name: _fraction(f"spread[{name!r}]", share) for name, share in spread.items()}
+    if not callable(spread):
+        raise TypeError(f"spread= is sc.uniform, sc.erk, sc.owl() or a mapping of name to sparsity, not {spread!r}")
+    return spread
 
 
 def _at(number: Number | None, step: int) -> float | None:

@@ -1,6 +1,6 @@
-"""Evidence: what a criterion knows of each tensor, collected once, in one pass over the data.
+"""Evidence: what a criterion knows about each tensor, collected in one pass over the data.
 
-The model comes out as it went in: mode, gradients, buffers and hooks. Where evidence is missing, the error says what to pass.
+Collecting restores the model's mode, gradients, buffers and hooks. Where evidence is missing, the error says what to pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Table = dict[str, dict[str, Tensor]]
 
 @dataclass
 class TensorEvidence:
-    """What is known of one target: its weight, and what `collect` found, as matrices."""
+    """What is known about one target: its weight, and the evidence of `collect`, as matrices."""
 
     target: Target
     table: Mapping[str, Tensor]
@@ -61,7 +61,7 @@ class TensorEvidence:
     def random(self, seed: int, first: int, last: int) -> Tensor:
         if seed not in self.drawn:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{self.step}:{self.target.name}".encode()))
-            skip = row_offset(self.target.tensor)  # a shard sees the rows that the whole tensor would
+            skip = row_offset(self.target.tensor)  # a shard gets the rows of the whole tensor's scores
             whole = torch.rand(skip + self.layout.rows, self.layout.cols, generator=generator, dtype=torch.float32)
             self.drawn[seed] = whole[skip:].to(self.device)
         return self.drawn[seed][first:last]
@@ -70,10 +70,10 @@ class TensorEvidence:
 def collect(
     model: nn.Module, targets: Sequence[Target], needs: Iterable[str], data: Iterable[Any] | None, loss: Loss | None
 ) -> Table:
-    """Target name to evidence name to matrix, for the evidence that is needed.
+    """Collects evidence as a table: target name, then kind of evidence, then a matrix.
 
-    A batch of `data` is a tensor (`model(batch)`), a mapping (`model(**batch)`) or a pair (inputs, target); `loss` gets the
-    model's output and the target, or the batch itself when it is no pair. Gradients are averaged over batches.
+    A batch of `data` is a tensor (`model(batch)`), a mapping (`model(**batch)`) or a pair (inputs, target); `loss` is called
+    with the model's output and the target, or the batch itself when it is not a pair. Gradients are averaged over batches.
     """
     needs = frozenset(needs)
     table: Table = {target.name: {} for target in targets}
@@ -101,17 +101,17 @@ def collect(
     return table
 
 
-def check_evidence(needs: frozenset[str], data: object, loss: object) -> None:
-    """Raises, and says what to pass, unless this evidence can be collected from this data and loss."""
+def check_evidence(needs: frozenset[str], data: object, loss: object, of: str = "this criterion") -> None:
+    """Raises, and says what to pass, unless the evidence can be collected from this data and loss."""
     if data is None:
-        raise ValueError(f"this criterion needs {_list(needs)}, so pass data= (an iterable of batches)")
+        raise ValueError(f"{of} needs {_list(needs)}, so pass data= (an iterable of batches)")
     if isinstance(data, Tensor | Mapping | str):
         raise TypeError(f"data= is an iterable of batches, not one {type(data).__name__}; pass [batch]")
     if not isinstance(data, Iterable):
         raise TypeError(f"data= is an iterable of batches, not {type(data).__name__}")
     if needs & {"grad", "grad_square"} and loss is None:
         raise ValueError(
-            f"this criterion needs {_list(needs)}, so pass loss= (a function of the model's output and the target, "
+            f"{of} needs {_list(needs)}, so pass loss= (a function of the model's output and the target, "
             "such as torch.nn.functional.cross_entropy)"
         )
     if loss is not None and not callable(loss):
@@ -127,7 +127,7 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         if isinstance(inputs, Mapping):
             return (), dict(inputs), target
         return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}, target
-    if isinstance(batch, tuple | list) and len(batch) == 1:  # what a loader over inputs alone gives
+    if isinstance(batch, tuple | list) and len(batch) == 1:  # a DataLoader over inputs alone yields these
         batch = batch[0]
     if isinstance(batch, Tensor):
         return (batch,), {}, batch
@@ -136,7 +136,7 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
 
 @contextlib.contextmanager
 def on_batch(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """A run on data: when it fails, the error says so. What is found out on the way (ValueError) is told as it is."""
+    """Re-raises ValueError unchanged, and wraps other errors of a run on data with the shapes of the batch."""
     try:
         yield
     except ValueError:
@@ -145,7 +145,7 @@ def on_batch(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         shapes = [tuple(v.shape) for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
         raise ValueError(
             f"{type(model).__name__} does not run on a batch of data= (tensors of shape {shapes}): {type(error).__name__}: "
-            f"{error}. A batch is a tensor, a mapping of keyword arguments, or a pair (inputs, target). The model is as it was."
+            f"{error}. A batch is a tensor, a mapping of keyword arguments, or a pair (inputs, target). The model is unchanged."
         ) from error
 
 
@@ -155,7 +155,7 @@ def _list(needs: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; mode and buffers as they were afterwards."""
+    """Sets evaluation mode inside, and restores the mode and the buffers afterwards."""
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -222,7 +222,7 @@ def _differentiable(value: Any) -> Tensor:
 
 
 def add_gradient(target: Target, gradient: Tensor, kinds: Iterable[str], entry: dict[str, Tensor]) -> None:
-    """Adds one gradient of a target to the sums that its evidence is made of."""
+    """Adds a gradient of a target to the sums from which its evidence is computed."""
     whole = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
     matrix = target.layout.matrix(local(whole)).float()
     for kind, value in (("grad", matrix), ("grad_square", matrix**2 if "grad_square" in kinds else matrix)):
@@ -231,7 +231,7 @@ def add_gradient(target: Target, gradient: Tensor, kinds: Iterable[str], entry: 
 
 
 def _finish(target: Target, needs: frozenset[str], batches: int, entry: dict[str, Tensor]) -> None:
-    """Sums become means and norms."""
+    """Turns the sums of a target into means and norms."""
     for kind in needs & {"grad", "grad_square"}:
         entry[kind] /= batches
     if "input_norm" in needs:
@@ -244,23 +244,23 @@ def _finish(target: Target, needs: frozenset[str], batches: int, entry: dict[str
 def _input_squares(
     module: nn.Module, attribute: str, target: Target, entry: dict[str, Tensor], listening: Event
 ) -> Iterator[None]:
-    """While inside, add up the squares of what the module multiplies each weight of the target with.
+    """Adds up the squares of the inputs that each weight of the target is multiplied with, inside the context.
 
-    For a layer that is linear in its weight, that sum is the derivative of its summed output by the weight, when the squares
-    of the inputs go in. One output per group is enough. So no layer type needs a branch here.
+    For a layer that is linear in its weight, this sum is the derivative of its summed output by the weight, with squared
+    inputs. One output per group is enough. No layer type needs a branch here.
     """
     layout = target.layout
 
     def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
-        if not listening.is_set() or not any(_is_float(value) for value in (*args, *kwargs.values())):
-            return  # a look-up by index: nothing is multiplied here
+        if not listening.is_set() or not any(is_float(value) for value in (*args, *kwargs.values())):
+            return  # a look-up by index multiplies nothing
         try:
             inputs = tuple(_squared(value) for value in args)
             named = {key: _squared(value) for key, value in kwargs.items()}
             probe = layout.probe(torch.empty(layout.shape, device="meta"))
             ones = torch.ones(probe.shape, dtype=torch.float32, device=target.weight.device, requires_grad=True)
             with torch.enable_grad(), torch.autocast(target.weight.device.type, enabled=False), _own_graph():
-                output = _twin(module, {attribute: ones}).forward(*inputs, **named)
+                output = bare_layer(module, {attribute: ones}).forward(*inputs, **named)
                 (squares,) = torch.autograd.grad(output.sum(), ones)
         except Exception as error:
             kind = type(module).__name__
@@ -275,8 +275,8 @@ def _input_squares(
         handle.remove()
 
 
-def _twin(module: nn.Module, parameters: dict[str, Tensor]) -> nn.Module:
-    """The same layer with these parameters instead, without bias, hooks and parametrizations; the layer is not touched."""
+def bare_layer(module: nn.Module, parameters: dict[str, Tensor]) -> nn.Module:
+    """A copy of a layer with these parameters, without bias, hooks and parametrizations. The layer itself is unchanged."""
     twin = object.__new__(parametrize.type_before_parametrizations(module))
     twin.__dict__.update(module.__dict__)
     twin._parameters = {**module._parameters, **parameters} | ({"bias": None} if "bias" in module._parameters else {})
@@ -285,20 +285,20 @@ def _twin(module: nn.Module, parameters: dict[str, Tensor]) -> nn.Module:
 
 
 def _own_graph() -> torch.autograd.graph.saved_tensors_hooks:
-    """Inside a checkpointed block nothing is saved for the backward pass; what is measured here has its own."""
+    """Saves tensors for the backward pass also inside a checkpointed block, which would drop them."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
-def _is_float(value: Any) -> bool:
+def is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _squared(value: Any) -> Any:
-    return value.detach().float() ** 2 if _is_float(value) else value
+    return value.detach().float() ** 2 if is_float(value) else value
 
 
 def _linearised(model: nn.Module, targets: Sequence[Target], batch: Any, table: Table) -> None:
-    """SynFlow's pass (Tanaka et al., 2020): weights made positive, an input of ones, the output's sum differentiated."""
+    """SynFlow's pass (Tanaka et al., 2020): absolute weights, an input of ones, the gradient of the summed output."""
 
     def positive(tensor: Tensor) -> Tensor:
         return tensor.detach().abs().double() if tensor.is_floating_point() else tensor.detach()

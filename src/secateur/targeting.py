@@ -1,4 +1,4 @@
-"""Targets: which tensors of a model are pruned, and why the others are not."""
+"""Targets: which tensors of a model are pruned, and why the others are skipped."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Target:
 
     @property
     def weight(self) -> Tensor:
-        """What this process holds of the parameter, detached."""
+        """The part of the parameter that this process holds, detached."""
         return local(self.slot.tensor.detach())
 
 
@@ -56,12 +56,12 @@ def targets(
     exclude: Globs = (),
     types: Sequence[type[nn.Module]] | None = None,
 ) -> tuple[list[Target], dict[str, str]]:
-    """The targets of a model, and the reason for each parameter that is not one.
+    """Returns the targets of a model, and the reason why each other parameter is skipped.
 
     `include` and `exclude` are globs over parameter and module names ("encoder.*", "*.bias", "head"). By default the weights of
-    linear and convolution layers are targets; `types` names other layer types, and an `include` without a wildcard names a
-    parameter or a module whatever its type. Tied parameters are one target. Of a mapping of names to tensors, which is as good
-    as a model, all are.
+    linear and convolution layers are targets. `types` names other layer types, and an `include` without a wildcard selects a
+    parameter or a module of any type. Tied parameters are one target. In a mapping of names to tensors, which can stand for a
+    model, all tensors are targets.
     """
     model = as_module(model)
     include, exclude = globs_of("include", include), globs_of("exclude", exclude)
@@ -106,7 +106,7 @@ def _kinds(given: Iterable[type[nn.Module]]) -> tuple[type[nn.Module], ...]:
 
 
 def _names(slot: Slot) -> list[str]:
-    """Every name under which a slot can be meant: the parameter's, its module's, and those it is tied to."""
+    """All names that a glob can match: those of the parameter, of its module, and of the parameters it is tied to."""
     parameters = [slot.name, *slot.also]
     return [*parameters, *(name.rpartition(".")[0] for name in parameters)]
 
@@ -124,7 +124,7 @@ def _all_match(model: nn.Module, everything: list[Slot], globs: Iterable[str], w
 
 
 def _under(slot: Slot, globs: Sequence[str]) -> bool:
-    """Whether a glob names the slot or one of the modules around it."""
+    """Whether a glob matches the slot or one of the modules that contain it."""
     if not globs:
         return False
     parents = {
@@ -136,7 +136,7 @@ def _under(slot: Slot, globs: Sequence[str]) -> bool:
 def _why_packed(
     name: str, slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[type[nn.Module], ...]
 ) -> str:
-    """Why a compressed layer is left alone. One that would be a target raises: zeros in its weight were meant."""
+    """Why a compressed layer is skipped. Raises for one that would be a target, because it has no weight to prune."""
     if _under(slot, exclude):
         return "excluded"
     if include and not _under(slot, include):
@@ -145,17 +145,17 @@ def _why_packed(
         return f"compressed, and {slot.module.stood.__name__} is not among the types"  # type: ignore[union-attr]
     raise ValueError(
         f"{name!r} is compressed, so it has no weight to prune. Call sc.decompress_(model) first, and sc.compress_ again "
-        f"afterwards; or leave it alone with exclude={name!r}. The model is as it was."
+        f"afterwards; or skip it with exclude={name!r}. The model is unchanged."
     )
 
 
 def _named(slot: Slot, include: Sequence[str]) -> bool:
-    """Whether a plain name means this slot, whatever its type."""
+    """Whether a name without a wildcard selects this slot, so that its type does not matter."""
     return any(not set(glob) & set("*?[") and _under(slot, [glob]) for glob in include)
 
 
 def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[type[nn.Module], ...]) -> str | None:
-    """Why a parameter is left alone, or None if it is a target."""
+    """Why a parameter is skipped, or None if it is a target."""
     tensor = slot.tensor
     if _under(slot, exclude):
         return "excluded"

@@ -320,7 +320,7 @@ def resumed(rank: int, criterion: sc.Criterion, keep_dense: bool, interrupted: b
     pruner.verify()
     masks = whole(pruner.masks)
     if keep_dense:
-        pruner.undo()
+        pruner.undo_()
     return masks, whole_state(model)
 
 

@@ -346,7 +346,7 @@ def test_gates_stay_and_make_a_dense_layer_faster():
         result = compress_(model, batches[0])
         assert result["0"].format == "columns"
         torch.testing.assert_close(model(batches[0]), expected, rtol=1e-4, atol=1e-4)
-        gates.remove()
+        gates.undo_()
         free = model(batches[0])
         decompress_(model)
         torch.testing.assert_close(free, model(batches[0]), rtol=1e-4, atol=1e-4)

@@ -10,7 +10,7 @@ from torch import nn
 
 from secateur.axes.expressions import keep_mask
 from secateur.surgery.exact.fold import fold_
-from secateur.surgery.masked import silence_
+from secateur.surgery.masked import mask_ as silence_
 from secateur.trace.run import trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trace"))

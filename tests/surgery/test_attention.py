@@ -29,7 +29,7 @@ def test_multihead_attention_gets_narrower_and_stays_exact(width, heads, residua
     attention = small.attention
     assert attention.embed_dim == attention.num_heads * attention.head_dim < width
     assert attention.in_proj_weight.shape == (3 * attention.embed_dim, attention.embed_dim)
-    assert plan.verify(each=False).max_error < 1e-12
+    assert plan.verify().max_error < 1e-12
 
 
 def test_the_attention_of_a_transformer_encoder_is_cut():
@@ -55,7 +55,7 @@ def test_attention_maps_count_only_where_they_are_returned(returned):
     small, plan = sc.shrink(model, x, sc.random(0), channels=0.5, scope="tensor")
     assert small.attention.num_heads < 4
     assert any("mean" in (row.why or "") for row in plan.groups) == returned
-    assert (plan.verify(each=False).max_error < 1e-12) != returned
+    assert (plan.verify().max_error < 1e-12) != returned
 
 
 class Biased(nn.Module):
@@ -135,7 +135,7 @@ def cut_by_hand(attend, kv=4):
     torch.manual_seed(0)
     model, x = ByHand(attend, kv).double().eval(), torch.randn(4, 4, 16, dtype=torch.float64)  # sizes tell no axis from another
     plan = sc.shrink(model, x, sc.random(0), channels=0.5, floor=0.01)[1]
-    return plan, plan.verify(each=False).max_error
+    return plan, plan.verify().max_error
 
 
 @pytest.mark.parametrize(("scores", "dim"), [("bhqk", -1), ("bqhk", -1), ("bkqh", 1), ("kqhb", 0)])

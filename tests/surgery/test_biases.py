@@ -109,7 +109,7 @@ def test_a_parametrized_layer_without_a_bias_gets_one(kind):
         model = nn.Sequential(first, nn.Softplus(), wrap(kind(16, 5))).double().eval()
         small, plan = sc.shrink(model, x.double(), sc.random(0), channels=0.5)
         assert small[2].bias.dtype == torch.float64
-        return plan.metrics()["exact"], plan.verify(each=False).max_error
+        return plan.metrics()["exact"], plan.verify().max_error
 
     exact, error = shrunk(lambda layer: register_parametrization(layer, "weight", nn.Tanh()))
     assert exact
@@ -155,7 +155,7 @@ def test_a_new_bias_is_of_the_layer_that_runs_and_not_of_one_with_the_same_weigh
     model, x = seeded(Tied()), tokens().double()
     small, plan = sc.shrink(model, x, sc.random(0), channels=0.5)
     assert plan.metrics()["exact"]
-    assert plan.verify(each=False).max_error < 1e-12
+    assert plan.verify().max_error < 1e-12
     assert not torch.equal(small.b.bias, small.c.bias)
 
 
@@ -201,7 +201,7 @@ def test_a_new_bias_is_scaled_with_its_weight(wrap):
     for seed in range(2):
         _, plan = sc.shrink(Heads().double().eval(), tokens().double(), sc.random(seed), channels=0.5)
         assert plan.metrics()["exact"]
-        assert plan.verify(each=False).max_error < 1e-13
+        assert plan.verify().max_error < 1e-13
 
 
 # ---------------------------------------------------------------- biases that are read elsewhere

@@ -27,7 +27,7 @@ def cut(model, x, *more, channels=0.5):
 def exact(model, *inputs, **options):
     plan = cut(model, *inputs, **options)
     assert plan.metrics()["exact"], plan
-    found = plan.verify()
+    found = plan.verify(groups=True)
     assert found.moved
     assert max(found.max_error, *found.groups.values()) < 1e-9, found
     return plan
@@ -36,7 +36,7 @@ def exact(model, *inputs, **options):
 def told(why, model, *inputs, **options):
     plan = cut(model, *inputs, **options)
     assert any(row.why and why in row.why for row in plan.groups), plan
-    assert plan.verify(each=False).max_error > 1e-6
+    assert plan.verify().max_error > 1e-6
     return plan
 
 
@@ -132,7 +132,7 @@ def test_statistics_that_a_run_writes_are_not_those_of_the_model():
 
     model = seeded(two(forward, n=nn.BatchNorm1d(16)))
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    sc.shrink(model, torch.randn(6, 12).double(), sc.random(0), channels=0.5)[1].verify()
+    sc.shrink(model, torch.randn(6, 12).double(), sc.random(0), channels=0.5)[1].verify(groups=True)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 

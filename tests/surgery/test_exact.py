@@ -17,7 +17,7 @@ import test_probes as probes
 import secateur as sc
 from secateur.axes.groups import HARMLESS
 from secateur.surgery import shrink
-from secateur.surgery.masked import names_of
+from secateur.surgery.names import names_of
 from secateur.trace.run import trace
 
 for _name, _test in list(vars(probes).items()):
@@ -56,7 +56,7 @@ def check_exact(model, inputs, seed, moved):
     done = shrunk(model, inputs, seed, exact_only=True)
     if done is not None:
         small, plan = done
-        found = plan.verify(each=False)
+        found = plan.verify()
         assert found.dtype == "float64"
         assert found.max_error < 1e-9, (str(found), str(plan))
         assert sum(p.numel() for p in small.parameters()) == plan.metrics()["params_after"]
@@ -68,7 +68,7 @@ def check_all(model, inputs, seed, moved):
     t = trace(model, inputs)
     collective = {name for g, name in names_of(t).items() if g.flags - HARMLESS}
     _, plan = shrunk(model, inputs, seed)
-    found = plan.verify(each=seed == 0)
+    found = plan.verify(groups=seed == 0)
     for row in plan.groups:
         excused = row.name in collective or any(w in (row.why or "") for w in ("is cut together with", "enters a formula"))
         if row.why is None or not excused:

@@ -136,12 +136,12 @@ def test_random_network_is_cut_as_it_is_said_to_be(recipe, pictures, seed):
     done = cut(model, x, seed)
     if done is not None:
         small, plan = done
-        found = plan.verify(each=False)
+        found = plan.verify()
         assert found.max_error < 1e-9 or not plan.metrics()["exact"], (str(found), str(plan))
         assert small(x).shape == model(x).shape
     exact = cut(model, x, seed, exact_only=True)
     if exact is not None:
-        found = exact[1].verify(each=False)
+        found = exact[1].verify()
         assert found.max_error < 1e-9, (str(found), str(exact[1]))
 
 

@@ -113,7 +113,7 @@ def test_silent_and_copied_units_go_first_and_the_fit_makes_good():
     assert {6, 7} < set(lowest)
     assert len({0, 4} & set(lowest)) == len({1, 5} & set(lowest)) == 1
     keep = {group.atom: torch.ones(8, dtype=torch.bool).index_fill(0, torch.tensor(lowest), False)}
-    made = make(m, t, keep, (x,), {})
+    made = make(m, t, keep)
     refit_(made.small, m, made.cuts, [x], ridge=1e-10)
     assert F.mse_loss(made.small(x), m(x)) < 1e-12
     plain = unit_errors(t, t.prunable, [x], "none")[group]
@@ -129,7 +129,7 @@ def test_scores_are_what_the_output_loses():
     t = trace(m, x)
     (group,), (scores,) = t.prunable, unit_errors(t, t.prunable, [x], "none").values()
     gone = scores.argsort()[:4]
-    made = make(m, t, {group.atom: torch.ones(9, dtype=torch.bool).index_fill(0, gone, False)}, (x,), {})
+    made = make(m, t, {group.atom: torch.ones(9, dtype=torch.bool).index_fill(0, gone, False)})
     assert float(scores[gone].sum()) == pytest.approx(float(F.mse_loss(made.small(x), m(x)).detach()), rel=0.05)
 
 
@@ -211,7 +211,7 @@ def test_the_choice_is_made_for_the_repair_that_follows(repair):
     for chosen in ("none", "reestimate", "refit"):
         scores = unit_errors(t, [group], [x], chosen)[group]
         keep = {group.atom: torch.ones(12, dtype=torch.bool).index_fill(0, scores.argsort()[:6], False)}
-        made = make(m, t, keep, (x,), {})
+        made = make(m, t, keep)
         if repair == "reestimate":
             reestimate_(made.small, [x])
         if repair == "refit":

@@ -10,7 +10,8 @@ from torch import nn
 
 from secateur.edit.cuts import Cuts
 from secateur.surgery.calibrate.norms import reestimate_
-from secateur.surgery.calibrate.refit import patches, refit_
+from secateur.surgery.calibrate.refit import refit_
+from secateur.surgery.calibrate.regression import patches
 from secateur.surgery.masked import make
 from secateur.trace.run import trace
 
@@ -29,7 +30,7 @@ def halved(model, x, size, drop=2):
     t = trace(model, x)
     keep = {g.atom: torch.arange(g.size) % drop != 0 for g in t.prunable if g.size == size}
     assert keep
-    return make(model, t, keep, (x,), {})
+    return make(model, t, keep)
 
 
 # ---------------------------------------------------------------- BatchNorm
@@ -255,7 +256,7 @@ def test_later_layers_correct_the_errors_of_earlier_ones():
     m = nn.Sequential(*layers).double().eval()
     x = draw(400, 12)
     t = trace(m, x)
-    made = make(m, t, {g.atom: torch.arange(g.size) % 3 != 0 for g in t.prunable}, (x,), {})
+    made = make(m, t, {g.atom: torch.arange(g.size) % 3 != 0 for g in t.prunable})
     alone = copy.deepcopy(made.small)
     refit_(made.small, m, made.cuts, [x], ridge=1e-9)
     for i in (2, 4):  # each from the dense model's own activations
@@ -309,8 +310,8 @@ def test_layers_that_have_no_single_target_are_named_and_left():
     image = draw(2, 3, 4, 4)
     t = trace(grouped, image)
     inner = [g for g in t.prunable if "1.weight" in {n.tensor for n in g.members if n.role == "consume"}]
-    made = make(grouped, t, {g.atom: torch.arange(g.size) % 2 != 0 for g in inner}, (image,), {})
-    assert "those in one group" in refit_(made.small, grouped, made.cuts, [image])["1"]
+    made = make(grouped, t, {g.atom: torch.arange(g.size) % 2 != 0 for g in inner})
+    assert "groups=1" in refit_(made.small, grouped, made.cuts, [image])["1"]
 
 
 def test_a_bias_that_is_added_is_part_of_the_cuts():
@@ -339,7 +340,7 @@ def test_a_failure_leaves_the_small_model_as_it_was():
     m = nn.Sequential(*layers).double().eval()
     x = draw(50, 12)
     t = trace(m, x)
-    made = make(m, t, {g.atom: torch.arange(g.size) % 3 != 0 for g in t.prunable}, (x,), {})
+    made = make(m, t, {g.atom: torch.arange(g.size) % 3 != 0 for g in t.prunable})
     state = {k: v.clone() for k, v in made.small.state_dict().items()}
     threads = threading.active_count()
     m[4].weight.data[:] = float("nan")  # the first fit goes through, the second cannot
@@ -350,3 +351,87 @@ def test_a_failure_leaves_the_small_model_as_it_was():
     assert all(torch.equal(v, state[k]) for k, v in after.items())
     assert threading.active_count() == threads
     assert made.cuts.added == {}
+
+
+# ---------------------------------------------------------------- inputs far from zero
+
+
+@pytest.mark.parametrize("centre", [0.0, 30.0, 100.0, 3000.0])
+def test_a_fit_in_float32_is_the_least_squares_solution_whatever_the_mean_of_the_inputs(centre):
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 5)).eval()
+    x = centre + torch.randn(1000, 48)
+    made = halved(m, x, 64)
+    refit_(made.small, m, made.cuts, [x[:500], x[500:] - centre / 10], ridge=1e-6)
+    seen = torch.cat([x[:500], x[500:] - centre / 10]).double()
+    small, dense = copy.deepcopy(made.small).double(), copy.deepcopy(m).double()
+    h, y = small[0](seen).detach(), dense(seen).detach()
+    h, y = h - h.mean(0), y - y.mean(0)
+    best = F.mse_loss(h @ torch.linalg.lstsq(h, y).solution, y)
+    found = F.mse_loss(h @ small[1].weight.T, y)
+    assert found.item() == pytest.approx(best.item(), rel=0.02)
+
+
+def test_images_from_0_to_255_are_fitted():
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval()
+    x = torch.randint(0, 256, (8, 3, 10, 10)).float()
+    made = halved(m, x, 16)
+    cut = F.mse_loss(made.small(x), m(x)).item()
+    assert refit_(made.small, m, made.cuts, [x]) == {}
+    assert F.mse_loss(made.small(x), m(x)).item() < 0.1 * cut
+
+
+@pytest.mark.parametrize("examples", [1, 2])
+def test_a_calibration_set_of_one_or_two_examples_gives_a_finite_fit(examples):
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5)).eval()
+    x = 100 + torch.randn(examples, 12)
+    made = halved(m, x, 16)
+    refit_(made.small, m, made.cuts, [x])
+    assert torch.allclose(made.small(x), m(x), rtol=1e-3)
+
+
+def test_inputs_that_depend_on_each_other_give_a_fit():
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(12, 16), nn.Linear(16, 5)).eval()
+    with torch.no_grad():
+        m[0].weight[1:] = m[0].weight[0]  # every unit says the same
+    x = 1000 + torch.randn(50, 12)
+    made = halved(m, x, 16)
+    refit_(made.small, m, made.cuts, [x], ridge=1e-12)
+    assert F.mse_loss(made.small(x), m(x)) < 1e-4 * m(x).var()
+
+
+def test_without_bias_a_layer_gets_none_and_is_fitted_through_zero():
+    m = nn.Sequential(nn.Linear(12, 16), nn.Sigmoid(), nn.Linear(16, 5, bias=False)).double().eval()
+    x = draw(100, 12)
+    t = trace(m, x)
+    made = make(m, t, {t.prunable[0].atom: torch.arange(16) % 2 != 0}, bias=False)
+    refit_(made.small, m, made.cuts, [x[:40], x[40:]], ridge=1e-12, bias=False)
+    assert made.small[2].bias is None
+    assert made.cuts.added == {}
+    h = made.small[:2](x).detach()
+    best = torch.linalg.lstsq(h, m(x).detach()).solution
+    assert torch.allclose(made.small[2].weight, best.T, atol=1e-6)
+
+
+class Routed(nn.Module):
+    """Rows above zero go to one expert, all others to the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.one, self.two = nn.Linear(12, 16), nn.Linear(16, 5), nn.Linear(16, 5)
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        return torch.cat([self.one(h[x[:, 0] > 0]), self.two(h[x[:, 0] <= 0])])
+
+
+def test_a_layer_that_no_row_reaches_is_left_and_named():
+    m = Routed().double().eval()
+    x = draw(40, 12).abs()
+    made = halved(m, x, 16)
+    before = made.small.two.weight.detach().clone()
+    assert refit_(made.small, m, made.cuts, [x]) == {"two": "no row of data= reached it"}
+    assert torch.equal(made.small.two.weight, before)

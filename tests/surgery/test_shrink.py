@@ -4,7 +4,6 @@ import copy
 import itertools
 import json
 import pickle
-import re
 
 import pytest
 import torch
@@ -106,17 +105,67 @@ def test_attention_whose_heads_share_keys_is_counted_where_torch_has_no_formula_
     assert plan.metrics()["flops_before"] == linear + 2 * 2 * 4 * 5 * 5 * (8 + 8)
 
 
-def test_a_target_that_is_missed_says_what_can_be_met_and_that_can_be_met():
+def test_a_target_that_whole_units_cannot_hit_is_met_from_below_and_the_plan_says_so():
     model, x = mlp(16, 32, 4), torch.randn(2, 16)
-    with pytest.raises(
-        ValueError, match=r"flops=0.6 cannot be met within 2% of it.*multiple_of=8 makes the steps coarse"
-    ) as told:
-        shrink(model, x, flops=0.6, multiple_of=8)
-    near = [float(text) for text in re.findall(r"flops=([\d.]+\d)", str(told.value))[1:]]
-    assert near == [0.5, 0.75]
-    for figure in near:
-        small, _ = shrink(model, x, flops=figure, multiple_of=8)
-        assert flops(small, x) / flops(model, x) == figure
+    small, plan = shrink(model, x, flops=0.6, multiple_of=8)
+    assert flops(small, x) / flops(model, x) == 0.5
+    assert plan.note == "asked 0.6, reached 0.5: units are whole and multiple_of=8"
+    assert plan.note in str(plan)
+    assert plan.note in plan._repr_html_()
+    _, plan = shrink(mlp(4, 3, 2), torch.randn(2, 4), channels=0.5)
+    assert plan.note == "asked 0.5, reached 0.333: units are whole"
+    _, plan = shrink(model, x, flops=0.5, multiple_of=8)
+    assert plan.note == ""
+
+
+def test_a_target_that_a_floor_or_a_frozen_axis_puts_out_of_reach_is_refused():
+    with pytest.raises(ValueError, match=r"channels=0.3 cannot be met.*what can be met is channels=0.5.*floor= holds 1 of 1"):
+        shrink(mlp(4, 8, 2), torch.randn(2, 4), channels=0.3, floor=0.5)
+    with pytest.raises(ValueError, match=r"params=0.2 cannot be met.*axes stay whole \(the model returns it\)"):
+        shrink(mlp(64, 2, 64), torch.randn(2, 64), params=0.2)
+
+
+# ---------------------------------------------------------------- ratios by name
+
+
+def test_ratios_by_name_hold_for_the_groups_that_they_name(net, x):
+    _, plan = shrink(net, x, channels={"one.*": 0.5, "three.a.weight[0]": 0.25})
+    assert {row.name: row.after for row in plan.groups} == {
+        "stem.weight[0]": 16,  # `one.b` produces it too
+        "one.a.weight[0]": 24,
+        "two.a.weight[0]": 48,
+        "down.weight[0]": 64,
+        "three.a.weight[0]": 10,
+    }
+    assert plan.note == ""
+    assert "channels={'one.*': 0.5, 'three.a.weight[0]': 0.25}" in str(plan)
+    _, plan = shrink(net, x, channels={"*.a": 0.5, "two.a": 0.3})  # the last one that matches
+    assert {row.name: row.after for row in plan.groups if row.after < row.before} == {
+        "one.a.weight[0]": 24,
+        "two.a.weight[0]": 14,
+        "three.a.weight[0]": 20,
+    }
+    assert plan.note == "asked 0.3 of two.a.weight[0], reached 0.292: units are whole"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"channels": {"on.*": 0.5}}, r"channels='on.\*' matches no tensor and no module. Did you mean"),
+        ({"channels": {"head": 0.5}}, r"channels='head' produces no units that can be removed. Its axes stay whole"),
+        ({"channels": {"one.a": 0.5}, "exclude": "one"}, "selects only groups that are left whole: excluded"),
+        ({"channels": {"one.a": 1.5}}, r"channels\['one.a'\]=1.5 is the fraction that remains"),
+        ({"channels": {}}, "names no group"),
+        ({"channels": {"one.a": 0.2}, "floor": 0.5}, "is below floor=0.5"),
+        ({"channels": {"one.a": 0.2}, "params": 0.5}, "one of channels="),
+    ],
+)
+def test_ratios_by_name_that_make_no_sense_are_refused(net, x, options, message):
+    with pytest.raises(ValueError, match=message):
+        shrink(net, x, **options)
+
+
+# ---------------------------------------------------------------- other targets
 
 
 def test_coarse_units_are_set_so_that_fine_ones_can_meet_the_target():
@@ -289,6 +338,16 @@ def test_unit_criteria(net, x):
         shrink(net, x, unit_criterion(lambda units: torch.ones(3)), channels=0.5)
 
 
+def test_a_large_mean_does_not_hide_the_variance_of_activations():
+    torch.manual_seed(0)
+    model, x = mlp(4, 8, 2).double(), torch.randn(50, 4).double()
+    with torch.no_grad():
+        model[0].bias += 1e9  # ReLU passes everything
+        varied = model[0](x).var(0)
+    far = shrink(model, x, activation_variance, channels=0.5, data=[x])[1].cuts.tensors["0.weight"][0]
+    assert far == sorted(varied.argsort(descending=True)[:4].tolist())
+
+
 # ---------------------------------------------------------------- what survives
 
 
@@ -397,7 +456,7 @@ def test_in_place_is_the_same_cut_on_the_same_parameters(net, x):
     assert torch.equal(net(x), small.eval()(x))
     with pytest.raises(ValueError, match="original="):
         own.verify()
-    assert own.verify(original=dense).groups == plan.verify(original=dense).groups
+    assert own.verify(original=dense, groups=True).groups == plan.verify(original=dense, groups=True).groups
     with pytest.raises(ValueError, match="the cuts are for"):
         plan.verify()
 
@@ -491,7 +550,7 @@ def test_cuts_are_plain_data_and_cut_a_fresh_model_alike(net, x):
 def test_cuts_refuse_another_model(net, x):
     _, plan = shrink(net, x, params=0.5)
     other = mlp(4, 8, 2)
-    with pytest.raises(ValueError, match="a model with a tensor"):
+    with pytest.raises(ValueError, match=r"a model with a tensor '[a-z.]+', and this one has none"):
         apply_cuts_(other, plan.cuts)
     wide = Net()
     wide.one = Block(32, 64)
@@ -512,7 +571,7 @@ def test_not_exact_groups_say_so_and_exact_only_leaves_them():
     why = {row.name: row.why for row in plan.groups}
     assert "layer_norm" in why["0.weight[0]"]
     assert why["2.weight[0]"] is None
-    found = plan.verify()
+    found = plan.verify(groups=True)
     assert found.moved
     assert found.groups["0.weight[0]"] > 1e-3
     assert found.groups["2.weight[0]"] < 1e-12
@@ -525,10 +584,10 @@ def test_not_exact_groups_say_so_and_exact_only_leaves_them():
 
 def test_verify_notices_a_small_model_that_is_not_what_was_cut(net, x):
     small, plan = shrink(net.double(), x.double(), params=0.5, exact_only=True)
-    assert plan.verify(each=False).max_error < 1e-12
+    assert plan.verify().max_error < 1e-12
     with torch.no_grad():
         small.one.b.weight[0, 0] += 1.0
-    found = plan.verify()
+    found = plan.verify(groups=True)
     assert found.max_error > 1e-4
     assert found.recut < 1e-12
 
@@ -542,6 +601,102 @@ def test_plan_prints(net, x):
     assert plan.skipped["three.a.weight[0]"] == "excluded"
     assert "<table>" in plan._repr_html_()
     assert json.dumps(plan.metrics())
+
+
+def test_a_plan_is_plain_data_as_a_dict(net, x):
+    _, plan = shrink(net, x, params=0.5)
+    found = json.loads(json.dumps(plan.to_dict()))
+    assert found["recipe"] == plan.recipe
+    assert [(g["name"], g["before"], g["after"]) for g in found["groups"]] == [(g.name, g.before, g.after) for g in plan.groups]
+    assert found["totals"]["params"] == list(plan.totals["params"])
+
+
+def test_verify_takes_a_few_runs_however_many_groups_there_are():
+    class Chain(nn.Module):
+        def __init__(self, layers):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+
+        def forward(self, x):
+            runs.append(self)
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x
+
+    runs, found = [], {}
+    for layers in (4, 16):
+        _, plan = shrink(Chain(layers), torch.randn(2, 8), channels=0.5)
+        for groups in (False, True):
+            runs.clear()
+            plan.verify(groups=groups)
+            found[layers, groups] = len(runs)
+    assert found[4, False] == found[16, False] == 4
+    assert found[16, True] > 16
+
+
+# ---------------------------------------------------------------- undoing
+
+
+def test_a_cut_in_place_that_keeps_the_dense_weights_is_undone_bit_for_bit(x):
+    torch.manual_seed(0)
+    net = Net()
+    before, same = {k: v.clone() for k, v in net.state_dict().items()}, dict(net.named_parameters())
+    text = str(net)
+    _, plan = shrink_(net, x, params=0.5, keep_dense=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step(net, optimizer, x)
+    net.train()
+    net(x)  # statistics of BatchNorm
+    plan.undo_()
+    assert str(net) == text
+    assert net.training
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+    assert net.state_dict().keys() == before.keys()
+    assert all(p is same[name] for name, p in net.named_parameters())
+    net(x).sum().backward()
+    with pytest.raises(ValueError, match="was undone before"):
+        plan.undo_()
+
+
+def test_blocks_and_added_biases_are_undone_too():
+    blocks = [nn.Sequential(nn.Linear(6, 16), nn.Sigmoid(), nn.Linear(16, 6, bias=False)) for _ in range(2)]
+    model, x = nn.Sequential(*blocks).double(), torch.randn(3, 6).double()
+    expected = model(x)
+    _, plan = shrink_(model, x, depth=0.5, params=0.3, keep_dense=True)
+    assert len(model) == 1
+    plan.undo_()
+    assert torch.equal(model(x), expected)
+
+
+def test_what_cannot_be_undone_says_what_to_do(net, x):
+    _, plan = shrink(net, x, params=0.5)
+    with pytest.raises(ValueError, match=r"use plan\.original"):
+        plan.undo_()
+    with pytest.raises(ValueError, match="keep_dense=True cannot undo the changes to optimizer="):
+        shrink_(net, x, params=0.5, keep_dense=True, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    _, plan = shrink_(net, x, params=0.5)
+    with pytest.raises(ValueError, match=r"call shrink_\(\.\.\., keep_dense=True\)"):
+        plan.undo_()
+
+
+def test_shrink_in_place_takes_the_keywords_of_shrink_and_keep_dense():
+    import inspect
+
+    own, other = (inspect.signature(f).parameters for f in (shrink_, shrink))
+    assert [p.replace() for name, p in own.items() if name != "keep_dense"] == list(other.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "criterion"),
+    [("wanda", sc.wanda), ("fpgm", fpgm), ("reconstruction", sc.reconstruction), ("abs(weight)", sc.magnitude)],
+)
+def test_criteria_by_name(net, x, name, criterion):
+    by_name, by_value = (shrink(net, x, c, channels=0.5, data=[x])[1] for c in (name, criterion))
+    assert by_name.cuts == by_value.cuts
+
+
+def test_unit_criteria_are_public():
+    assert (sc.fpgm, sc.bn_scale, sc.activation_variance) == (fpgm, bn_scale, activation_variance)
 
 
 # ---------------------------------------------------------------- bad input

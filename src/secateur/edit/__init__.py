@@ -27,6 +27,7 @@ from .cuts import (
 from .guards import (
     Inputs,
     RngGuard,
+    Snapshot,
     all_or_nothing,
     eval_mode,
     fresh_casts,
@@ -72,6 +73,7 @@ __all__ = [
     # guards and runs
     "Inputs",
     "RngGuard",
+    "Snapshot",
     "all_or_nothing",
     "eval_mode",
     "fresh_casts",

@@ -95,28 +95,43 @@ def preserve_rng() -> Iterator[RngGuard]:
         guard.restore()
 
 
-@contextmanager
-def all_or_nothing(model: nn.Module) -> Iterator[None]:
-    """When the block raises, gives the modules their attributes back, and the tensors their contents and gradients."""
-    tensors = [(t, t.data, t.grad if t.is_leaf else None) for _, t in owned_tensors(model).values()]
-    spaces = [
-        (m, dict(vars(m)), {k: dict(vars(m)[k]) for k in ("_parameters", "_buffers", "_modules")}) for m in model.modules()
-    ]
-    try:
-        yield
-    except BaseException:
-        for module, space, held in spaces:
+class Snapshot:
+    """The attributes of a model's modules, and the contents and gradients of its tensors, at the time it is made.
+
+    It holds references and copies nothing, so it is valid while contents are replaced (`put_`), not overwritten in place.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors = [(t, t.data, t.grad if t.is_leaf else None) for _, t in owned_tensors(model).values()]
+        self._spaces = [
+            (m, dict(vars(m)), {k: dict(vars(m)[k]) for k in ("_parameters", "_buffers", "_modules")}) for m in model.modules()
+        ]
+
+    def restore_(self) -> None:
+        """Gives everything back. Modules keep the mode that they are in now."""
+        for module, space, held in self._spaces:
+            training = module.training
             vars(module).clear()
-            vars(module).update(space)
+            vars(module).update(space, training=training)
             for kind, content in held.items():
                 vars(module)[kind].clear()
                 vars(module)[kind].update(content)
-        for tensor, data, grad in tensors:
+        for tensor, data, grad in self._tensors:
             if tensor.is_leaf:
                 tensor.grad = None
             put_(tensor, data)
             if grad is not None:
                 tensor.grad = grad
+
+
+@contextmanager
+def all_or_nothing(model: nn.Module) -> Iterator[Snapshot]:
+    """When the block raises, gives the modules their attributes back, and the tensors their contents and gradients."""
+    before = Snapshot(model)
+    try:
+        yield before
+    except BaseException:
+        before.restore_()
         raise
 
 

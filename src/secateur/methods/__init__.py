@@ -1,1 +1,32 @@
-"""Methods: how the weights answer a budget, beyond ranking once. One file for each."""
+"""Methods: how the weights of a layer answer a budget, as values for `method=` of `prune_`, `plan` and `Pruner`.
+
+`rank()` is the default. `sparsegpt()` changes the weights that stay, `drop_and_grow(grow, swap)` is for training. A method of
+your own is a subclass of `Method` with a `solve`, which gets a `LayerProblem` and an `Amount` and returns a `Solution`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._tree import nearest
+from .dropgrow import drop_and_grow
+from .ranking import rank
+from .seam import Amount, LayerProblem, Method, Solution
+from .sparsegpt import sparsegpt
+
+__all__ = ["Amount", "LayerProblem", "Method", "Solution", "drop_and_grow", "rank", "sparsegpt"]
+
+_NAMED = {"rank": rank, "sparsegpt": sparsegpt}
+
+
+def as_method(given: Method | str | Any | None) -> Method:
+    """The method that `method=` means: a value, the name of one with default settings, or None for ranking once."""
+    if isinstance(given, Method):
+        return given
+    if given is None:
+        return rank()
+    if isinstance(given, str) and given in _NAMED:
+        return _NAMED[given]()
+    hint = nearest(given, _NAMED) if isinstance(given, str) else ""
+    known = ", ".join(f"sc.methods.{name}" for name in ("rank()", "sparsegpt()", "drop_and_grow(grow, swap)"))
+    raise (ValueError if isinstance(given, str) else TypeError)(f"method={given!r} is not a method; use {known}.{hint}")

@@ -1,4 +1,4 @@
-"""One gate: which elements of a layer's input go. Made from what calibration data showed at that input."""
+"""One gate: which elements of a layer's input are zeroed. It is calibrated on inputs that the layer receives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INFINITE = 0x7F800000 >> _SHIFT
 
 @dataclass(eq=False)
 class Gate:
-    """The gate before one layer. `sparsity` is what was asked of it, `calibrated` what it comes to on the calibration data."""
+    """The gate before one layer. `sparsity` is what was asked for, `calibrated` what it reaches on the calibration data."""
 
     name: str
     method: str
@@ -31,14 +31,14 @@ class Gate:
     calibrated: float | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        """As a hook that gets keyword arguments, or, where another tool has hung it up anew, as one that does not."""
+        """Works as a pre-hook with keyword arguments, and without, in case another tool has registered it again."""
         gated = self.close(first_input(self.name, args, kwargs or {}))
         if kwargs is None:
             return (gated, *args[1:])
         return ((gated, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): gated})
 
     def close(self, x: Tensor) -> Tensor:
-        """The input with its gated elements at zero. NaN is never hidden: it compares below nothing."""
+        """The input with its gated elements set to zero. NaN stays, because it compares below nothing."""
         if self.method == "threshold":
             return x.masked_fill(x.abs() < self.threshold, 0) if self.threshold > 0 else x
         if self.method == "topk":
@@ -51,7 +51,7 @@ class Gate:
 
     @property
     def rule(self) -> str:
-        """What stays, in words."""
+        """A text that says which inputs stay."""
         if self.method == "threshold":
             return f"|x| >= {self.threshold:.4g}"
         kept = "?" if self.features is None else str(self.features - _dropped(self.sparsity, self.features))
@@ -59,14 +59,14 @@ class Gate:
 
 
 def _dropped(sparsity: float, features: int) -> int:
-    """How many features of a token go; one always stays."""
+    """How many features of a token are zeroed; one always stays."""
     return features - max(round((1 - sparsity) * features), 1)
 
 
 def _lowest(scores: Tensor, drop: int, axis: int) -> Tensor:
-    """True at the `drop` lowest along an axis; among equal ones the lowest index goes first, as in `select`.
+    """True at the `drop` lowest scores along an axis; among equal ones the lowest index comes first, as in `select`.
 
-    It runs inside the user's graph, so it is plain torch operations without a branch on values.
+    It runs in the forward pass of the user's model, so it uses plain torch operations and does not branch on values.
     """
     cut = scores.kthvalue(drop, axis, keepdim=True).values
     below, equal = scores < cut, scores == cut
@@ -84,7 +84,7 @@ def first_input(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
 
 @dataclass
 class Seen:
-    """What calibration data showed at the input of one layer: how often each magnitude came, or the mean of each feature."""
+    """Statistics of the inputs of one layer: a histogram of their magnitudes, or the mean magnitude of each feature."""
 
     name: str
     axis: int
@@ -131,8 +131,8 @@ class Seen:
     def _cut(self, sparsity: float) -> tuple[float, float]:
         """The threshold whose share of smaller magnitudes is nearest to the sparsity, and that share.
 
-        It is the lower end of the first bin that stays: at most 1/512 from the exact quantile, and equal to it for bfloat16,
-        whose values lie alone in their bins. The largest magnitude always stays.
+        The threshold is the lower end of the first bin that stays. That is within 1/512 of the exact quantile, and equal to it
+        for bfloat16, whose values each have a bin of their own. The largest magnitude always stays.
         """
         edges, below, zeros = self._curve
         at = int((below - sparsity).abs().argmin())
@@ -140,7 +140,7 @@ class Seen:
 
     @cached_property
     def _curve(self) -> tuple[Tensor, Tensor, float]:
-        """The lower ends of the bins that are not empty, the share of magnitudes below each, and the share of zeros."""
+        """The lower ends of the filled bins, the share of magnitudes below each, and the share of zeros."""
         assert self.counts is not None
         counts = self.counts.cpu()
         filled = counts.nonzero().view(-1)

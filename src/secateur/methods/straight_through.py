@@ -1,4 +1,4 @@
-"""Straight-through estimation: masks that act in the forward pass only, so that a pruned weight goes on learning."""
+"""Straight-through estimation: masks that act in the forward pass only, so that pruned weights keep receiving gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..targeting import Target
 
 
 class SoftMasks:
-    """A parametrization on every layer that uses a target, from when it is made until `remove`."""
+    """Puts a mask, as a parametrization, on every layer that uses a target, until `remove` is called."""
 
     def __init__(self, found: Sequence[Target], masks: Masks):
         self._uses = [(t.name, owner, attribute) for t in found for owner, attribute in t.slot.owners]
@@ -30,7 +30,7 @@ class SoftMasks:
     def remove(self) -> None:
         for _, owner, attribute in self._uses:
             parametrize.remove_parametrizations(owner, attribute, leave_parametrized=False)
-        for owner, order in self._order.items():  # they come back last; optimizer states and checkpoints go by order
+        for owner, order in self._order.items():  # torch appends them; optimizer states and checkpoints rely on the order
             for name in order:
                 owner._parameters[name] = owner._parameters.pop(name)
 

@@ -1,240 +1,213 @@
-"""How many units each group keeps, so that what remains of the model is what was asked.
+"""The budget: chooses how many units each group keeps, and judges whether the finished model meets the target.
 
-One knob: the share of units that go. In each pool the lowest scores go first, so every group's count follows from the knob; the
-planner makes the counts legal, and a bisection finds the knob. Nothing is run while it searches, except for latency, which is
-measured, each time until it tells on which side of the target it is.
+Parameters, FLOPs and channels are predicted. Latency is measured, until it is clear on which side of the target it is.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
+from torch import nn
 
-from ..axes import Atom, Group
-from ..select import keep_largest
+from ..axes import Group
+from ..edit import Inputs
 from ..trace import Trace, plan_counts
-from .calibrate import Scores, comparable, structure
-from .masked import label
-from .sizes import Timing
+from .calibrate import UnitScores
+from .masked import make
+from .names import names_of, ratios_by_group
+from .search import ChosenCounts, Measure, Ranking, busy, figure, keep_of, met, percent, search_counts, tells, tolerance
+from .sizes import LatencyRatio, SizeModel, measure_latency
 
-SCOPES = ("global", "tensor", "isomorphic")
-TOLERANCE = 0.02  # of the target
-_TIMED = 0.05  # of a time
-_BUSY = 0.1  # of a time that cannot be measured any better
-_CLOSE = 0.1  # of the tolerance: near enough to stop looking
-_HELD = 16  # groups that are held in turn while the others look for the target
+_TRIES = 4  # cuts for one latency target: the speed of the machine changes from minute to minute
 
 
-def tolerance(target: float, spread: float | None = None) -> float:
-    """How far from the target is still met: 2 % of it; for a time, which has a spread, 5 %, or that, 10 % at most."""
-    return TOLERANCE * target if spread is None else min(max(_TIMED * target, spread), _BUSY * target)
+@dataclass(frozen=True)
+class Baseline:
+    """What targets are fractions of: the given model, with all its blocks.
+
+    `units`: how many units it has for each unit of the model that is cut; 1 unless blocks were removed.
+    """
+
+    model: nn.Module
+    params: int
+    flops: int
+    units: float = 1.0
 
 
-def met(found: float, target: float, spread: float | None = None) -> bool:
-    return abs(found - target) <= tolerance(target, spread)
+Totals = dict[str, tuple[float, float]]  # "params", "flops", "latency" -> before and after
 
 
-def within(target: float, spread: float | None = None) -> str:
-    return f"{tolerance(target, spread) / target:.0%}"
+@dataclass(frozen=True)
+class Reached:
+    """The sizes of a finished model that is accepted. `measured`: its latency, if that was the target.
 
+    `note`: what was reached, where whole units cannot meet the target.
+    """
 
-def figure(found: float, spread: float | None = None) -> str:
-    return f"{found:.4g}" if spread is None else f"{found:.3g} ± {spread:.2g}"
-
-
-def busy(target: float, spread: float | None) -> str:
-    too_wide = spread is not None and spread > _TIMED * target
-    return "Other work on this machine makes its times vary: try again when it is idle, or ask for flops=. " if too_wide else ""
-
-
-def tells(timing: Timing, target: float) -> bool:
-    """Whether a time is known well enough to go on: on which side of the target it is, or that it is there."""
-    return timing.spread <= max(0.2 * _TIMED * target, abs(timing.ratio - target) / 2)
+    totals: Totals
+    measured: str = ""
+    note: str = ""
 
 
 @dataclass
-class Choice:
-    """Units to keep for each group, what remains then (with its spread, if measured), the groups that do not get what the
-    ranking says, with why, and why it is not what was asked, if so."""
+class Budget:
+    """Chooses counts for one request and judges the models that are cut to them."""
 
-    counts: dict[Group, int]
-    remains: float
-    spread: float | None
-    moved: dict[Group, str]
-    stopped: str | None = None
-
-
-@dataclass
-class Knob:
-    """The counts that a share of removed units means. With `costs`, of a unit of each group, scores over costs compete."""
-
-    trace: Trace
-    scores: Scores
-    floors: dict[Group, int]
+    sizes: SizeModel
+    inputs: Inputs
+    baseline: Baseline
+    what: str
+    target: float
+    ratios: Mapping[str, float]
     scope: str
     multiple_of: int
-    costs: Mapping[Group, float] | None = None
-
-    def __post_init__(self) -> None:
-        modules = dict(self.trace.model.named_modules())
-        alike: dict[object, list[Group]] = {}
-        for group in self.scores if self.scope != "global" else ():
-            alike.setdefault(structure(self.trace, group, modules), []).append(group)
-        alone = [[group] for group in self.scores]
-        pools = {"global": [list(self.scores)], "tensor": alone, "isomorphic": list(alike.values())}[self.scope]
-        self.pools = [(groups, self._ranking(groups) if len(groups) > 1 else None) for groups in pools]
-        self.teams = list(alike.values()) if self.scope == "tensor" else alone  # what moves together
-
-    def _ranking(self, groups: Sequence[Group]) -> Tensor:
-        """The scores of a pool, with what the floors protect above everything."""
-        parts = []
-        for group in groups:
-            scores = self.scores[group]
-            if self.costs is not None:
-                scores = scores / self.costs[group]
-            elif self.scope == "global":
-                scores = comparable(scores)
-            safe = keep_largest(scores, group.size - self.floors[group])
-            parts.append(scores.masked_fill(safe, torch.inf))
-        return torch.cat(parts)
-
-    def wanted(self, share: float) -> dict[Group, int]:
-        """Units to keep when this share of all that may go goes; a group on its own needs no ranking for that."""
-        found: dict[Group, int] = {}
-        for groups, ranking in self.pools:
-            drop = round(share * sum(g.size - self.floors[g] for g in groups))
-            if ranking is None:
-                found[groups[0]] = groups[0].size - drop
-                continue
-            kept = keep_largest(ranking, drop).split([g.size for g in groups])
-            found |= {group: int(mask.sum()) for group, mask in zip(groups, kept)}
-        return found
-
-
-def keep_of(scores: Scores, counts: Mapping[Group, int]) -> dict[Atom, Tensor]:
-    """Which units stay: the highest scores of each group that loses some."""
-    return {g.atom: keep_largest(scores[g], g.size - n) for g, n in counts.items() if n < g.size}
-
-
-Measure = Callable[[Mapping[Group, int]], float | Timing]
-
-
-class Search:
-    """The counts for which the measure comes nearest to the target."""
-
-    def __init__(self, knob: Knob, measure: Measure, target: float) -> None:
-        self.knob, self.measure, self.target = knob, measure, target
-        self.share = 0.5
-        self.seen: dict[tuple[int, ...], Choice] = {}
-
-    def at(self, wanted: Mapping[Group, int]) -> Choice:
-        legal = plan_counts(self.knob.trace, wanted, self.knob.multiple_of)
-        key = tuple(legal.counts[g] for g in self.knob.scores)
-        if key not in self.seen:
-            found = self.measure(legal.counts)
-            figures = (found.ratio, found.spread) if isinstance(found, Timing) else (found, None)
-            self.seen[key] = Choice(legal.counts, *figures, legal.moved)
-        return self.seen[key]
+    floor: float | None
+    priced: bool
+    bias: bool
+    tries: list[str] = field(default_factory=list)  # measured latencies that were not accepted
 
     @property
-    def allowed(self) -> list[Choice]:
-        """What was seen and keeps to the floors."""
-        return [c for c in self.seen.values() if all(n >= self.knob.floors[g] for g, n in c.counts.items())]
+    def trace(self) -> Trace:
+        return self.sizes.trace
 
-    @property
-    def best(self) -> Choice | None:
-        return min(self.allowed, key=self.error, default=None)
+    def flops(self, choice: ChosenCounts) -> int:
+        return self.sizes.flops({g.atom: n for g, n in choice.counts.items()})
 
-    def error(self, choice: Choice) -> float:
-        return abs(choice.remains - self.target)
-
-    def fits(self, choice: Choice | None, part: float = 1.0) -> bool:
-        return choice is not None and self.error(choice) <= part * tolerance(self.target, choice.spread)
-
-    def bisect(self, steps: int, fixed: Mapping[Group, int] | None = None) -> None:
-        """Turn the knob until the target is near; `fixed` groups do not follow it."""
-        low, high = 0.0, 1.0
-        self.at({**self.knob.wanted(0.0), **(fixed or {})})
-        if self.at({**self.knob.wanted(1.0), **(fixed or {})}).remains > self.target:
+    def check_baseline(self) -> None:
+        """Raises ValueError where the removed blocks alone leave less than the target."""
+        b, spread = self.baseline, None
+        if self.ratios or b.model is self.trace.model:
             return
-        for _ in range(steps):
-            middle = (low + high) / 2
-            choice = self.at({**self.knob.wanted(middle), **(fixed or {})})
-            if self.fits(choice, _CLOSE if choice.spread is None else 0.5):
-                self.share = middle
-                return
-            low, high = (middle, high) if choice.remains > self.target else (low, middle)
-        self.share = (low + high) / 2
+        if self.what == "latency":
+            timing = measure_latency(
+                b.model, self.trace.model, self.inputs, lambda t: tells(t, self.target), seconds=(0.1, 1.0)
+            )
+            left, spread = timing.ratio, timing.spread
+        else:
+            counted = {"params": self.sizes.params({}) / b.params, "flops": self.sizes.flops({}) / max(b.flops, 1)}
+            left = counted.get(self.what, 1 / b.units)
+        if self.target > left + tolerance(self.target, spread):
+            raise ValueError(
+                f"{self.what}={self.target:g}: without the blocks {left:.3g} remains already; ask for a larger depth= or a "
+                f"smaller {self.what}="
+            )
 
-    def settle(self) -> None:
-        """Times do not fall evenly with sizes: look on both sides of where they should be right."""
-        for offset in (0.005, -0.005, 0.01, -0.01, 0.02, -0.02, 0.04, -0.04):
-            if self.fits(self.best, 0.5):
-                return
-            self.at(self.knob.wanted(min(1.0, max(0.0, self.share + offset))))
+    def choose(self, scores: UnitScores) -> ChosenCounts:
+        """The units that each group keeps. Raises ValueError where floors or whole axes put the target out of reach."""
+        if self.ratios:
+            return self._by_name(scores)
+        while True:
+            choice = self._search(scores)
+            # parameters are judged on the finished model, because the cut may add biases
+            if not choice.missed or self.what == "params":
+                return choice
+            if self.what != "latency" and choice.remains <= self.target:
+                return choice
+            self.tries.append(figure(choice.remains, choice.spread))
+            if self.what != "latency" or choice.remains > self.target or len(self.tries) >= _TRIES:
+                raise ValueError(self._with_tries(choice.missed))
 
-    @property
-    def sides(self) -> list[Choice]:
-        """The nearest choices that leave less, and more, than the target."""
-        less = [c for c in self.allowed if c.remains <= self.target]
-        more = [c for c in self.allowed if c.remains > self.target]
-        return [*sorted(less, key=self.error)[:1], *sorted(more, key=self.error)[:1]]
+    def _search(self, scores: UnitScores) -> ChosenCounts:
+        floor = min(0.1, self.target) if self.floor is None else float(self.floor)
+        floors = {g: min(g.size, max(1, math.ceil(floor * g.size))) for g in scores}
+        ranking = Ranking(self.trace, scores, floors, self.scope, self.multiple_of, self._costs(scores))
+        return search_counts(ranking, self._measure(scores), self.target, self.what)
 
-    def polish(self, rounds: int = 16) -> None:
-        """Whole units step over a target: move single groups, or hold one elsewhere and turn the knob for the others."""
-        size, teams = self.knob.multiple_of, self.knob.teams
-        for _ in range(rounds):
-            if self.fits(self.best, _CLOSE):
-                return
-            sides = self.sides
-            for choice in sides:
-                way = 1 if choice.remains < self.target else -1
-                for team, step in product(teams[:64], dict.fromkeys((1, size))):
-                    self._move(choice, dict.fromkeys(team, way * step))
-            if self.sides == sides and not self.fits(self.best):
-                for choice, team, step in product(sides, teams[:_HELD], (size, -size)):
-                    held = {g: choice.counts[g] + step for g in team}
-                    if not self.fits(self.best) and all(self.knob.floors[g] <= n <= g.size for g, n in held.items()):
-                        self.bisect(16, held)
-            if self.sides == sides:
-                return
+    def _measure(self, scores: UnitScores) -> Measure:
+        b = self.baseline
+        whole = {"params": b.params, "flops": b.flops, "channels": sum(g.size for g in scores) * b.units}
+        if not whole.get(self.what, 1):
+            raise ValueError(
+                f"{self.what}={self.target:g}: the model has no {self.what} on these inputs; ask for another target"
+            )
 
-    def _move(self, choice: Choice, steps: Mapping[Group, int]) -> None:
-        counts = {**choice.counts, **{g: choice.counts[g] + step for g, step in steps.items()}}
-        if all(self.knob.floors[g] <= counts[g] <= g.size for g in steps):
-            self.at(counts)
+        def measure(counts: Mapping[Group, int]) -> float | LatencyRatio:
+            if self.what == "channels":
+                return sum(counts.values()) / whole["channels"]
+            if self.what == "latency":
+                small = make(self.trace.model, self.trace, keep_of(scores, counts), bias=self.bias).small
+                return measure_latency(b.model, small, self.inputs, lambda t: tells(t, self.target), seconds=(0.1, 1.0))
+            atoms = {g.atom: n for g, n in counts.items()}
+            return (self.sizes.params(atoms) if self.what == "params" else self.sizes.flops(atoms)) / whole[self.what]
 
+        return measure
 
-def choose(knob: Knob, measure: Measure, target: float, what: str) -> Choice:
-    """The counts that leave `target`, within the tolerance; else the nearest that leave less, with what is in the way."""
-    search, measured = Search(knob, measure, target), what == "latency"
-    search.bisect(9 if measured else 40)
-    search.settle() if measured else search.polish()
-    best = search.best
-    if best is None:
-        raise ValueError(_what_stopped_it(search, what))
-    return best if search.fits(best) else replace(search.sides[0], stopped=_what_stopped_it(search, what))
+    def _costs(self, scores: UnitScores) -> dict[Group, float] | None:
+        """What one unit of each group adds to the quantity that the target limits (FLOPs for latency)."""
+        if not self.priced:
+            return None
+        if self.what == "channels":
+            return dict.fromkeys(scores, 1.0)
+        count = self.sizes.params if self.what == "params" else self.sizes.flops
+        whole = count({})
+        return {g: float(max(1, whole - count({g.atom: g.size - 1}))) for g in scores}
 
+    def _by_name(self, scores: UnitScores) -> ChosenCounts:
+        """The counts of `channels={glob: ratio}`: whole units, at most the ratio; groups that are not named stay whole."""
+        ratios, names = ratios_by_group(self.trace, self.ratios), names_of(self.trace)
+        wanted, floor = {g: g.size for g in scores}, 0.0 if self.floor is None else float(self.floor)
+        for group, ratio in ratios.items():
+            if group in scores:
+                wanted[group] = max(1, math.floor(ratio * group.size + 1e-9))
+                if wanted[group] < floor * group.size:
+                    raise ValueError(
+                        f"channels={{{names[group]!r}: {ratio:g}}} is below floor={floor:g}. The model is unchanged."
+                    )
+        legal = plan_counts(self.trace, wanted, self.multiple_of)
+        total = sum(g.size for g in scores) * self.baseline.units
+        return ChosenCounts(legal.counts, sum(legal.counts.values()) / total, None, legal.moved)
 
-def _what_stopped_it(search: Search, what: str) -> str:
-    knob, target, sides = search.knob, search.target, search.sides
-    spread = max((c.spread for c in sides if c.spread is not None), default=None)
-    text = f"{what}={target:g} cannot be met within {within(target, spread)} of it"
-    if sides:
-        text += f"; what can be met is {' or '.join(f'{what}={figure(c.remains, c.spread)}' for c in sides)}"
-    lowest, reasons = search.at(knob.wanted(1.0)), []
-    if lowest.remains > target:
-        floored = [g for g, n in lowest.counts.items() if n <= knob.floors[g]]
-        reasons += [f"floor= holds {len(floored)} of {len(lowest.counts)} groups"] if floored else []
-        frozen = Counter(knob.trace.skipped.values()).most_common(3)
-        reasons += [f"{number} axes stay ({why})" for why, number in frozen]
-    if knob.multiple_of > 1:
-        reasons.append(f"multiple_of={knob.multiple_of} makes the steps coarse")
-    reasons += [f"{label(g)}: {why}" for g, why in list(lowest.moved.items())[:2]]
-    said = busy(target, spread)
-    return f"{text}. In the way: {'; '.join(reasons) or 'units are whole'}. {said}The model is as it was."
+    def judge(self, choice: ChosenCounts, small: nn.Module, added: Mapping[str, tuple[int, ...]], flops: int) -> Reached | None:
+        """The sizes of a finished model if it is accepted; None if another choice may do better.
+
+        A model that leaves less than the target is accepted where whole units come no closer. Otherwise raises ValueError.
+        """
+        b = self.baseline
+        totals: Totals = {"params": (b.params, sum(p.numel() for p in small.parameters())), "flops": (b.flops, flops)}
+        if self.what == "channels":
+            return Reached(totals, note=self._note(choice, choice.remains))
+        if self.what == "latency":
+            return self._judge_latency(small, totals)
+        found = totals[self.what][1] / totals[self.what][0]
+        if met(found, self.target):
+            return Reached(totals)
+        if self.what == "params" and self.sizes.learn(added, {g.atom: n for g, n in choice.counts.items()}):
+            return None
+        if found <= self.target:
+            return Reached(totals, note=self._note(choice, found))
+        biases = f", with the {len(added)} biases that it adds ({', '.join(list(added)[:3])})" if added else ""
+        raise ValueError(choice.missed or self._miss(found, None, biases if self.what == "params" else ""))
+
+    def _judge_latency(self, small: nn.Module, totals: Totals) -> Reached | None:
+        timing = measure_latency(self.baseline.model, small, self.inputs)
+        if met(timing.ratio, self.target, timing.spread):
+            measured = f" (measured {figure(timing.ratio, timing.spread)})"
+            return Reached(totals | {"latency": (timing.dense, timing.small)}, measured)
+        self.tries.append(figure(timing.ratio, timing.spread))
+        if len(self.tries) < _TRIES:
+            return None
+        raise ValueError(self._with_tries(self._miss(timing.ratio, timing.spread)))
+
+    def _note(self, choice: ChosenCounts, found: float) -> str:
+        """What was reached, where that is not what was asked."""
+        steps = "units are whole" if self.multiple_of == 1 else f"units are whole and multiple_of={self.multiple_of}"
+        if not self.ratios:
+            return "" if met(found, self.target) else f"asked {self.target:g}, reached {found:.3g}: {steps}"
+        names, parts = names_of(self.trace), []
+        for group, ratio in ratios_by_group(self.trace, self.ratios).items():
+            share = choice.counts.get(group, group.size) / group.size
+            if group in choice.counts and abs(share - ratio) > 1e-9:
+                parts.append(f"asked {ratio:g} of {names[group]}, reached {share:.3g}")
+        more = f" and {len(parts) - 4} more groups" if len(parts) > 4 else ""
+        return f"{'; '.join(parts[:4])}{more}: {steps}" if parts else ""
+
+    def _miss(self, found: float, spread: float | None, biases: str = "") -> str:
+        return (
+            f"{self.what}={self.target:g} cannot be met within {percent(self.target, spread)} of it: the cut that should "
+            f"leaves {figure(found, spread)}{biases}. {busy(self.target, spread)}The model is unchanged."
+        )
+
+    def _with_tries(self, text: str) -> str:
+        return f"{text} Measured, one try after the other: {', '.join(self.tries)}." if len(self.tries) > 1 else text

@@ -1,7 +1,4 @@
-"""The cut itself: what stays of each tensor, which blocks go and which numbers change, as plain data; a model cut by it.
-
-A cut model remembers its cuts, so that it can be saved and built again (`history`, `remember_`).
-"""
+"""The cut as plain data: which indices of each tensor stay, and which numbers of the model change with them."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from ..axes import Atom, Expr, atoms, keep_mask, norm
 from ..edit import Attribute, Cuts, Indices, held_objects, object_at
 from ..trace import Change, Trace, solve_attributes
 
-Keep = Mapping[Atom, Tensor]
+Keep = Mapping[Atom, Tensor]  # a mask over the units of each group that loses some
 
 
 def cuts_of(trace: Trace, keep: Keep) -> Cuts:
-    """What keeping these units does to the traced model."""
+    """The cuts that keep only these units of the traced model."""
     cuts = Cuts(attributes=_located(trace.model, solve_attributes(trace, dict(keep))))
-    lists: dict[bytes, list[int]] = {}  # one list for all dims that keep the same indices
-    stays: dict[Expr, list[int]] = {}  # of an axis; most dims share theirs with others
+    lists: dict[bytes, list[int]] = {}  # dims that keep the same indices share one list
+    stays: dict[Expr, list[int]] = {}  # the same by axis: most dims share their axis with others
     for name, axes in trace.dims.items():
         found: Indices = {}
         for d, e in enumerate(map(norm, axes)):
@@ -38,16 +35,8 @@ def cuts_of(trace: Trace, keep: Keep) -> Cuts:
     return cuts
 
 
-# --- blocks that go -------------------------------------------------------------------------------------------------
-
-
-# --- what a model remembers -----------------------------------------------------------------------------------------
-
-
-# --- where the owners of integers are -------------------------------------------------------------------------------
-
-
 def _located(model: nn.Module, changes: Sequence[Change]) -> list[Attribute]:
+    """The changed numbers with the path of the object that holds each: a module, or a config that modules hold."""
     modules = {id(module): name for name, module in model.named_modules()}
     configs: dict[int, str] | None = None
     found: list[Attribute] = []
@@ -62,10 +51,10 @@ def _located(model: nn.Module, changes: Sequence[Change]) -> list[Attribute]:
             path = next(at for at, value in held_objects(inside, change.module) if value is change.owner)
             own = True
         found.append(Attribute(path, *change.key, change.old, change.new, own))
-    return sorted(found, key=lambda a: a.own)  # copies of a config are made when it holds what all agree on
+    return sorted(found, key=lambda a: a.own)  # a module copies its config after the common values are written
 
 
 def _objects(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Objects with attributes that modules hold, the shortest path last, so that it is the one a dict keeps."""
+    """Objects with attributes that modules hold. The shortest path comes last, so that a dict keeps that one."""
     everything = [item for path, module in model.named_modules() for item in held_objects(module, path)]
     return iter(sorted(everything, key=lambda item: -item[0].count(".")))

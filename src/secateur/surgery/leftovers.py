@@ -1,7 +1,6 @@
-"""Copies of a model, with what torch forgets or refuses to copy: hooks of parameters, and tensors that earlier runs left.
+"""Tensors that earlier runs left in a model, such as recurrent states.
 
-Such tensors (recurrent states) are no part of the model, and a run writes them anew without a look at them. But another way
-through the model may look at them, so they follow the sizes of what a run puts there.
+The traced run writes them and does not read them. Another run may read them, so they are cut to the size of what a run writes.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from .cut import Keep
 
 
 def follow_leftovers_(small: nn.Module, trace: Trace, keep: Keep) -> None:
-    """Cut, in a cut model, what earlier runs left as what a run leaves now; gone where a run leaves nothing."""
+    """Cut the tensors that earlier runs left in a cut model; remove those that the traced run removes."""
     held = states(small)
     for (path, name), axes in trace.record.replaced.items():
         if (path, name) in held:
@@ -26,7 +25,7 @@ def follow_leftovers_(small: nn.Module, trace: Trace, keep: Keep) -> None:
 
 
 def drop_leftovers_(model: nn.Module, small: nn.Module) -> None:
-    """The same for the model itself, once it has the sizes of its small copy."""
+    """Remove from the model, cut in place, what its small copy no longer holds."""
     for path, name in states(model).keys() - states(small).keys():
         _set(model, path, name, None)
 

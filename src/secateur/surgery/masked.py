@@ -1,52 +1,31 @@
-"""The masked model (removed units made silent, everything in its old size) and the small one that does the same."""
+"""The masked model (removed units set to zero, every tensor in its old size) and the small model that computes the same."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..axes import Group, keep_mask
 from ..edit import Attribute, Cuts, apply_cuts_, copied, owned_tensors
 from ..trace import Trace
 from .cut import Keep, cuts_of
-from .exact import MaskedWeights, masked_places
+from .exact import Folds, MaskedWeights, find, masked_places
 from .leftovers import follow_leftovers_
 
-if TYPE_CHECKING:
-    from .exact import Folds
 
-
-class Made(NamedTuple):
-    """A model cut to size, what was cut, and for the groups for which that is not exact, why."""
+class CutModel(NamedTuple):
+    """A small model, the cuts that made it, and the reason for each group whose cut is not exact."""
 
     small: nn.Module
     cuts: Cuts
     reasons: dict[Group, str]
 
 
-def label(group: Group) -> str:
-    """What a group is called: the first tensor that makes its units (else the first that carries them), and the dim."""
-    first = next((m for m in group.members if m.role == "produce"), group.members[0])
-    return f"{first.tensor}[{first.dim}]"
-
-
-def names_of(trace: Trace) -> dict[Group, str]:
-    """A name of its own for every group: its label, numbered where one dim carries several (heads and what is in a head)."""
-    seen: Counter[str] = Counter()
-    names: dict[Group, str] = {}
-    for group in trace.groups:
-        base = label(group)
-        seen[base] += 1
-        names[group] = base if seen[base] == 1 else f"{base}#{seen[base]}"
-    return names
-
-
-def silence_(model: nn.Module, trace: Trace, keep: Keep) -> nn.Module:
-    """Zero what makes the units that `keep` removes, in place: the masked model, in its old size."""
+def mask_(model: nn.Module, trace: Trace, keep: Keep) -> nn.Module:
+    """Set the weights that produce the removed units to zero, in place. Sizes and biases stay."""
     tensors = dict(owned_tensors(model).values())
     with torch.no_grad():
         for name, places in masked_places(trace, keep).items():
@@ -56,16 +35,18 @@ def silence_(model: nn.Module, trace: Trace, keep: Keep) -> nn.Module:
     return model
 
 
-def make(
-    model: nn.Module, trace: Trace, keep: Keep, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-) -> Made:
-    """A copy of the traced model that holds the kept units only, their constants folded. The model itself is not touched.
+def make(model: nn.Module, trace: Trace, keep: Keep, *, bias: bool = True) -> CutModel:
+    """A copy of the traced model with only the kept units, and with the constants of the removed ones folded into biases.
 
-    Tensors are copied in their new size, one after the other: there is no second model in full size at any moment.
+    The model is unchanged. Tensors are copied in their new size one by one, so there is never a second model in full size.
+    Without `bias`, layers that have no bias get none, and the groups whose constants would need one are not exact.
     """
     cuts = cuts_of(trace, keep)
-    folds = _folds(model, trace, keep)
-    small = bare(model, trace, keep, cuts)
+    tensors = dict(owned_tensors(model).values())
+    folds = _folds(tensors, trace, keep)
+    if not bias:
+        _drop_new_biases(folds, trace, keep)
+    small = _sliced_copy(model, tensors, trace, keep, cuts)
     numbers, parameters = _numbers(small), {name for name, _ in small.named_parameters()}
     folds.apply_(small, trace, keep)
     cuts.attributes += [
@@ -74,14 +55,12 @@ def make(
         if (old := numbers.get((path, name))) != new
     ]
     cuts.added |= {name: tuple(p.shape) for name, p in small.named_parameters() if name not in parameters}
-    return Made(small, cuts, folds.reasons)
+    return CutModel(small, cuts, folds.reasons)
 
 
-def bare(model: nn.Module, trace: Trace, keep: Keep, cuts: Cuts | None = None) -> nn.Module:
-    """A copy in the sizes of the cut, without what is folded."""
-    cuts = cuts_of(trace, keep) if cuts is None else cuts
+def _sliced_copy(model: nn.Module, tensors: Mapping[str, Tensor], trace: Trace, keep: Keep, cuts: Cuts) -> nn.Module:
     memo: dict[int, Any] = {}
-    for name, tensor in owned_tensors(model).values():  # what is cut is sliced later, from the memory of the model
+    for name, tensor in tensors.items():  # cut tensors share the model's memory until they are sliced
         if name in cuts.tensors and tensor.is_leaf:
             kept = tensor.detach()
             memo[id(tensor)] = type(tensor)(kept, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else kept
@@ -91,19 +70,28 @@ def bare(model: nn.Module, trace: Trace, keep: Keep, cuts: Cuts | None = None) -
     return small
 
 
-def _folds(model: nn.Module, trace: Trace, keep: Keep) -> Folds:
-    from .exact import Folds, find
-
-    tensors = dict(owned_tensors(model).values())
+def _folds(tensors: Mapping[str, Tensor], trace: Trace, keep: Keep) -> Folds:
     try:
         return find(trace, keep, MaskedWeights(trace, keep, tensors, masked_places(trace, keep)))
-    except Exception as error:  # a run that cannot be looked into can still be cut; that it may not be exact is said
-        why = f"its constants cannot be looked for ({type(error).__name__}: {error})"
+    except Exception as error:  # the model can be cut all the same; the plan says that the cut may not be exact
+        why = f"its constants cannot be computed ({type(error).__name__}: {error})"
         return Folds(reasons={g: why for g in trace.groups if g.atom in keep})
 
 
+def _drop_new_biases(folds: Folds, trace: Trace, keep: Keep) -> None:
+    """Leave out the biases that layers do not have yet. Every cut group that such a layer reads counts as not exact."""
+    for slot in [slot for slot in folds.biases if slot.new]:
+        del folds.biases[slot]
+        layer = slot.name.rpartition(".")[0]
+        cut = [g for g in trace.groups if g.atom in keep]
+        read = [g for g in cut if any(m.role == "consume" and m.tensor.rpartition(".")[0] == layer for m in g.members)]
+        why = f"bias=False: {layer or 'the model'} has no bias for the constant that its removed inputs leave"
+        for group in read or cut:
+            folds.reasons.setdefault(group, why)
+
+
 def _numbers(model: nn.Module) -> dict[tuple[str, str], float]:
-    """The float attributes of all modules: folding may rescale the eps of a normalisation."""
+    """The float attributes of all modules: folding may change the eps of a normalisation."""
     return {
         (path, name): value
         for path, module in model.named_modules()

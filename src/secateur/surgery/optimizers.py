@@ -1,4 +1,4 @@
-"""An optimizer that follows a cut: its state is sliced like the parameters, its groups hold the small ones."""
+"""Cuts the state of an optimizer like its parameters, and points its groups at the parameters of the small model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..edit import Cuts, owned_tensors, select_indices, without
 
 
 def sliced_state(optimizer: torch.optim.Optimizer, model: nn.Module, cuts: Cuts) -> dict[str, dict[str, Any]]:
-    """Parameter name -> its state after the cut. Raises, before anything has changed, where the state cannot be cut."""
+    """The state after the cut, by parameter name. Raises ValueError where it cannot be cut, before anything has changed."""
     names = _names(model, cuts)
     known = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
     if not known:
@@ -34,8 +34,8 @@ def _sliced(name: str, key: str, value: Any, parameter: Tensor, cuts: Cuts) -> A
         return value
     if value.shape != parameter.shape:
         raise ValueError(
-            f"the optimizer's {key!r} of {name!r} is {tuple(value.shape)} and the parameter {tuple(parameter.shape)}: it "
-            "cannot be cut along. Make a new optimizer for the small model instead of passing optimizer=. Nothing has changed."
+            f"the optimizer's {key!r} of {name!r} is {tuple(value.shape)} and the parameter {tuple(parameter.shape)}, so it "
+            "cannot be cut. Make a new optimizer for the small model instead of passing optimizer=. Nothing has changed."
         )
     return select_indices(value, kept)
 
@@ -48,9 +48,9 @@ def follow_(
     cuts: Cuts,
     gone: Container[int] = (),
 ) -> None:
-    """Point the groups of the optimizer at the parameters of `small`; biases that were added join the group of their layer.
+    """Point the groups of the optimizer at the parameters of `small`. Added biases join the group of their layer's weight.
 
-    `model` has its blocks still, unless it is the small one itself: `gone` are the parameters of those that went.
+    `model` still has its blocks, unless it is `small` itself. `gone`: the ids of the parameters of removed blocks.
     """
     names, new = _names(model, cuts if model is not small else Cuts()), dict(small.named_parameters(remove_duplicate=False))
     for group in optimizer.param_groups:
@@ -74,11 +74,11 @@ def _same_layer(bias: str, name: str) -> bool:
 
 
 def dropped(model: nn.Module, cuts: Cuts) -> set[int]:
-    """The ids of parameters that go with their blocks."""
+    """The ids of the parameters of removed blocks."""
     return _names(model, Cuts()).keys() - _names(model, cuts).keys()
 
 
 def _names(model: nn.Module, cuts: Cuts) -> dict[int, str]:
-    """Parameters by id, under the names that they have once the blocks are gone."""
+    """The names of parameters by id, as they are after the blocks are removed."""
     with without(model, cuts.drop):
         return {key: name for key, (name, tensor) in owned_tensors(model).items() if isinstance(tensor, nn.Parameter)}

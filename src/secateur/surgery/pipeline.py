@@ -1,280 +1,366 @@
-"""From a request to a small model and its plan: trace, score, choose, cut, check by running. Nothing given is touched."""
+"""`shrink` and `shrink_`, from the request to the small model: each step is one call.
+
+check -> trace -> (blocks) -> group -> score -> budget -> cut and fold -> run -> repair -> judge -> plan
+
+Everything happens on copies. Only the end of `shrink_` changes the given model, all or nothing.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..axes import Group, atoms
-from ..criteria import Criterion
-from ..edit import RngGuard, copied, split_inputs
-from ..trace import GIVEN, Trace, trace, undetermined
-from .budget import Choice, Knob, busy, choose, figure, keep_of, met, tells, within
-from .calibrate import Scores, UnitCriterion, unit_scores
-from .cut import Keep
-from .masked import Made, make, names_of, silence_
-from .optimizers import sliced_state
-from .request import Options, check, excluded, target_of
-from .result import Row, Shrunk
-from .sizes import SizeModel, Timing, outline, times
+from .._tree import nearest
+from ..axes import Group
+from ..criteria import magnitude
+from ..edit import (
+    Cuts,
+    Inputs,
+    RngGuard,
+    all_or_nothing,
+    apply_cuts_,
+    history,
+    owned_tensors,
+    preserve_rng,
+    remember_,
+    select_indices,
+    split_inputs,
+    without,
+)
+from ..stats import Loss, split_batch
+from ..trace import Trace, trace, undetermined
+from .budget import Baseline, Budget, Reached
+from .caches import CacheSlot, empty_caches_, without_caches
+from .calibrate import UnitCriterion, reestimate_, refit_, unit_scores
+from .depth import RemovedBlocks, remove_blocks
+from .leftovers import drop_leftovers_
+from .masked import CutModel, make
+from .names import check_globs, check_ratios, excluded, names_of, renamed
+from .optimizers import dropped, follow_, sliced_state
+from .request import AnyCriterion, ShrinkOptions, ShrinkRequest, check_model, check_request
+from .result import GroupCut, Shrunk
+from .runs import check_runs
+from .search import ChosenCounts, keep_of
+from .sizes import SizeModel, flops_of, params_of
 from .verify import tied
 
-_TRIES = 4  # to meet a time: the machine may not be the same from one minute to the next
-Shapes = list[tuple[int, ...]]
-AnyCriterion = Criterion | UnitCriterion | Callable[..., Tensor]
 
-
-class Done(NamedTuple):
-    small: nn.Module
-    plan: Shrunk
-    state: dict[str, dict[str, Any]]
-
-
-def shrunk(
+def shrink(
     model: nn.Module,
     example_inputs: Any,
-    criterion: AnyCriterion,
-    options: Options,
-    rng: RngGuard,
-    whole: nn.Module | None = None,
-) -> Done:
-    """`rng`: the guard around this call, which keeps the draws of a random criterion.
+    criterion: AnyCriterion = magnitude,
+    *,
+    channels: float | Mapping[str, float] | None = None,
+    params: float | None = None,
+    flops: float | None = None,
+    latency: float | None = None,
+    depth: float | None = None,
+    multiple_of: int = 1,
+    scope: str = "global",
+    exclude: str | Iterable[str] = (),
+    floor: float | None = None,
+    data: Iterable[Any] | None = None,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    exact_only: bool = False,
+    reestimate: bool = False,
+    refit: bool = False,
+    bias: bool = True,
+) -> tuple[nn.Module, Shrunk]:
+    """Returns a smaller copy of the model, and the plan of the cut. The model is unchanged.
 
-    `whole`: the model before its blocks went, if some did: times are compared with its time.
+    Both are returned because the small model is an ordinary module that does not refer to its plan. `shrink_` returns the
+    same pair, so that the two can be exchanged.
+
+    `example_inputs`: a tensor, a tuple of positional arguments, or a mapping of keyword arguments. The model is run on them.
+
+    One of `channels`, `params`, `flops`, `latency` is the fraction that remains. It is met within 2 %. Where whole units
+    cannot do that, the model gets smaller than asked, by as little as possible, and the plan says what was reached. Raises
+    ValueError where floors or axes that cannot be cut put the target out of reach. Parameters include the biases that the cut
+    adds. FLOPs are those of the example inputs. Latency is measured on them, in eval mode without gradients, in turn with the
+    original; it is met within 5 %, or within the spread of the measurement if that is larger, at most 10 %.
+    `channels={"layer1.*": 0.5}` gives ratios by name: globs over names of groups, tensors and modules. The last glob that
+    matches counts, and other groups stay whole.
+
+    `depth` is the fraction of blocks (transformer layers, residual blocks) that remains, alone or before one of the targets
+    above. Blocks whose removal changes the output least are removed first, measured on `data` or else on the example inputs.
+
+    `scope`: "global" (all groups compete; scores are divided by the mean of their group), "tensor" (every group keeps the
+    same fraction) or "isomorphic" (groups of the same structure compete). `floor`: the fraction of its units that every group
+    keeps (0.1, or the target if that is less). `multiple_of`: sizes that are multiples of it stay multiples. `exclude`: globs
+    over names of tensors and modules that keep their shape. `exact_only`: leave groups and blocks whole whose cut is not
+    exact. `bias=False`: add no biases to layers that have none, so that the parameters are those of the original
+    architecture.
+
+    `criterion`: element scores, summed over the tensors that produce a unit, or a unit criterion (`fpgm`, `bn_scale`,
+    `activation_variance`, `reconstruction`), or the name of one ("wanda"). `data` and `loss` as for `prune_`. `optimizer`:
+    its state is cut too, and it continues with the small model. `reestimate` and `refit` use `data`: they measure the
+    statistics of BatchNorm again, and fit the layers that read cut groups by least squares.
     """
-    check(options)
-    whole = model if whole is None else whole
-    what, target = target_of(options)
-    data = options.get("data")
-    if data is not None and iter(data) is data:  # it may be needed twice
-        data = list(data)
-    args, kwargs = split_inputs(example_inputs)
-    traced = trace(model, args, kwargs)
-    left = excluded(traced, options.get("exclude", ()))
+    request = ShrinkRequest(
+        criterion=criterion,
+        channels=channels,
+        params=params,
+        flops=flops,
+        latency=latency,
+        depth=depth,
+        multiple_of=multiple_of,
+        scope=scope,
+        exclude=exclude,
+        floor=floor,
+        data=data,
+        loss=loss,
+        optimizer=optimizer,
+        exact_only=exact_only,
+        reestimate=reestimate,
+        refit=refit,
+        bias=bias,
+    )
+    with preserve_rng() as rng:
+        small, plan, state, _ = _shrunk(model, example_inputs, request, rng)
+    remember_(small, (*history(model), plan.cuts))
+    _carry_gradients(model, small, plan.cuts)
+    if optimizer is not None:
+        follow_(optimizer, model, small, state, plan.cuts, dropped(model, plan.cuts))
+    return small, plan
+
+
+def shrink_(
+    model: nn.Module,
+    example_inputs: Any,
+    criterion: AnyCriterion = magnitude,
+    *,
+    keep_dense: bool = False,
+    **options: Unpack[ShrinkOptions],
+) -> tuple[nn.Module, Shrunk]:
+    """`shrink` in place, with the same keywords: the model itself gets smaller, and its parameters stay the same objects.
+
+    Returns the model and the plan. When anything fails, the model and the optimizer are as they were. `keep_dense=True` keeps
+    the original weights, so that `plan.undo_()` restores them bit for bit.
+    """
+    if unknown := sorted(options.keys() - _DEFAULTS.keys()):
+        raise TypeError(f"shrink_ has no argument {unknown[0]!r}.{nearest(unknown[0], (*_DEFAULTS, 'keep_dense'))}")
+    request = ShrinkRequest(criterion=criterion, **{**_DEFAULTS, **options})
+    if keep_dense and request.optimizer is not None:
+        raise ValueError("keep_dense=True cannot undo the changes to optimizer=; leave one of them out")
+    with preserve_rng() as rng:
+        small, plan, state, caches = _shrunk(model, example_inputs, request, rng)
+    gone, past = dropped(model, plan.cuts), history(model)
+    with all_or_nothing(model) as before:
+        apply_cuts_(model, plan.cuts, dict(owned_tensors(small).values()))
+        drop_leftovers_(model, small)
+        empty_caches_(model, caches)
+        remember_(model, (*past, plan.cuts))
+    if request.optimizer is not None:
+        follow_(request.optimizer, model, model, state, plan.cuts, gone)
+    plan.small, plan.original = model, None
+    plan.restore_ = before.restore_ if keep_dense else None
+    return model, plan
+
+
+_DEFAULTS: dict[str, Any] = {
+    name: p.default for name, p in inspect.signature(shrink).parameters.items() if p.kind is p.KEYWORD_ONLY
+}
+_OWN = [p for p in inspect.signature(shrink_).parameters.values() if p.kind is not p.VAR_KEYWORD]
+_SHARED = [p for p in inspect.signature(shrink).parameters.values() if p.kind is p.KEYWORD_ONLY]
+shrink_.__signature__ = inspect.signature(shrink).replace(parameters=[*_OWN, *_SHARED])  # type: ignore[attr-defined]  # for help()
+
+
+# --- the steps ------------------------------------------------------------------------------------------------------
+
+
+class _Done(NamedTuple):
+    small: nn.Module
+    plan: Shrunk
+    state: dict[str, dict[str, Any]]  # of the optimizer, cut
+    caches: list[CacheSlot]
+
+
+def _shrunk(model: nn.Module, example_inputs: Any, request: ShrinkRequest, rng: RngGuard) -> _Done:
+    check_model(model)
+    request, inputs = check_request(request), split_inputs(example_inputs)
+    with without_caches(model, inputs) as caches:
+        traced = trace(model, *inputs)
+        check_globs(traced, "exclude", request.exclude)
+        blocks = _without_blocks(model, inputs, request)
+        if request.what:
+            small, plan = _cut_units(model, traced, inputs, blocks, request, rng)
+        else:
+            small, plan = _only_blocks(model, inputs, blocks, request)
+        empty_caches_(small, caches)
+    plan.cuts.recipe = plan.recipe
+    state = {} if request.optimizer is None else sliced_state(request.optimizer, model, plan.cuts)
+    return _Done(small, plan, state, caches)
+
+
+def _without_blocks(model: nn.Module, inputs: Inputs, request: ShrinkRequest) -> RemovedBlocks | None:
+    if request.depth is None or (request.depth == 1 and request.what):
+        return None
+    batches = None if request.data is None else [split_batch(batch)[:2] for batch in request.data]
+    return remove_blocks(model, inputs, request.depth, exclude=request.exclude, batches=batches, exact_only=request.exact_only)
+
+
+def _only_blocks(
+    model: nn.Module, inputs: Inputs, blocks: RemovedBlocks | None, request: ShrinkRequest
+) -> tuple[nn.Module, Shrunk]:
+    assert blocks is not None
+    small = blocks.model
+    if request.reestimate:
+        reestimate_(small, request.data)
+    totals: dict[str, tuple[float, float]] = {
+        "params": (params_of(model), params_of(small)),
+        "flops": (flops_of(model, *inputs), flops_of(small, *inputs)),
+    }
+    return small, Shrunk(
+        _depth_recipe(blocks, request), _block_rows(blocks), blocks.kept, {}, blocks.cuts, totals, small, model, inputs
+    )
+
+
+def _cut_units(
+    whole: nn.Module,
+    traced: Trace,
+    inputs: Inputs,
+    blocks: RemovedBlocks | None,
+    request: ShrinkRequest,
+    rng: RngGuard,
+) -> tuple[nn.Module, Shrunk]:
+    """Cut units out of the model, or out of what the removed blocks left of it."""
+    model, drop = (whole, {}) if blocks is None else (blocks.model, blocks.cuts.drop)
+    frozen = excluded(traced, request.exclude)
+    check_ratios(traced, request.ratios, frozen)
+    units = sum(g.size for g in traced.prunable if g not in frozen)
+    traced = traced if blocks is None else trace(model, *inputs)
+    left = excluded(traced, renamed(whole, drop, request.exclude))
     groups = [g for g in traced.prunable if g not in left]
-    repair = "refit" if options.get("refit") else "reestimate" if options.get("reestimate") else "none"
-    scores, unscored = unit_scores(traced, groups, criterion, data, options.get("loss"), repair) if groups else ({}, {})
-    rng.keep_draws()  # a random criterion draws anew in the next cut
+    scores, unscored = unit_scores(traced, groups, request.criterion, request.data, request.loss, request.repair)
+    rng.keep_draws()  # a random criterion draws other numbers in the next cut
     left |= unscored
-    sizes, seen = SizeModel(traced), []  # seen: the times of cuts that were not what was asked
-    priced = isinstance(criterion, UnitCriterion) and criterion.priced
-    costs = _costs(sizes, scores, what) if priced else None
+    sizes = SizeModel(traced)
+    flops = sizes.flops({}) if blocks is None else flops_of(whole, *inputs)
+    baseline = Baseline(whole, params_of(whole), flops, units / max(1, sum(g.size for g in groups)))
+    budget = _budget(sizes, inputs, baseline, drop, request)
+    budget.check_baseline()
     while True:
         if not scores:
             raise ValueError(_nothing_left(traced, left))
-        choice = _choice(traced, scores, sizes, what, target, options, costs, (args, kwargs), whole)
-        if choice.stopped and what != "params":  # parameters are known when it is cut: biases may be added
-            seen.append(figure(choice.remains, choice.spread))
-            if what == "latency" and choice.remains <= target and len(seen) < _TRIES:  # less can be had: the times vary
-                continue
-            raise ValueError(_with_tries(choice.stopped, seen))
+        choice = budget.choose(scores)
         keep = keep_of(scores, choice.counts)
-        made = make(model, traced, keep, args, kwargs)
-        inexact = [g for g in scores if g in made.reasons] if options.get("exact_only") else []
+        made = make(model, traced, keep, bias=request.bias)
+        inexact = [g for g in scores if g in made.reasons] if request.exact_only else []
         if inexact:
             left |= {g: f"exact_only: {made.reasons[g]}" for g in inexact}
             scores = {g: s for g, s in scores.items() if g not in left}
             continue
-        counts = {g.atom: n for g, n in choice.counts.items()}
-        counted = _check_runs(traced, made.small, args, kwargs, sizes.flops(counts), keep)
-        unfitted = _repair(made, model, data, options, whole is model)
-        timing = times(whole, made.small, (args, kwargs)) if what == "latency" else None
-        totals = _totals(model, made.small, sizes, counted, timing)
-        miss = _miss(what, target, totals, timing, made.cuts.added)
-        if miss is None:
+        counted = check_runs(traced, made.small, inputs, budget.flops(choice), keep)
+        unfitted = _repair_(made, model, request, entire=blocks is None)
+        reached = budget.judge(choice, made.small, made.cuts.added, counted)
+        if reached is not None:
             break
-        seen += [] if timing is None else [figure(timing.ratio, timing.spread)]
-        # what was cut says more than what was foreseen: which biases are added, how fast it is now
-        if not (sizes.learn(made.cuts.added, counts) if what == "params" else what == "latency" and len(seen) < _TRIES):
-            raise ValueError(_with_tries(choice.stopped or miss, seen))
-    optimizer = options.get("optimizer")
-    state = {} if optimizer is None else sliced_state(optimizer, model, made.cuts)
-    measured = "" if timing is None else f" (measured {figure(timing.ratio, timing.spread)})"
-    rest = f"scope={options.get('scope', 'global')}, multiple_of={options.get('multiple_of', 1)}"
-    recipe = f"{criterion}, {what}={target:g}{measured}, {rest}"
-    plan = _plan(recipe, model, traced, choice, made, left, totals, (args, kwargs))
+    plan = _plan(request, whole, traced, choice, made, left, reached, inputs)
     plan.skipped |= unfitted
-    return Done(made.small, plan, state)
+    if blocks is not None:
+        _add_blocks(plan, blocks, request)
+    return made.small, plan
 
 
-def _with_tries(text: str, seen: Sequence[str]) -> str:
-    return f"{text} Measured, one try after the other: {', '.join(seen)}." if len(seen) > 1 else text
-
-
-def _choice(
-    traced: Trace,
-    scores: Scores,
-    sizes: SizeModel,
-    what: str,
-    target: float,
-    options: Options,
-    costs: Mapping[Group, float] | None,
-    inputs: tuple[Any, Any],
-    whole_model: nn.Module,
-) -> Choice:
-    given = options.get("floor")
-    floor = min(0.1, target) if given is None else float(given)
-    floors = {g: min(g.size, max(1, math.ceil(floor * g.size))) for g in scores}
-    knob = Knob(traced, scores, floors, options.get("scope", "global"), options.get("multiple_of", 1), costs)
-    whole = {"params": sizes.params({}), "flops": sizes.flops({}), "channels": sum(g.size for g in scores)}
-    if not whole.get(what, 1):
-        raise ValueError(f"{what}={target:g}: the model has no {what} to count on these inputs; ask for another target")
-
-    def measure(counts: Mapping[Group, int]) -> float | Timing:
-        if what == "channels":
-            return sum(counts.values()) / whole["channels"]
-        if what == "latency":
-            small = make(traced.model, traced, keep_of(scores, counts), *inputs).small
-            return times(whole_model, small, inputs, lambda t: tells(t, target), seconds=(0.1, 1.0))
-        atoms = {g.atom: n for g, n in counts.items()}
-        return (sizes.params(atoms) if what == "params" else sizes.flops(atoms)) / whole[what]
-
-    return choose(knob, measure, target, what)
-
-
-def _costs(sizes: SizeModel, scores: Scores, what: str) -> dict[Group, float]:
-    """What one unit of each group adds to what the target counts (FLOPs stand for time)."""
-    if what == "channels":
-        return dict.fromkeys(scores, 1.0)
-    count = sizes.params if what == "params" else sizes.flops
-    whole = count({})
-    return {g: float(max(1, whole - count({g.atom: g.size - 1}))) for g in scores}
-
-
-def _repair(made: Made, model: nn.Module, data: Iterable[Any] | None, options: Options, entire: bool) -> dict[str, str]:
-    """Repairs from data, as asked; the layers that could not be refitted, and why. `entire`: no block of the model went."""
-    from .calibrate import reestimate_, refit_
-
-    left: dict[str, str] = {}
-    if options.get("refit"):
-        assert data is not None
-        left = {name: f"not refitted: {why}" for name, why in refit_(made.small, model, made.cuts, data).items()}
-        before = {name for name, _ in model.named_parameters()}
-        made.cuts.added.update({n: tuple(p.shape) for n, p in made.small.named_parameters() if n not in before})
-    if options.get("reestimate"):
-        assert data is not None
-        # without its blocks, the statistics that the model learned are of another one
-        reestimate_(made.small, data, *((model, made.cuts) if entire else (None, None)))
-    return left
-
-
-def _check_runs(
-    traced: Trace, small: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], expected: int, keep: Keep
-) -> int:
-    """The small model runs, gives what the model gave in the same shapes, also for two batches in one; its FLOPs."""
-    shapes, doubled = traced.record.output_shapes, _doubled(traced, args, kwargs)
-    if doubled is not None:  # when this is fine, so is one batch
-        with contextlib.suppress(Exception):
-            if outline(small, *doubled)[0] == [(2 * s[0], *s[1:]) for s in shapes]:
-                return expected
-    try:
-        found, flops = outline(small, args, kwargs)
-    except Exception as error:
-        raise RuntimeError(
-            f"the cut model does not run: {type(error).__name__}: {error}. The model is as it was; exclude the layer that fails"
-        ) from error
-    if shapes != found and not _alike(found, shapes, outline(silence_(copied(traced.model), traced, keep), args, kwargs)[0]):
-        raise ValueError(
-            f"the cut model answers with shapes {found} instead of {shapes}; where values decide on shapes (predicted lengths, "
-            "thresholds), exclude the layers that make them. The model is as it was."
-        )
-    if doubled is not None:
-        try:
-            outline(small, *doubled)
-        except Exception as error:
-            if _runs(traced.model, *doubled):
-                raise RuntimeError(
-                    f"the cut model does not run on twice the batch: {error}. The model is as it was."
-                ) from error
-    return flops
-
-
-def _alike(found: Shapes, whole: Shapes, masked: Shapes) -> bool:
-    """The same shapes, but for sizes that values decide on (predicted lengths): those that masking alone changes, too."""
-    if [len(s) for s in found] != [len(s) for s in whole] or [len(s) for s in masked] != [len(s) for s in whole]:
-        return False
-    sizes = (zip(*triple) for triple in zip(found, whole, masked))
-    return all(size == old or old != silent for three in sizes for size, old, silent in three)
-
-
-def _runs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    try:
-        outline(model, args, kwargs)
-    except Exception:
-        return False
-    return True
-
-
-def _doubled(traced: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The inputs with the batch twice; None where they have no common batch, or where a weight has the size of the batch."""
-    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-    if not tensors or any(t.dim() == 0 or t.shape[0] != tensors[0].shape[0] for t in tensors):
-        return None
-    tied = {a.size for axes in traced.dims.values() for e in axes for a in atoms(e) if a.frozen == GIVEN}
-    if tensors[0].shape[0] in tied:
-        return None
-    twice = [torch.cat([v, v]) if isinstance(v, Tensor) else v for v in (*args, *kwargs.values())]
-    return tuple(twice[: len(args)]), dict(zip(kwargs, twice[len(args) :]))
-
-
-def _totals(
-    model: nn.Module, small: nn.Module, sizes: SizeModel, counted: int, timing: Timing | None
-) -> dict[str, tuple[float, float]]:
-    params = tuple(sum(p.numel() for p in m.parameters()) for m in (model, small))
-    totals: dict[str, tuple[float, float]] = {"params": (params[0], params[1]), "flops": (sizes.flops({}), counted)}
-    return totals if timing is None else totals | {"latency": (timing.dense, timing.small)}
-
-
-def _miss(
-    what: str, target: float, totals: Mapping[str, tuple[float, float]], timing: Timing | None, added: Iterable[str]
-) -> str | None:
-    """What the cut leaves, when that is not what was asked."""
-    if what == "channels":
-        return None  # exactly what was chosen
-    found, spread = totals[what][1] / totals[what][0], None if timing is None else timing.spread
-    if met(found, target, spread):
-        return None
-    names = list(added) if what == "params" else []
-    biases = f", with the {len(names)} biases that it adds ({', '.join(names[:3])})" if names else ""
-    return (
-        f"{what}={target:g} cannot be met within {within(target, spread)} of it: the cut that should leaves "
-        f"{figure(found, spread)}{biases}. {busy(target, spread)}The model is as it was."
+def _budget(
+    sizes: SizeModel, inputs: Inputs, baseline: Baseline, drop: Mapping[str, list[int]], request: ShrinkRequest
+) -> Budget:
+    names = {new: ratio for glob, ratio in request.ratios.items() for new in renamed(baseline.model, drop, [glob])}
+    priced = isinstance(request.criterion, UnitCriterion) and request.criterion.priced
+    return Budget(
+        sizes=sizes,
+        inputs=inputs,
+        baseline=baseline,
+        what=request.what,
+        target=request.target,
+        ratios=names,
+        scope=request.scope,
+        multiple_of=request.multiple_of,
+        floor=request.floor,
+        priced=priced,
+        bias=request.bias,
     )
 
 
+def _repair_(made: CutModel, model: nn.Module, request: ShrinkRequest, *, entire: bool) -> dict[str, str]:
+    """Repair the cut model from data, as asked. Returns the layers that could not be refitted, and why.
+
+    Without all of its blocks (`entire=False`), the learned statistics of the model no longer apply.
+    """
+    left: dict[str, str] = {}
+    if request.refit:
+        skipped = refit_(made.small, model, made.cuts, request.data, bias=request.bias)
+        left = {name: f"not refitted: {why}" for name, why in skipped.items()}
+    if request.reestimate:
+        reestimate_(made.small, request.data, *((model, made.cuts) if entire else (None, None)))
+    return left
+
+
+# --- the plan -------------------------------------------------------------------------------------------------------
+
+
 def _plan(
-    recipe: str,
-    model: nn.Module,
+    request: ShrinkRequest,
+    whole: nn.Module,
     traced: Trace,
-    choice: Choice,
-    made: Made,
+    choice: ChosenCounts,
+    made: CutModel,
     left: Mapping[Group, str],
-    totals: dict[str, tuple[float, float]],
-    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    reached: Reached,
+    inputs: Inputs,
 ) -> Shrunk:
     names, fewer = names_of(traced), {g.atom: g for g, n in choice.counts.items() if n < g.size}
     reasons = dict(made.reasons)
-    for together in tied(traced, fewer):  # what cannot be cut alone is as exact as the rest of it
+    for together in tied(traced, fewer):  # groups that can only be cut together are exact together
         worst = next((g for g in together if g in made.reasons), None)
         if worst is not None:
             reasons |= {g: f"is cut together with {names[worst]}, which is not" for g in together if g not in made.reasons}
-    rows = [
-        Row(names[g], g.size, n, reasons.get(g), tuple(dict.fromkeys(m.tensor for m in g.members)))
+    groups = [
+        GroupCut(names[g], g.size, n, reasons.get(g), tuple(dict.fromkeys(m.tensor for m in g.members)))
         for g, n in choice.counts.items()
     ]
-    stale = undetermined(traced, {atom: choice.counts[g] for atom, g in fewer.items()})
+    unknown = undetermined(traced, {atom: choice.counts[g] for atom, g in fewer.items()})
     skipped = {**{names[g]: why for g, why in left.items()}, **traced.skipped}
-    skipped |= dict.fromkeys(stale, "a number that the traced run did not read; what it should be now is not known")
+    skipped |= dict.fromkeys(unknown, "a number that the traced run did not read; its new value is not known")
     moved = {names[g]: why for g, why in choice.moved.items()}
-    return Shrunk(recipe, rows, skipped, moved, made.cuts, totals, made.small, model, inputs)
+    recipe = request.recipe(reached.measured)
+    return Shrunk(recipe, groups, skipped, moved, made.cuts, reached.totals, made.small, whole, inputs, reached.note)
+
+
+def _add_blocks(plan: Shrunk, blocks: RemovedBlocks, request: ShrinkRequest) -> None:
+    """Put the removed blocks before the cut units."""
+    plan.recipe = f"{_depth_recipe(blocks, request)}, then {plan.recipe} (fractions of the whole model)"
+    plan.cuts.attributes[:0] = blocks.cuts.attributes
+    plan.cuts.drop, plan.cuts.lengths = blocks.cuts.drop, blocks.cuts.lengths
+    plan.groups[:0] = _block_rows(blocks)
+    plan.skipped |= blocks.kept
+
+
+def _depth_recipe(blocks: RemovedBlocks, request: ShrinkRequest) -> str:
+    return f"depth={request.depth:g} by the change of the output ({blocks.effect:.3g})"
+
+
+def _block_rows(blocks: RemovedBlocks) -> list[GroupCut]:
+    return [GroupCut(b.path, b.before, b.after, b.why, b.removed) for b in blocks.lists]
 
 
 def _nothing_left(traced: Trace, left: Mapping[Group, str]) -> str:
     reasons = list(dict.fromkeys((*left.values(), *traced.skipped.values())))
     shown = "; ".join(reasons[:6]) or "no tensor has units"
-    return f"no group of {type(traced.model).__name__} is left to cut ({shown}). The model is as it was."
+    return f"no group of {type(traced.model).__name__} is left to cut ({shown}). The model is unchanged."
+
+
+def _carry_gradients(model: nn.Module, small: nn.Module, cuts: Cuts) -> None:
+    """Copy the kept part of each gradient to the small model: copy.deepcopy leaves gradients behind."""
+    if all(p.grad is None for p in model.parameters()):
+        return
+    new = dict(owned_tensors(small).values())
+    with without(model, cuts.drop):
+        for name, tensor in owned_tensors(model).values():
+            if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+                new[name].grad = select_indices(tensor.grad.detach().clone(), cuts.tensors.get(name, {}))

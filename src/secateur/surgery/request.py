@@ -1,30 +1,30 @@
-"""What was asked of `shrink`: its keywords, and the checks on them that come before anything runs."""
+"""The request: the keywords of `shrink` as one frozen value, and the checks that come before anything runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._tree import check_unpacked, nearest
-from ..axes import Group
+from ..criteria import Criterion
 from ..criteria import criterion as as_criterion
 from ..stats import Loss, check_evidence
 from ..targeting import globs_of
-from ..trace import Trace
-from .budget import SCOPES
-from .calibrate import UnitCriterion
+from .calibrate import UNIT_CRITERIA, Repair, UnitCriterion, list_batches
+from .search import SCOPES
 
 TARGETS = ("channels", "params", "flops", "latency")
+AnyCriterion = Criterion | UnitCriterion | Callable[..., Tensor] | str
 
 
-class Options(TypedDict, total=False):
-    """The keywords of `shrink` and `shrink_`."""
+class ShrinkOptions(TypedDict, total=False):
+    """The keywords of `shrink`, for the type checker: `shrink_` passes them on."""
 
-    channels: float | None
+    channels: float | Mapping[str, float] | None
     params: float | None
     flops: float | None
     latency: float | None
@@ -39,101 +39,150 @@ class Options(TypedDict, total=False):
     exact_only: bool
     reestimate: bool
     refit: bool
+    bias: bool
 
 
-def target_of(options: Options) -> tuple[str, float]:
-    asked = {key: value for key in TARGETS if (value := options.get(key)) is not None}
-    if len(asked) != 1:
-        said = ", ".join(f"{key}={value}" for key, value in asked.items()) or "none of them"
+@dataclass(frozen=True, kw_only=True)
+class ShrinkRequest:
+    """What one call of `shrink` asks for. The defaults are those of the signature of `shrink`."""
+
+    criterion: Any
+    channels: float | Mapping[str, float] | None
+    params: float | None
+    flops: float | None
+    latency: float | None
+    depth: float | None
+    multiple_of: int
+    scope: str
+    exclude: Any
+    floor: float | None
+    data: Any
+    loss: Loss | None
+    optimizer: torch.optim.Optimizer | None
+    exact_only: bool
+    reestimate: bool
+    refit: bool
+    bias: bool
+
+    @property
+    def what(self) -> str:
+        """The target: one of `TARGETS`, or "" where only `depth` is given."""
+        return next((key for key in TARGETS if getattr(self, key) is not None), "")
+
+    @property
+    def target(self) -> float:
+        """The fraction that remains; 1 where there is none, or where there is one for each name."""
+        value = getattr(self, self.what) if self.what else 1.0
+        return 1.0 if isinstance(value, Mapping) else float(value)
+
+    @property
+    def ratios(self) -> Mapping[str, float]:
+        """The ratios by name of `channels={glob: ratio}`; else empty."""
+        return self.channels if isinstance(self.channels, Mapping) else {}
+
+    @property
+    def repair(self) -> Repair:
+        return "refit" if self.refit else "reestimate" if self.reestimate else "none"
+
+    def recipe(self, measured: str = "") -> str:
+        """The request in one line; `measured`: the latency that was reached."""
+        asked = dict(self.ratios) if self.ratios else f"{self.target:g}"
+        return f"{self.criterion}, {self.what}={asked}{measured}, scope={self.scope}, multiple_of={self.multiple_of}"
+
+
+def check_request(request: ShrinkRequest) -> ShrinkRequest:
+    """The request with `criterion`, `exclude` and `data` in their final form. Raises where the keywords make no sense."""
+    _check_targets(request)
+    if request.scope not in SCOPES:
         raise ValueError(
-            "say what remains with one of channels=, params=, flops=, latency= (0.5 is half), with depth=, or with depth= and "
-            f"one of them; given: {said}"
+            f"scope={request.scope!r} must be one of {', '.join(map(repr, SCOPES))}.{nearest(str(request.scope), SCOPES)}"
         )
-    ((what, value),) = asked.items()
-    _check_fraction(what, value)
-    return what, float(value)
-
-
-def _check_fraction(what: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise ValueError(f"{what}={value!r} is the fraction that remains: a number above 0 and at most 1")
-
-
-def check(options: Options) -> None:
-    """Raises unless the keywords make sense, each by itself and together."""
-    scope, multiple, floor = options.get("scope", "global"), options.get("multiple_of", 1), options.get("floor")
-    if unknown := set(options) - set(Options.__annotations__):
-        name = sorted(unknown)[0]
-        raise TypeError(f"shrink_ has no argument {name!r}.{nearest(name, Options.__annotations__)}")
-    if options.get("depth") is not None:
-        _check_fraction("depth", options.get("depth"))
-    if scope not in SCOPES:
-        raise ValueError(f"scope={scope!r} must be one of {', '.join(map(repr, SCOPES))}.{nearest(str(scope), SCOPES)}")
-    if not isinstance(multiple, int) or isinstance(multiple, bool) or multiple < 1:
-        raise ValueError(f"multiple_of={multiple!r} must be a whole number from 1 on, such as 8")
-    if floor is not None and (isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 <= floor <= 1):
-        raise ValueError(f"floor={floor!r} is the fraction of its units that every group keeps: a number from 0 to 1")
-    if (options.get("reestimate") or options.get("refit")) and options.get("data") is None:
-        raise ValueError("reestimate= and refit= work on data, so pass data= (an iterable of batches)")
-    if options.get("data") is not None:
-        check_evidence(frozenset(), options.get("data"), options.get("loss"))
-    optimizer = options.get("optimizer")
+    if not isinstance(request.multiple_of, int) or isinstance(request.multiple_of, bool) or request.multiple_of < 1:
+        raise ValueError(f"multiple_of={request.multiple_of!r} must be a whole number from 1 on, such as 8")
+    if request.floor is not None and (not _is_number(request.floor) or not 0 <= request.floor <= 1):
+        raise ValueError(f"floor={request.floor!r} must be a number from 0 to 1: the fraction of its units that a group keeps")
+    optimizer = request.optimizer
     if optimizer is not None and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
         raise TypeError(f"optimizer={optimizer!r} must be the torch.optim.Optimizer of this model, or left out")
-    if options.get("refit") and options.get("depth") is not None and all(options.get(key) is None for key in TARGETS):
+    return replace(request, criterion=_criterion(request.criterion), exclude=_exclude(request.exclude), data=_data(request))
+
+
+def _check_targets(request: ShrinkRequest) -> None:
+    asked = {key: value for key in TARGETS if (value := getattr(request, key)) is not None}
+    if len(asked) > 1 or (not asked and request.depth is None):
+        given = ", ".join(f"{key}={value}" for key, value in asked.items()) or "none of them"
         raise ValueError(
-            "refit=True fits the layers that lost inputs, and depth= alone takes whole blocks: no layer loses any. Ask for "
-            f"one of {', '.join(f'{key}=' for key in TARGETS)} too, or for reestimate=True, or leave refit= out"
+            "shrink needs one of channels=, params=, flops=, latency= (the fraction that remains: 0.5 is half), depth=, or "
+            f"depth= and one of the others; given: {given}"
         )
+    if isinstance(request.channels, Mapping):
+        if not request.channels:
+            raise ValueError("channels={} names no group; write channels={'layer1.*': 0.5}, or one number for all groups")
+        asked = {f"channels[{name!r}]": ratio for name, ratio in request.channels.items()}
+    for name, value in {**asked, **({} if request.depth is None else {"depth": request.depth})}.items():
+        if not _is_number(value) or not 0 < value <= 1:
+            raise ValueError(f"{name}={value!r} is the fraction that remains: a number above 0 and at most 1")
+    if request.refit and request.depth is not None and not request.what:
+        raise ValueError(
+            "refit=True fits the layers that lost inputs, and depth= alone removes whole blocks, so no layer loses any. Ask "
+            f"for one of {', '.join(f'{key}=' for key in TARGETS)} too, or for reestimate=True, or leave refit= out"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _criterion(given: Any) -> Criterion | UnitCriterion:
+    if isinstance(given, str) and given in UNIT_CRITERIA:
+        return UNIT_CRITERIA[given]
+    return given if isinstance(given, UnitCriterion) else as_criterion(given)
+
+
+def _exclude(given: Any) -> tuple[str, ...]:
+    if given is None:
+        raise TypeError("exclude=None must be a name or glob such as 'encoder.*', or several; leave it out to exclude nothing")
+    return globs_of("exclude", given)
+
+
+def _data(request: ShrinkRequest) -> Iterable[Any] | None:
+    """The batches. An iterator becomes a list, because several steps read the data."""
+    data = request.data
+    if data is None:
+        if request.reestimate or request.refit:
+            raise ValueError("reestimate= and refit= work on data, so pass data= (an iterable of batches)")
+        return None
+    check_evidence(frozenset(), data, request.loss)
+    several = request.depth is not None or request.reestimate or request.refit or iter(data) is data
+    return list_batches(data) if several else data
 
 
 def check_model(model: Any) -> None:
-    """Raises for a model that could be traced, and not be cut."""
+    """Raises for a model that can be traced but not cut."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"shrink() wants a torch.nn.Module, got {type(model).__name__}")
     check_unpacked(model, "shrink cuts dense weights")
     if torch.get_default_device().type == "meta":
-        raise ValueError("the default device is meta, where nothing has a value; call shrink under `with torch.device('cpu'):`")
+        raise ValueError("the default device is meta, which holds no values; call shrink under `with torch.device('cpu'):`")
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             where = f"module {name!r}" if name else "the model"
-            raise ValueError(f"{where} is compiled by torch.jit, so its code is fixed; cut it first and script what comes out")
+            raise ValueError(
+                f"{where} is compiled by torch.jit, so its code is fixed; shrink it first and script what comes out"
+            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if nn.parameter.is_lazy(tensor):
-            raise ValueError(f"{name!r} belongs to a lazy module and has no shape yet; run the model once first")
-        if tensor.is_inference() and not torch.is_inference_mode_enabled():
-            raise ValueError(
-                f"{name!r} was made in inference mode, where it stays; make the model outside of it, or cut it inside"
-            )
-        if tensor.is_meta:
-            raise ValueError(
-                f"{name!r} is on the meta device and holds no numbers: no unit can be told from another; load its weights first"
-            )
+        _check_tensor(name, tensor)
 
 
-def check_criterion(criterion: Any) -> None:
-    if not isinstance(criterion, UnitCriterion):
-        as_criterion(criterion)
-
-
-def names_to_leave(exclude: Any) -> tuple[str, ...]:
-    """`exclude` as globs."""
-    if exclude is None:
-        raise TypeError("exclude=None must be a name or glob such as 'encoder.*', or several of them; to cut all, leave it out")
-    return globs_of("exclude", exclude)
-
-
-def under(name: str, globs: Iterable[str]) -> bool:
-    """Whether a glob means this name, or a module that holds it."""
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[: n + 1]), glob) for glob in globs for n in range(len(parts)))
-
-
-def excluded(traced: Trace, globs: str | Iterable[str]) -> dict[Group, str]:
-    """The groups that excluded names carry: all of a name keeps its shape."""
-    globs = names_to_leave(globs)
-    modules = [name for name, _ in traced.model.named_modules() if name]
-    for glob in globs:
-        if not any(fnmatchcase(name, glob) for name in (*traced.dims, *modules)):
-            raise ValueError(f"exclude={glob!r} matches no tensor and no module.{nearest(glob, (*traced.dims, *modules))}")
-    return {g: "excluded" for g in traced.prunable if any(under(m.tensor, globs) for m in g.members)}
+def _check_tensor(name: str, tensor: Tensor) -> None:
+    if nn.parameter.is_lazy(tensor):
+        raise ValueError(f"{name!r} belongs to a lazy module and has no shape yet; run the model once first")
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{name!r} was made in inference mode and cannot be changed outside of it; create the model outside of it, "
+            "or call shrink inside"
+        )
+    if tensor.is_meta:
+        raise ValueError(
+            f"{name!r} is on the meta device and holds no numbers, so units have no scores; load its weights first"
+        )

@@ -1,24 +1,23 @@
-"""The plan of a cut: what went from which group, whether that is exact, what was left alone, and the totals."""
+"""The plan of a cut: what was removed from which group, whether that is exact, what was left whole, and the totals."""
 
 from __future__ import annotations
 
-import html
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
 
-from ..edit import Cuts, split_inputs
+from ..display import Table, notes_by_reason
+from ..edit import Cuts, Inputs, split_inputs
 from .verify import Verified, verify
 
 
 @dataclass(frozen=True)
-class Row:
-    """One group: its name (the first tensor that makes its units), units before and after, and why it is not exact, if so.
+class GroupCut:
+    """One group of units. `name`: the first tensor that produces them; `why`: the reason, if the cut is not exact.
 
-    For a list of blocks: its path, blocks before and after, and as members the blocks that went.
+    For a list of blocks: its path, the number of blocks before and after, and the removed blocks as members.
     """
 
     name: str
@@ -30,95 +29,105 @@ class Row:
 
 @dataclass
 class Shrunk:
-    """What `shrink` did. `groups`: a row for each that may be cut. `skipped`: what was left alone, and why.
+    """What `shrink` did. `print(plan)` shows it as a table.
 
-    `moved`: groups that kept another number of units than the ranking gave them, and why. `cuts`: the cut as plain data.
-    `totals`: before and after. `errors`: what `verify` measured.
+    `groups`: one entry for each group that may be cut. `skipped`: what was left whole, and why. `moved`: groups that keep
+    another number of units than their scores give them, and why. `cuts`: the cut as plain data. `totals`: sizes before and
+    after. `note`: what was reached, where whole units cannot meet the target. `errors`: the errors that `verify` measured.
     """
 
     recipe: str
-    groups: list[Row]
+    groups: list[GroupCut]
     skipped: dict[str, str]
     moved: dict[str, str]
     cuts: Cuts
     totals: dict[str, tuple[float, float]]
     small: nn.Module = field(repr=False)
     original: nn.Module | None = field(repr=False)
-    inputs: tuple[tuple[Any, ...], dict[str, Any]] = field(repr=False)
+    inputs: Inputs = field(repr=False)
+    note: str = ""
     errors: dict[str, float] = field(default_factory=dict)
+    restore_: Callable[[], None] | None = field(default=None, repr=False)
 
-    def verify(self, inputs: Any = None, *, original: nn.Module | None = None, each: bool = True) -> Verified:
-        """Compare the small model with the masked one in float64, per group and in all; `inputs` as for `shrink`.
+    def verify(self, inputs: Any = None, *, original: nn.Module | None = None, groups: bool = False) -> Verified:
+        """Compare the small model with the masked one in float64; `inputs` as for `shrink`.
 
-        After `shrink_` the model before the cut is gone: pass a copy of it as `original`.
+        This takes four runs of the model. With `groups=True`, every group is also cut alone, which takes several runs for each.
+        After `shrink_` the original is gone: pass a copy that was made before the cut as `original`.
         """
         dense = original or self.original
         if dense is None:
             raise ValueError(
                 "the model was cut in place, so there is nothing to compare with; pass original= (a copy made before the cut)"
             )
-        args, kwargs = self.inputs if inputs is None else split_inputs(inputs)
-        if self.cuts.drop:
-            from .depth import verify_blocks
-
-            found = verify_blocks(dense, self.small, self.cuts, (args, kwargs), each=each)
-        else:
-            found = verify(dense, self.small, self.cuts, args, kwargs, each=each)
+        found = verify(dense, self.small, self.cuts, self.inputs if inputs is None else split_inputs(inputs), groups=groups)
         self.errors = found.groups
         return found
 
+    def undo_(self) -> None:
+        """Give the model its original sizes and weights back, bit for bit. For `shrink_(..., keep_dense=True)`.
+
+        `shrink` returns a copy and leaves the model as it is, so there is nothing to undo.
+        """
+        if self.original is not None:
+            raise ValueError("shrink made a copy, and the original is unchanged: use plan.original")
+        if self.restore_ is None:
+            raise ValueError(
+                "this plan kept no dense weights, or was undone before; call shrink_(..., keep_dense=True) to be able to undo"
+            )
+        self.restore_()
+        self.restore_ = None
+
     def metrics(self) -> dict[str, Any]:
-        """The counts, as plain numbers: in all, and for each group."""
+        """The counts as plain numbers: in total and for each group."""
         totals = {f"{key}_{when}": value for key, pair in self.totals.items() for when, value in zip(("before", "after"), pair)}
         return {
             **totals,
             **{key: after / before for key, (before, after) in self.totals.items() if before},
-            "exact": all(row.why is None for row in self.groups if row.after < row.before),
+            "exact": all(group.why is None for group in self.groups if group.after < group.before),
             "skipped": len(self.skipped),
-            "groups": {row.name: {"before": row.before, "after": row.after, "exact": row.why is None} for row in self.groups},
+            "groups": {g.name: {"before": g.before, "after": g.after, "exact": g.why is None} for g in self.groups},
         }
 
-    def _rows(self) -> list[tuple[str, ...]]:
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain data, without models and without the kept indices (those are in `cuts`)."""
+        return {
+            "recipe": self.recipe,
+            "note": self.note,
+            "groups": [{**asdict(group), "members": list(group.members)} for group in self.groups],
+            "skipped": dict(self.skipped),
+            "moved": dict(self.moved),
+            "totals": {key: list(pair) for key, pair in self.totals.items()},
+            "errors": dict(self.errors),
+            "added": {name: list(shape) for name, shape in self.cuts.added.items()},
+        }
+
+    def _table(self) -> Table:
         rows = []
-        for row in self.groups:
-            state = "whole" if row.after == row.before else "exact" if row.why is None else "not exact"
-            if row.name in self.errors:
-                state += f", error {self.errors[row.name]:.1e}"
-            rows.append((row.name, _short(row.members), f"{row.before:,}", f"{row.after:,}", state))
+        for group in self.groups:
+            state = "whole" if group.after == group.before else "exact" if group.why is None else "not exact"
+            if group.name in self.errors:
+                state += f", error {self.errors[group.name]:.1e}"
+            rows.append((group.name, _short(group.members), f"{group.before:,}", f"{group.after:,}", state))
         totals = [
             (key, "", _number(before), _number(after), f"{after / before:.1%} remain" if before else "")
             for key, (before, after) in self.totals.items()
         ]
-        return [*rows, *totals]
-
-    def _notes(self) -> list[str]:
-        why = {row.name: row.why for row in self.groups if row.why is not None and row.after < row.before}
-        return [*_grouped("not exact", why), *_grouped("moved", self.moved), *_grouped("left alone", self.skipped)]
+        why = {g.name: g.why for g in self.groups if g.why is not None and g.after < g.before}
+        notes = [
+            *([self.note] if self.note else []),
+            *notes_by_reason("not exact", why),
+            *notes_by_reason("moved", self.moved),
+            *notes_by_reason("left alone", self.skipped),
+        ]
+        header = ("group", "members", "units", "kept", "")
+        return Table(header, rows, totals, right=(2, 3), title=self.recipe, notes=notes)
 
     def __str__(self) -> str:
-        rows = self._rows()
-        widths = [max(len(row[i]) for row in (_HEADER, *rows)) for i in range(len(_HEADER))]
-
-        def line(row: Sequence[str]) -> str:
-            cells = [c.rjust(w) if i in (2, 3) else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))]
-            return "  ".join(cells).rstrip()
-
-        rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-        body, totals = rows[: len(self.groups)], rows[len(self.groups) :]
-        return "\n".join([self.recipe, line(_HEADER), rule, *map(line, body), rule, *map(line, totals), *self._notes()])
+        return str(self._table())
 
     def _repr_html_(self) -> str:
-        def row(cells: Iterable[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-        body = "".join(row(cells, "td") for cells in self._rows())
-        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self._notes())
-        left = f"<details><summary>{len(self.skipped)} left alone</summary><ul>{notes}</ul></details>" if notes else ""
-        head = f"<caption>{html.escape(self.recipe)}</caption><thead>{row(_HEADER, 'th')}</thead>"
-        return f"<table>{head}<tbody>{body}</tbody></table>{left}"
-
-
-_HEADER = ("group", "members", "units", "kept", "")
+        return self._table().html(f"{len(self.skipped)} left alone")
 
 
 def _short(members: Sequence[str]) -> str:
@@ -127,12 +136,3 @@ def _short(members: Sequence[str]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value * 1e3:,.2f} ms"
-
-
-def _grouped(title: str, reasons: Mapping[str, str | None]) -> list[str]:
-    """A line for each reason, with the names it holds for."""
-    lines = []
-    for reason, number in Counter(reasons.values()).items():
-        names = [name for name, why in reasons.items() if why == reason]
-        lines.append(f"{title}, {number}: {reason} ({', '.join(names[:4])}{', ...' if number > 4 else ''})")
-    return lines

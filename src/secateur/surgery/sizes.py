@@ -1,4 +1,4 @@
-"""What a cut leaves: parameters and FLOPs predicted from the traced axes without running anything, times measured."""
+"""Sizes: parameters and FLOPs of a cut model, predicted from the traced axes, and its latency, measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,18 +21,18 @@ from ..ops import flop_formula
 from ..trace import Outlined, Ref, Trace, ValueRead, output_shapes
 
 Counts = Mapping[Atom, int]
-_STRETCHES = 8  # of a measurement, each with a median of its own
+_PARTS = 8  # of a measurement: each has a median of its own
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """The shape of a tensor in the run, as places in the list of axes."""
+    """The shape of a tensor of the run, as positions in the list of axes."""
 
     places: tuple[int, ...]
 
 
 class _Bias(NamedTuple):
-    """A bias that a cut adds: its axis (None: its length is fixed), and the other axes of the weight beside it."""
+    """A bias that a cut adds: its axis (None: its length is fixed), and the other axes of its layer's weight."""
 
     output: int | None
     fixed: int
@@ -43,13 +43,13 @@ class _Bias(NamedTuple):
 
 
 class SizeModel:
-    """Parameters and FLOPs of the traced model as functions of how many units its atoms keep."""
+    """Parameters and FLOPs of the traced model as functions of the number of units that each atom keeps."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.axes: list[Expr] = []  # every axis once, however many tensors have it
+        self.axes: list[Expr] = []  # every axis once, also where several tensors have it
         self.at: dict[Any, int] = {}
-        self.biases: dict[str, _Bias] = {}  # those that a cut is known to add
+        self.biases: dict[str, _Bias] = {}  # the biases that earlier cuts added
         self.tried: list[frozenset[str]] = [frozenset()]
         owned = owned_tensors(trace.model).values()
         self.weights = [self.shape(trace.dims[name]) for name, tensor in owned if isinstance(tensor, nn.Parameter)]
@@ -79,9 +79,9 @@ class SizeModel:
         return added + sum(math.prod(sizes[i] for i in shape.places) for shape in self.weights)
 
     def learn(self, added: Mapping[str, tuple[int, ...]], counts: Counts) -> bool:
-        """Count from now on the biases that a cut to `counts` was seen to add, where a cut takes inputs from their layers.
+        """Count the biases that a cut to `counts` added, from now on, wherever a cut takes inputs from their layers.
 
-        With those that are known, else (when they are no news, and some of them did not come) alone; False: both were tried.
+        They are counted with the known ones, or alone where that combination was tried before. False: both were tried.
         """
         for names in (frozenset(self.biases) | added.keys(), frozenset(added)):
             if names not in self.tried:
@@ -92,7 +92,7 @@ class SizeModel:
         return False
 
     def bias(self, name: str, length: int, counts: Counts) -> _Bias:
-        """The bias beside a weight: as long as the axis of the weight that makes the outputs, if one is as long as it is."""
+        """A new bias. Its axis is the output axis of its layer's weight, if that has the length of the bias."""
         path, _, local = name.rpartition(".")
         axes = self.trace.dims.get(f"{path}.{local.replace('bias', 'weight')}".removeprefix("."), [])
         first = 1 if getattr(self.trace.model.get_submodule(path), "transposed", False) else 0
@@ -115,12 +115,12 @@ class SizeModel:
         )
 
 
-class Counting(TorchDispatchMode):
-    """Counts the FLOPs of what runs inside, by torch's formulas (its own counter also follows modules, which not all bear)."""
+class FlopCount(TorchDispatchMode):
+    """Counts the FLOPs of the operators that run inside. (Torch's counter adds hooks to modules, which some models reject.)"""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and torch would load all of torch._dynamo: seconds
+        return False  # nothing is compiled here, and loading torch._dynamo takes seconds
 
     def __init__(self, outlined: Outlined | None = None) -> None:
         super().__init__()
@@ -143,17 +143,42 @@ def _sizes(value: Any) -> Any:
     return tuple(map(_sizes, value)) if isinstance(value, list | tuple) else value
 
 
-def outline(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[tuple[int, ...]], int]:
-    """The shapes that the model answers with, and its FLOPs; nothing heavy is computed unless its way depends on values."""
+def outline(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool = False
+) -> tuple[list[tuple[int, ...]], int]:
+    """The shapes that the model returns, and its FLOPs, in eval mode or in `training` mode. The model is unchanged.
+
+    Expensive operators are not computed, unless the run depends on their values.
+    """
+
+    @contextlib.contextmanager
+    def counting(counter: FlopCount) -> Iterator[None]:
+        if training:
+            model.train()
+        with counter:
+            yield
+
     for outlined in (Outlined(), None):
-        counter = Counting(outlined)
+        counter = FlopCount(outlined)
         with contextlib.suppress(ValueRead), plain_kernels():
-            return output_shapes(run(model, args, kwargs, under=counter)), counter.total
-    raise AssertionError("a run without outlines reads values as it likes")
+            return output_shapes(run(model, args, kwargs, under=counting(counter))), counter.total
+    raise AssertionError("a run that computes every operator raises no ValueRead")
 
 
-class Timing(NamedTuple):
-    """Seconds for a run of each of two models, and the spread of their ratio: twice its standard error."""
+def params_of(model: nn.Module) -> int:
+    """The number of parameters; a tied parameter counts once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def flops_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """The FLOPs of one run."""
+    with plain_kernels(), FlopCount() as counter:
+        run(model, args, kwargs)
+    return counter.total
+
+
+class LatencyRatio(NamedTuple):
+    """The seconds that each of two models takes for a run, and the spread of their ratio: twice its standard error."""
 
     dense: float
     small: float
@@ -164,28 +189,31 @@ class Timing(NamedTuple):
         return self.small / self.dense
 
 
-def times(
+def measure_latency(
     model: nn.Module,
     small: nn.Module,
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
-    enough: Callable[[Timing], bool] = lambda timing: timing.spread <= 0.02 * timing.ratio,
+    enough: Callable[[LatencyRatio], bool] = lambda timing: timing.spread <= 0.02 * timing.ratio,
     seconds: tuple[float, float] = (0.5, 5.0),
-) -> Timing:
-    """How long each takes in eval mode without gradients; the modes are put back. `seconds`: at least, and at most, unless
-    eight rounds take longer; in between, until it is `enough`."""
+) -> LatencyRatio:
+    """Time both models in turn, in eval mode without gradients.
+
+    `seconds`: how long to measure at least and at most, unless eight rounds take longer. In between, the measurement ends
+    when it is precise `enough`.
+    """
     with eval_mode(model, small), torch.no_grad():
         return _in_turn(lambda: model(*inputs[0], **inputs[1]), lambda: small(*inputs[0], **inputs[1]), enough, seconds)
 
 
 def _in_turn(
-    dense: Callable[[], Any], small: Callable[[], Any], enough: Callable[[Timing], bool], seconds: tuple[float, float]
-) -> Timing:
-    """Time both in turn until it is `enough`, in an even number of rounds: each comes first as often as the other."""
+    dense: Callable[[], Any], small: Callable[[], Any], enough: Callable[[LatencyRatio], bool], seconds: tuple[float, float]
+) -> LatencyRatio:
+    """Time both in an even number of rounds, so that each comes first equally often."""
     due = seconds[0]
 
     def done(found: Sequence[Sequence[float]], spent: float) -> bool:
         nonlocal due
-        if len(found[0]) % 2 or len(found[0]) < _STRETCHES or spent < due:
+        if len(found[0]) % 2 or len(found[0]) < _PARTS or spent < due:
             return False
         due = min(1.5 * spent, seconds[1])
         return spent >= seconds[1] or enough(_judged(list(zip(*found))))
@@ -194,11 +222,11 @@ def _in_turn(
     return _judged(list(zip(first.seconds, second.seconds)))
 
 
-def _judged(pairs: Sequence[tuple[float, ...]]) -> Timing:
-    """Medians of the times and of their ratios. Noise comes in bursts: the spread is that between stretches of the rounds."""
+def _judged(pairs: Sequence[tuple[float, ...]]) -> LatencyRatio:
+    """Medians of the times and of their ratios. Noise comes in bursts, so the spread is that between parts of the rounds."""
     ratios, whole = [s / d for d, s in pairs], statistics.median(d for d, _ in pairs)
     ratio = statistics.median(ratios)
-    ends = [i * len(ratios) // _STRETCHES for i in range(_STRETCHES + 1)]
+    ends = [i * len(ratios) // _PARTS for i in range(_PARTS + 1)]
     parts = [statistics.median(ratios[a:b]) for a, b in itertools.pairwise(ends)]
-    deviation = 1.48 * statistics.median(abs(part - ratio) for part in parts)  # the standard one, of normal noise
-    return Timing(whole, whole * ratio, 2 * 1.25 * deviation / _STRETCHES**0.5)  # medians err a quarter more than means
+    deviation = 1.48 * statistics.median(abs(part - ratio) for part in parts)  # the standard deviation, for normal noise
+    return LatencyRatio(whole, whole * ratio, 2 * 1.25 * deviation / _PARTS**0.5)  # a median varies a quarter more than a mean

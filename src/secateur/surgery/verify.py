@@ -1,33 +1,39 @@
-"""Whether a cut is exact: the small model against the masked one, in float64, on copies."""
+"""Checks whether a cut is exact: compares the small model with the masked one, in float64, on copies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from ..axes import Group, atoms, keep_mask
-from ..edit import Cuts, check_fits, copied, run, tensors_inside
-from ..trace import Trace, main_outputs, trace
+from ..axes import Atom, Group, atoms, keep_mask
+from ..edit import Cuts, Inputs, check_fits, copied, is_cut
+from ..trace import Trace, trace
+from .caches import without_caches
+from .compare import answer, difference, lost_finite, tensors_of
+from .cut import Keep
+from .depth import copied_without, skipping
 from .exact import units_along
-from .masked import make, names_of, silence_
+from .masked import make, mask_
+from .names import names_of
 
-_STILL = 1e-12
+_UNCHANGED = 1e-12
 
 
 @dataclass(frozen=True)
 class Verified:
-    """Relative differences between small and masked: `max_error` of the small model as it is now, and per group.
+    """Relative differences between the small model and the masked one: `max_error` for the small model as it is now.
 
-    The masked model is the original with the weights that make the removed units set to zero and their biases kept.
-    `groups`: each group cut alone (with those that its count is tied to), made anew. `recut`: all of them, made anew: what the
-    cut itself costs, without what the small model was given or has learnt since (a refit, training). Folded constants are
-    rounded to the model's dtype, so a float32 model can show 1e-8 here; in a float64 one it is 1e-16.
-    `moved`: whether masking changed the output at all; where it did not, equality says nothing.
+    The masked model is the original with removed blocks skipped and with the weights that produce removed units set to zero;
+    biases are kept. `moved`: whether masking changed the output at all; if not, equality proves nothing.
+
+    `groups` and `recut` are measured by `verify(groups=True)`. `groups`: the error of each group when it is cut alone (with the
+    groups that its count is tied to). `recut`: the error of the same cut made again, without later changes such as a refit or
+    training. Folded constants are rounded to the dtype of the model: the error of an exact cut is about 1e-8 in a float32 model
+    and 1e-16 in a float64 one.
     """
 
     max_error: float
@@ -38,74 +44,77 @@ class Verified:
     note: str = ""
 
     def __str__(self) -> str:
-        worst = max(self.groups.items(), key=lambda item: item[1], default=("no group", 0.0))
         text = f"max_error {self.max_error:.2e} in {self.dtype}"
         if self.recut is not None:
-            text += f" (cut made anew: {self.recut:.2e}; worst alone: {worst[0]}, {worst[1]:.2e})"
+            worst = max(self.groups.items(), key=lambda item: item[1], default=("no group", 0.0))
+            text += f" (the same cut made again: {self.recut:.2e}; worst group alone: {worst[0]}, {worst[1]:.2e})"
         if not self.moved:
-            text += "; the masked output is that of the dense model, so this says nothing: try other inputs"
+            text += "; masking did not change the output, so this proves nothing: try other inputs"
         return f"{text}; {self.note}" if self.note else text
 
 
-def verify(
-    original: nn.Module, small: nn.Module, cuts: Cuts, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, each: bool = True
-) -> Verified:
-    """Compare the small model with the masked one; `each`: also the cut made anew, of all and of every group by itself."""
+def verify(original: nn.Module, small: nn.Module, cuts: Cuts, inputs: Inputs, *, groups: bool = False) -> Verified:
+    """Compare the small model with the masked one, in four runs. `groups`: also cut each group alone, which takes longer."""
     check_fits(original, cuts)
     device = next((p.device.type for p in original.parameters()), "cpu")
-    try:
-        with torch.autocast(device, enabled=False):  # one around all this would round
-            return _compare(original, small, cuts, args, kwargs, each, torch.float64)
-    except Exception as error:
-        found = _compare(original, small, cuts, args, kwargs, each, None)
-        dtype = str(next(original.parameters()).dtype).removeprefix("torch.")
-        note = f"not in float64, where the model fails ({type(error).__name__}: {error})"
-        return Verified(found.max_error, found.groups, found.recut, found.moved, dtype, note)
+    with without_caches(original, inputs), without_caches(small, inputs):
+        try:
+            with torch.autocast(device, enabled=False):  # autocast around this call would round
+                return _compare(original, small, cuts, inputs, groups, torch.float64)
+        except Exception as error:
+            found = _compare(original, small, cuts, inputs, groups, None)
+            dtype = str(next(original.parameters()).dtype).removeprefix("torch.")
+            note = f"not in float64, where the model fails ({type(error).__name__}: {error})"
+            return replace(found, dtype=dtype, note=f"{note}; {found.note}" if found.note else note)
 
 
 def _compare(
-    original: nn.Module,
-    small: nn.Module,
-    cuts: Cuts,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    each: bool,
-    dtype: torch.dtype | None,
+    original: nn.Module, small: nn.Module, cuts: Cuts, inputs: Inputs, groups: bool, dtype: torch.dtype | None
 ) -> Verified:
-    traced = trace(original, args, kwargs)
-    keep = kept_units(traced, cuts)
-    wide_args, wide_kwargs = as_dtype(dtype, (args, dict(kwargs)))
-
-    def answer(model: nn.Module, masked: Mapping[Any, Tensor] | None = None) -> Any:
-        made = copied(model)
-        made = made if dtype is None else widened(made, dtype)
-        return run(made if masked is None else silence_(made, traced, masked), wide_args, wide_kwargs)
-
-    silent, dense = answer(original, keep), answer(original)
+    dense = answer(original, inputs, dtype)
     if dtype is not None and any(bool(t.isnan().any()) for t in tensors_of(dense)):
-        raise ArithmeticError("its answer is not a number there")
-    moved = difference(silent, dense) > _STILL
-    recut = difference(answer(make(original, traced, keep, args, kwargs).small), silent) if each else None
-    groups: dict[str, float] = {}
-    names = names_of(traced)
-    for together in tied(traced, keep) if each else ():
+        raise ArithmeticError("its output is NaN there")
+    skipped, middle, by_group, error, note = dense, original, dict[str, float](), 0.0, ""
+    if cuts.drop:
+        middle = copied_without(original, cuts.drop)
+        with skipping(original, cuts.drop):
+            skipped = answer(original, inputs, dtype)
+        error = difference(answer(middle, inputs, dtype), skipped)
+        if lost_finite(tensors_of(skipped), tensors_of(dense)):  # two outputs that are NaN compare equal
+            error, note = float("inf"), "without the blocks the output is not finite where it was"
+        by_group = dict.fromkeys(cuts.drop, error)
+    left = [a for a in cuts.attributes if not cuts.drop or not is_cut(middle, Cuts(attributes=[a]))]
+    units = Cuts(cuts.tensors, cuts.shapes, left, cuts.added)
+    if not (units.tensors or units.attributes or units.added):
+        found = max(difference(answer(small, inputs, dtype), skipped), error)
+        return Verified(found, by_group, error, difference(skipped, dense) > _UNCHANGED, note=note)
+    traced = trace(middle, *inputs)
+    keep = kept_units(traced, units)
+    masked = answer(mask_(copied(middle), traced, keep), inputs, dtype)
+    found, recut = max(difference(answer(small, inputs, dtype), masked), error), None
+    if groups:
+        recut = difference(answer(make(middle, traced, keep).small, inputs, dtype), masked)
+        alone, failed = _each_alone(middle, traced, keep, inputs, dtype)
+        by_group |= alone
+        note = "; ".join(part for part in (note, failed) if part)
+    return Verified(found, by_group, recut, difference(masked, dense) > _UNCHANGED, note=note)
+
+
+def _each_alone(
+    model: nn.Module, traced: Trace, keep: Keep, inputs: Inputs, dtype: torch.dtype | None
+) -> tuple[dict[str, float], str]:
+    """The error of each group when it is cut alone, and a note on groups for which there is no such cut."""
+    names, found, failed = names_of(traced), dict[str, float](), list[str]()
+    for together in tied(traced, keep):
         alone = {g.atom: keep[g.atom] for g in together}
-        error = difference(answer(make(original, traced, alone, args, kwargs).small), answer(original, alone))
-        groups |= {names[g]: error for g in together}
-    return Verified(difference(answer(small), silent), groups, recut, moved)
-
-
-def widened(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model itself in another precision; complex numbers stay complex."""
-    return model._apply(lambda t: _cast(t, dtype))
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype.to_complex() if tensor.is_complex() else dtype if tensor.is_floating_point() else tensor.dtype)
-
-
-def as_dtype(dtype: torch.dtype | None, values: Any) -> Any:
-    return tree_map(lambda v: _cast(v, dtype) if isinstance(v, Tensor) and dtype else v, values)
+        try:
+            small = make(model, traced, alone).small
+        except ValueError:
+            failed += [names[g] for g in together]
+            continue
+        masked = answer(mask_(copied(model), traced, alone), inputs, dtype)
+        found |= dict.fromkeys((names[g] for g in together), difference(answer(small, inputs, dtype), masked))
+    return found, f"not cut alone, because sizes tie them to other groups: {', '.join(failed)}" if failed else ""
 
 
 def kept_units(traced: Trace, cuts: Cuts) -> dict[Any, Tensor]:
@@ -125,49 +134,27 @@ def kept_units(traced: Trace, cuts: Cuts) -> dict[Any, Tensor]:
             indices = cuts.tensors.get(name, {}).get(d, list(range(e.size)))
             touched = any(a in keep for a in atoms(e)) or len(indices) < e.size
             if touched and keep_mask(e, keep).nonzero()[:, 0].tolist() != indices:
-                raise ValueError(f"{name!r} is wired differently in this trace; the cuts were made for another model")
+                raise ValueError(f"{name!r} is used differently in this trace; the cuts were made for another model")
     return keep
 
 
 def tied(traced: Trace, keep: Iterable[Any]) -> list[list[Group]]:
-    """Cut groups, those whose counts constraints tie together in one list."""
-    head = {atom: atom for atom in keep}
+    """The cut groups; those whose counts are tied by constraints, directly or through an attribute, in one list."""
+    head: dict[Any, Any] = {variable: variable for c in traced.constraints for variable in c.variables}
+    cut = set(keep)
+    head |= {atom: atom for atom in cut}
 
-    def find(atom: Any) -> Any:
-        while head[atom] is not atom:
-            atom = head[atom]
-        return atom
+    def find(variable: Any) -> Any:
+        while head[variable] is not variable:
+            variable = head[variable]
+        return variable
 
     for constraint in traced.constraints:
-        tied = [v for v in constraint.variables if v in head]
-        for other in tied[1:]:
-            head[find(other)] = find(tied[0])
+        first, *others = [v for v in constraint.variables if v in cut or not isinstance(v, Atom)] or [None]
+        for other in others:
+            head[find(other)] = find(first)
     found: dict[Any, list[Group]] = {}
     for group in traced.groups:
-        if group.atom in head:
+        if group.atom in cut:
             found.setdefault(find(group.atom), []).append(group)
     return list(found.values())
-
-
-def tensors_of(result: Any) -> list[Tensor]:
-    """The tensors that a model answers with: what had to keep its shape."""
-    return tensors_inside(main_outputs(result))
-
-
-def difference(result: Any, expected: Any) -> float:
-    """The largest difference between two answers over the largest value of the second; infinite where either is not finite."""
-    return max(_differences(tensors_of(result), tensors_of(expected)), default=0.0)
-
-
-def _differences(found: Iterable[Tensor], expected: Iterable[Tensor]) -> Iterable[float]:
-    for a, b in zip(found, expected, strict=True):
-        if a.shape != b.shape:  # where values decide on shapes
-            yield float("inf")
-            continue
-        a, b = ((t.cdouble() if t.is_complex() else t.double()) for t in (a, b))
-        finite = b.isfinite()
-        if not torch.equal(finite, a.isfinite()):
-            yield float("inf")
-        elif bool(finite.any()):
-            a, b = a[finite], b[finite]
-            yield float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))

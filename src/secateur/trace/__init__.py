@@ -6,7 +6,7 @@
 - `constructor`, `layer_sizes`, `attributes`: which attributes change with a cut, and to which values
 - `untraced`: modules that the run did not reach
 - `outline`: runs without the arithmetic; `replay`: runs again along a trace
-- `outputs`, `run_context`: arguments, outputs, and context managers around a run
+- `outputs`, `run_context`: outputs, and context managers around a run
 
     traced = trace(model, inputs)
     counts = plan_counts(traced, {group: group.size // 2 for group in traced.prunable}).counts

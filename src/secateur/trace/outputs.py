@@ -1,4 +1,4 @@
-"""The arguments and results of a model: how example inputs are given, and which outputs must keep their shape."""
+"""The results of a model: which outputs must keep their shape."""
 
 from __future__ import annotations
 

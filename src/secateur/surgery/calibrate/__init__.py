@@ -1,8 +1,9 @@
-"""Scores of units, and repairs of a cut model from data."""
+"""Scores of units, and repairs of a cut model from calibration data."""
 
 from .importance import (
-    Scores,
+    Repair,
     UnitCriterion,
+    UnitScores,
     activation_variance,
     bn_scale,
     comparable,
@@ -11,18 +12,22 @@ from .importance import (
     unit_criterion,
     unit_scores,
 )
-from .norms import checked, reestimate_
+from .norms import list_batches, reestimate_
 from .reconstruct import reconstruction
 from .refit import refit_
 
+UNIT_CRITERIA = {c.name: c for c in (fpgm, bn_scale, activation_variance, reconstruction)}
+
 __all__ = [
-    "Scores",
+    "Repair",
+    "UNIT_CRITERIA",
     "UnitCriterion",
+    "UnitScores",
     "activation_variance",
     "bn_scale",
-    "checked",
     "comparable",
     "fpgm",
+    "list_batches",
     "reconstruction",
     "reestimate_",
     "refit_",

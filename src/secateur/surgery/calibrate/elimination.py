@@ -1,7 +1,7 @@
-"""Taking units away from the layers that read them, one after the other, each time the one that is missed least.
+"""Backward elimination: removes the inputs of layers unit by unit, each time the unit that raises the error least.
 
-Three kinds of reader: one that is fitted to what is left, one that stays as it is, and one whose outputs are normalised anew.
-All need the second moments of its inputs only.
+There are three kinds of reader: one that is fitted to the remaining inputs, one that stays as it is, and one whose outputs are
+normalised again. All need only the second moments of their inputs.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ RIDGE = 1e-4  # of the mean variance of the inputs
 
 
 class Order(NamedTuple):
-    """Units in the order in which they leave, and the error when each has left."""
+    """The units in the order of their removal, and the error after each removal."""
 
     units: list[int]
     errors: list[float]
 
 
 class State(Protocol):
-    """One reader that loses units: what its error would rise by for each, and the loss of one."""
+    """A reader that loses units: `rise` is the rise of its error for each unit, `remove` removes one."""
 
     def rise(self) -> Tensor: ...
     def remove(self, unit: int) -> None: ...
 
 
 def eliminate(states: Sequence[State], size: int) -> Order:
-    """Take units away until one is left, each time the one with the smallest rise."""
+    """Remove units until one is left, each time the one with the smallest rise."""
     alive, order, total = torch.ones(size, dtype=torch.bool), Order([], []), 0.0
     while len(order.units) < size - 1:
         rise = torch.stack([state.rise() for state in states]).sum(0).masked_fill(~alive, torch.inf)
@@ -45,7 +45,7 @@ def eliminate(states: Sequence[State], size: int) -> Order:
 
 
 class Surgeon:
-    """A least-squares fit that loses units: w_u (P_uu)^-1 w_u' is what the error rises by, P the inverse of the moments."""
+    """A least-squares fit that loses units. The error rises by w_u (P_uu)^-1 w_u', with P the inverse of the moments."""
 
     def __init__(self, spread: Tensor, weight: Tensor, columns: Tensor, ridge: float = RIDGE) -> None:
         spread = spread.clone()
@@ -56,7 +56,7 @@ class Surgeon:
 
     def rise(self) -> Tensor:
         c = self.columns
-        if c.shape[1] == 1:  # the same without a system to solve
+        if c.shape[1] == 1:  # the same, without solving a system
             return (self.weight.square().sum(0) / self.inverse.diagonal().clamp(min=1e-300))[c[:, 0]]
         blocks, weights = self.inverse[c[:, :, None], c[:, None, :]], self.weight[:, c].permute(1, 2, 0)
         blocks[self.gone] = torch.eye(c.shape[1], dtype=blocks.dtype)
@@ -72,7 +72,7 @@ class Surgeon:
 
 
 class Plain:
-    """A reader that stays as it is: the error is the squared sum of all that is missing."""
+    """A reader that stays as it is: the error is the square of the sum of the removed parts."""
 
     def __init__(self, moments: Tensor, weight: Tensor, columns: Tensor) -> None:
         (size, span), flat = columns.shape, columns.reshape(-1)
@@ -88,16 +88,16 @@ class Plain:
 
 
 class Normed:
-    """A reader whose outputs get mean and variance back: for each, 2 var (1 - correlation with what it was)."""
+    """A reader whose outputs get their mean and variance back: the error is 2 var (1 - correlation with the old output)."""
 
     def __init__(self, spread: Tensor, weight: Tensor, columns: Tensor) -> None:
         self.spread, self.weight, self.columns = spread, weight, columns
         whole = (weight @ spread) * weight
-        self.share = self._by_unit(whole)  # covariance of each unit's part with the whole output
-        self.left = self.share.clone()  # and with what is left of it
+        self.share = self._by_unit(whole)  # covariance of each unit's part with the full output
+        self.left = self.share.clone()  # and with the remaining output
         inner = [(weight[:, c] @ spread[c][:, c] * weight[:, c]).sum(1) for c in columns]
         self.own = torch.stack(inner, 1)
-        self.full = whole.sum(1)  # of all columns: not every one has to belong to these units
+        self.full = whole.sum(1)  # over all columns, also those of no unit
         self.common, self.variance = self.full.clone(), self.full.clone()
         self.error = torch.zeros_like(self.full)
 
@@ -107,7 +107,7 @@ class Normed:
     def _lost(self, common: Tensor, variance: Tensor) -> Tensor:
         full = self.full.view(-1, *[1] * (common.dim() - 1))
         scale = (full * torch.maximum(variance, full * 1e-9)).sqrt()
-        return 2 * full * (1 - (common / scale).nan_to_num(0, 0, 0).clamp(-1, 1))  # an output that never varies has no error
+        return 2 * full * (1 - (common / scale).nan_to_num(0, 0, 0).clamp(-1, 1))  # a constant output has no error
 
     def rise(self) -> Tensor:
         after = self._lost(self.common[:, None] - self.share, self.variance[:, None] - 2 * self.left + self.own)

@@ -1,7 +1,8 @@
-"""How much each unit of a coupled group matters: element scores summed over what makes the unit, or a score of whole units.
+"""Scores of the units of coupled groups: element scores summed over the weights of a unit, or a score of the unit as a
+whole.
 
-By default the tensors that *produce* the units count (the rows of a layer, the columns of an embedding); where none does, all
-parameters that carry them.
+The weights of a unit are those that produce it (a row of a layer, a column of an embedding), or, where none does, all
+parameters that carry it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from ...stats import Loss, TensorEvidence, collect
 from ...targeting import Target
 from ...trace import Trace
 from ..exact import units_along
-from ..masked import label
+from ..names import label
 from .variance import variances
 
 
 def carriers(group: Group, parameters: Iterable[str]) -> list[Member]:
-    """The members whose weights speak for the units: those that produce them, else all parameters."""
+    """The parameters that score the units: those that produce them, else all that carry them."""
     known = set(parameters)
     own = list(dict.fromkeys(m for m in group.members if m.tensor in known))
     return [m for m in own if m.role == "produce"] or own
@@ -36,7 +37,7 @@ def carriers(group: Group, parameters: Iterable[str]) -> list[Member]:
 
 @dataclass
 class Units:
-    """The units of one group, for a criterion that scores them as a whole. `evidence`: what its criterion gathered on data."""
+    """The units of one group, for a criterion that scores them as a whole. `evidence`: what it gathered from data."""
 
     trace: Trace
     group: Group
@@ -44,7 +45,7 @@ class Units:
     evidence: Any = None
 
     def rows(self, members: Sequence[Member] | None = None) -> Tensor:
-        """A row for each unit: every weight that makes it, from all producing tensors."""
+        """A matrix with one row for each unit: all weights that produce it."""
         blocks: list[Tensor] = []
         for m in carriers(self.group, self.parameters) if members is None else members:
             tensor = self.parameters[m.tensor].detach()
@@ -56,7 +57,7 @@ class Units:
 
     @cached_property
     def scales(self) -> list[Member]:
-        """The gains of batch normalisations over the units: vectors beside running statistics."""
+        """The weights of batch normalisations over the units."""
         normed = {m.tensor.rpartition(".")[0] for m in self.group.members if m.tensor.rpartition(".")[2] == "running_var"}
         named = {f"{path}.weight".removeprefix(".") for path in normed}
         return [m for m in self.group.members if m.tensor in named and m.tensor in self.parameters]
@@ -68,10 +69,10 @@ Gather = Callable[[Trace, Sequence[Group], Iterable[Any] | None, Repair], Mappin
 
 @dataclass(frozen=True)
 class UnitCriterion:
-    """A criterion that scores units as a whole. `score` gets `Units` and gives a vector, or says why it cannot.
+    """A criterion that scores units as a whole. `score` takes `Units` and returns a vector, or the reason why it cannot.
 
-    `gather` collects evidence for all groups in one go, from `data` and for the repair that follows the cut. `priced`: the
-    scores of all groups are in one currency (what the output loses), so that groups compete by score over what a unit costs.
+    `gather` collects evidence for all groups at once, from `data` and for the repair that follows the cut. `priced`: the scores
+    of all groups measure the same quantity (the error of the output), so groups compete by score per cost of a unit.
     """
 
     name: str
@@ -85,22 +86,22 @@ class UnitCriterion:
 
 
 def unit_criterion(function: Callable[[Units], Tensor | str]) -> UnitCriterion:
-    """A function of your own that scores the units of a group: `criterion=unit_criterion(mine)`."""
+    """Makes a criterion of a function that scores the units of a group: `criterion=unit_criterion(mine)`."""
     return UnitCriterion(getattr(function, "__name__", type(function).__name__), function)
 
 
 @unit_criterion
 def fpgm(units: Units) -> Tensor:
-    """The summed distance to all other units: near the geometric median is replaceable (He et al., 2019)."""
+    """The sum of distances to all other units: a unit near the geometric median is replaceable (He et al., 2019)."""
     rows = units.rows()
     return torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").sum(1)
 
 
 @unit_criterion
 def bn_scale(units: Units) -> Tensor | str:
-    """The gain of the batch normalisation that follows (network slimming: Liu et al., 2017)."""
+    """The absolute weight of the batch normalisation that follows (network slimming: Liu et al., 2017)."""
     if not units.scales:
-        return "bn_scale: no batch normalisation with a gain runs over these units"
+        return "bn_scale: no batch normalisation with a weight runs over these units"
     return units.rows(units.scales).abs().sum(1)
 
 
@@ -108,12 +109,12 @@ def _variance(units: Units) -> Tensor | str:
     return "activation_variance: no weight reads these units" if units.evidence is None else units.evidence
 
 
-# How much the activations of a unit vary over `data`: what hardly varies, a bias can stand for (Polyak & Wolf, 2015).
+# The variance of a unit's activations over `data`: a bias can replace a unit that hardly varies (Polyak & Wolf, 2015).
 activation_variance = UnitCriterion(
     "activation_variance", _variance, gather=lambda trace, groups, data, _: variances(trace, groups, data)
 )
 
-Scores = dict[Group, Tensor]
+UnitScores = dict[Group, Tensor]
 
 
 def unit_scores(
@@ -123,8 +124,10 @@ def unit_scores(
     data: Iterable[Any] | None,
     loss: Loss | None,
     repair: Repair = "none",
-) -> tuple[Scores, dict[Group, str]]:
-    """A score for every unit of each group (float64, on the CPU), and the groups that the criterion cannot score, with why."""
+) -> tuple[UnitScores, dict[Group, str]]:
+    """A score for every unit of each group (float64, on the CPU), and the groups that have none, with the reason."""
+    if not groups:
+        return {}, {}
     model = trace.model
     owners = {slot.name: slot for slot in slots(model)}
     parameters = {name: slot.tensor for name, slot in owners.items() if slot.tensor.is_floating_point()}
@@ -133,35 +136,35 @@ def unit_scores(
             gathered = by.gather(trace, groups, data, repair) if by.gather else {}
         return _whole_units(trace, groups, by, parameters, gathered)
     by = criterion(by)
-    speak = {group: carriers(group, parameters) for group in groups}
-    names = list(dict.fromkeys(m.tensor for members in speak.values() for m in members))
+    carrying = {group: carriers(group, parameters) for group in groups}
+    names = list(dict.fromkeys(m.tensor for members in carrying.values() for m in members))
     targets = {name: Target(owners[name], layout_of(owners[name].module, tuple(parameters[name].shape))) for name in names}
     with preserve_rng():
         table = collect(model, list(targets.values()), by.needs, data, loss)
     wanted: dict[str, set[int]] = {}
-    for m in (m for members in speak.values() for m in members):
+    for m in (m for members in carrying.values() for m in members):
         wanted.setdefault(m.tensor, set()).add(m.dim)
     sums: dict[tuple[str, int], Tensor] = {}
     for name, dims in wanted.items():
         evidence = TensorEvidence(targets[name], table[name])
         sums |= {(name, d): total for d, total in _sums(by, evidence, dims).items()}
-    scores: Scores = {}
-    for group, members in speak.items():
+    scores: UnitScores = {}
+    for group, members in carrying.items():
         total = torch.zeros(group.size, dtype=torch.float64)
         for m in members:
             for along in units_along(trace.dims[m.tensor][m.dim], group.atom):
                 here = along >= 0
                 total.index_add_(0, along[here], sums[m.tensor, m.dim][here])
         scores[group] = _ranked(group, total)
-    left = {group: "no parameter carries these units" for group, members in speak.items() if not members}
+    left = {group: "no parameter carries these units" for group, members in carrying.items() if not members}
     return {g: s for g, s in scores.items() if g not in left}, left
 
 
 def _sums(by: Criterion, evidence: TensorEvidence, dims: set[int]) -> dict[int, Tensor]:
-    """The scores of one tensor added up over everything but each of these dims."""
+    """The scores of one tensor, summed over all dims but one, for each of these dims."""
     layout = evidence.layout
     scores = by.scores(evidence)
-    if dims == {0} and len(layout.shape) > 1 and not layout.flip:  # rows: never all of the scores at once
+    if dims == {0} and len(layout.shape) > 1 and not layout.flip:  # by rows, so that the scores are never all in memory
         return {0: torch.cat(scores.each(lambda slab, *_: slab.sum(1))).double().cpu()}
     whole = layout.restore(scores.rows(0, layout.rows))
     others = {d: [i for i in range(whole.dim()) if i != d] for d in dims}
@@ -170,8 +173,8 @@ def _sums(by: Criterion, evidence: TensorEvidence, dims: set[int]) -> dict[int, 
 
 def _whole_units(
     trace: Trace, groups: Sequence[Group], by: UnitCriterion, parameters: Mapping[str, Tensor], evidence: Mapping[Group, Any]
-) -> tuple[Scores, dict[Group, str]]:
-    scores: Scores = {}
+) -> tuple[UnitScores, dict[Group, str]]:
+    scores: UnitScores = {}
     left: dict[Group, str] = {}
     for group in groups:
         answer = (
@@ -185,7 +188,7 @@ def _whole_units(
             if answer.shape != (group.size,):
                 raise ValueError(
                     f"{by} gave scores of shape {tuple(answer.shape)} for the {group.size} units of {label(group)}; "
-                    "one for each unit is expected"
+                    "expected one for each unit"
                 )
             scores[group] = _ranked(group, answer.detach().double().cpu())
     return scores, left
@@ -193,18 +196,18 @@ def _whole_units(
 
 def _ranked(group: Group, scores: Tensor) -> Tensor:
     if bool(scores.isnan().any()):
-        raise ValueError(f"the scores of the units of {label(group)} contain NaN; look at its weights and at the criterion")
+        raise ValueError(f"the scores of the units of {label(group)} contain NaN; check its weights and the criterion")
     return scores
 
 
 def comparable(scores: Tensor) -> Tensor:
-    """Scores over the mean of their size, so that groups with more weights to a unit do not win by that alone."""
+    """UnitScores over the mean of their size, so that groups with more weights to a unit do not win by that alone."""
     mean = scores.abs().mean()
     return scores / mean if bool(mean > 0) and bool(mean.isfinite()) else scores
 
 
 def structure(trace: Trace, group: Group, modules: Mapping[str, nn.Module]) -> tuple[Any, ...]:
-    """Equal for groups that are wired alike: the same layers, tensors and shapes (isomorphic pruning: Fang et al., 2024)."""
+    """A key that is equal for groups of the same layers, tensors and shapes (isomorphic pruning: Fang et al., 2024)."""
     found: list[tuple[Any, ...]] = []
     for m in group.members:
         path, _, attribute = m.tensor.rpartition(".")

@@ -1,4 +1,4 @@
-"""Statistics of batch normalisations, measured anew on calibration data."""
+"""Measures the statistics of batch normalisations again, on calibration data."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...edit import Cuts
+from ...edit import Cuts, eval_mode
 from ...stats import on_batch, split_batch
 
 Statistics = tuple[Tensor, Tensor]  # mean and variance of each channel
 
 
 def reestimate_(model: nn.Module, data: Iterable[Any], dense: nn.Module | None = None, cuts: Cuts | None = None) -> int:
-    """Give every BatchNorm the mean and variance of its inputs over all of `data`; returns how many were done.
+    """Set the statistics of every BatchNorm to the mean and variance of its inputs over `data`. Returns the number of layers.
 
-    With the `dense` model and the `cuts` that made this one of it, its statistics are the dense ones, moved by what moves on
-    `data` between the two: they came from far more data, augmented as in training, and what is peculiar to these few batches
-    is in both measurements and cancels (a control variate). A model that lost nothing stays as it is.
+    With the `dense` model and the `cuts` that made this one from it, the new statistics are the dense ones plus the difference
+    between the two models on `data`. The dense statistics come from far more data, augmented as in training, and deviations of
+    these few batches appear in both measurements and cancel (a control variate). Without cuts the statistics do not change.
     """
-    batches, norms = checked(data), _norms(model)
+    batches, norms = list_batches(data), _norms(model)
     found = _statistics(model, batches)
     if dense is not None and found:
         before, learned = _statistics(dense, batches), _norms(dense)
@@ -36,7 +36,7 @@ def reestimate_(model: nn.Module, data: Iterable[Any], dense: nn.Module | None =
 
 
 def _moved(norm: Any, before: Statistics, now: Statistics, units: Tensor) -> Statistics:
-    """The learned statistics of the units that stay; of the variance, what the layer divides by moves in proportion."""
+    """The learned statistics of the kept units plus the change on data; variance + eps changes in proportion."""
     mean, variance = (t.double()[units] for t in (norm.running_mean, norm.running_var))
     ratio = (now[1] + norm.eps) / (before[1][units] + norm.eps)
     return mean + now[0] - before[0][units], ((variance + norm.eps) * ratio - norm.eps).clamp(min=0)
@@ -48,12 +48,11 @@ def _norms(model: nn.Module) -> dict[str, Any]:
 
 
 def _statistics(model: nn.Module, batches: Sequence[Any]) -> dict[str, Statistics]:
-    """Mean and variance of all values that each BatchNorm gets: batches that differ in their means count.
+    """Mean and variance of the inputs of each BatchNorm over all batches, including the variance between batches.
 
-    While it runs, each normalises by its batch, as in training, and everything else is in evaluation mode.
+    Each BatchNorm normalises by its batch, as in training; all other modules are in eval mode.
     """
     norms = _norms(model)
-    modes = {m: m.training for m in model.modules()}
     tracks = {m: m.track_running_stats for m in norms.values()}
     seen: dict[str, tuple[float, Tensor, Tensor]] = {}
 
@@ -65,10 +64,9 @@ def _statistics(model: nn.Module, batches: Sequence[Any]) -> dict[str, Statistic
 
     hooks = [m.register_forward_pre_hook(see(name)) for name, m in norms.items()]
     try:
-        model.eval()
-        for m in norms.values():
-            m.training, m.track_running_stats = True, False  # the statistics stay as they are until all data was seen
-        with torch.no_grad():
+        with eval_mode(model), torch.no_grad():
+            for m in norms.values():
+                m.training, m.track_running_stats = True, False  # the statistics change when all data has been seen
             for batch in batches if norms else ():
                 args, kwargs, _ = split_batch(batch)
                 with on_batch(model, args, kwargs):
@@ -76,20 +74,16 @@ def _statistics(model: nn.Module, batches: Sequence[Any]) -> dict[str, Statistic
     finally:
         for hook in hooks:
             hook.remove()
-        for m, mode in modes.items():
-            m.training = mode
         for m, tracked in tracks.items():
             m.track_running_stats = tracked
     for name, (_, mean, squares) in seen.items():
         if not bool((mean + squares).isfinite().all()):
-            raise ValueError(
-                f"{name}: its inputs are not finite on data=; look at the data and at the model, which is as it was"
-            )
+            raise ValueError(f"{name}: its inputs are not finite on data=; check the data and the model, which is unchanged")
     return {name: (mean, squares / max(count - 1, 1)) for name, (count, mean, squares) in seen.items()}
 
 
 def pooled(before: tuple[float, Tensor, Tensor] | None, x: Tensor) -> tuple[float, Tensor, Tensor]:
-    """Count, mean and summed squared deviations of rows, with what was seen before (Chan et al., 1979)."""
+    """Count, mean and sum of squared deviations of each row of `x`, merged with those `before` (Chan et al., 1979)."""
     count, mean = float(x.shape[1]), x.mean(1)
     squares = (x - mean[:, None]).square_().sum(1)
     if before is None:
@@ -98,8 +92,8 @@ def pooled(before: tuple[float, Tensor, Tensor] | None, x: Tensor) -> tuple[floa
     return total, before[1] + shift * (count / total), before[2] + squares + shift.square() * (before[0] * count / total)
 
 
-def checked(data: Iterable[Any]) -> list[Any]:
-    """The batches, as a list."""
+def list_batches(data: Iterable[Any]) -> list[Any]:
+    """The batches as a list. Raises where there are none, or where `data` is one tensor."""
     if isinstance(data, Tensor):
         raise TypeError("data= is an iterable of batches, not one Tensor; pass [batch]")
     batches = list(data)

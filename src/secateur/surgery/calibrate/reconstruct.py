@@ -1,11 +1,12 @@
-"""`reconstruction`: units scored by what the model's output loses without them, measured on calibration data.
+"""`reconstruction`: scores units by the error of the model's output without them, measured on calibration data.
 
-Units of a group leave one after the other, each time the one whose loss hurts the layers that read them least. What hurts is
-the error that is left after the repair that was asked for: none (a removed unit is the constant that folding makes of it),
-`reestimate` (a batch normalisation behind the reader gives each channel its mean and variance back, so that only correlation
-counts), or `refit` (the best linear fit to what is left: backward elimination with the surgeon's formula, Hassibi and Stork,
-1993; for channels: He et al., 2017, and Luo et al., 2017). Runs with a part of one group gone then say how much of such an
-error arrives at the output, which makes the scores of all groups comparable: a unit's score over what it costs is its price.
+The units of a group are removed one by one, each time the one that raises the error of the layers that read them least. The
+error is the one that remains after the requested repair: none (a removed unit is the constant that folding makes of it),
+`reestimate` (a BatchNorm after the reader restores mean and variance of each channel, so only correlation counts), or `refit`
+(the best linear fit to the remaining units: backward elimination with the formula of the optimal brain surgeon, Hassibi and
+Stork, 1993; for channels: He et al., 2017, and Luo et al., 2017). Runs with part of one group removed measure how much of
+such an error arrives at the output, which makes the scores of all groups comparable: groups compete by score per cost of a
+unit.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ import torch
 from torch import Tensor, nn
 
 from ...axes import Group, Member
+from ...edit import eval_mode
 from ...stats import check_evidence, on_batch, split_batch
 from ...trace import Trace
 from ..exact import units_along
-from ..masked import silence_
+from ..masked import mask_
 from .elimination import RIDGE, Normed, Order, Plain, State, Surgeon, eliminate
 from .importance import Repair, UnitCriterion, Units
-from .norms import checked
-from .refit import CONVS, Sums, rows_for, samples
+from .norms import list_batches
+from .regression import CONVS, Regression, rows_for, samples
 
-_WIDE = 4096  # columns of a weight, from which on the elimination would take hours
-_GONE = (0.25, 0.5, 0.75)  # of a group: where its error is measured at the output
-_FEW = 64  # examples, or as many rows of an answer that has several to an example, are enough for that
+_WIDE = 4096  # columns of a weight; for more, the elimination would take hours
+_GONE = (0.25, 0.5, 0.75)  # removed parts of a group for which the error is measured at the output
+_FEW = 64  # examples for that, or as many rows of an output that has several for each example
 
 
 class Reader(NamedTuple):
-    """A layer that reads the units: its module, for each unit the columns of its weight (outputs, inputs x kernel)."""
+    """A layer that reads the units. `columns`: for each unit, its columns of the weight matrix (outputs, inputs x kernel)."""
 
     module: Any
     columns: Tensor
@@ -51,20 +53,20 @@ class Reader(NamedTuple):
         return nn.functional.linear(x, weight.to(x), bias.to(x))
 
 
-class Inputs(NamedTuple):
-    """What is known of the inputs of a reader: mean, covariance, what silent units say, whether a BatchNorm follows it."""
+class InputMoments(NamedTuple):
+    """The inputs of a reader: mean, covariance, and values of masked units. `normed`: a BatchNorm follows the reader."""
 
     mean: Tensor
     spread: Tensor
-    silent: Tensor
+    masked: Tensor
     normed: bool
 
 
 def unit_errors(trace: Trace, groups: Sequence[Group], data: Iterable[Any] | None, repair: Repair) -> dict[Group, Tensor | str]:
-    """The rise of the mean squared error of the model's output for each unit; for a group that cannot be scored, why."""
+    """By how much each unit's removal raises the mean squared error of the output; or why a group cannot be scored."""
     check_evidence(frozenset({"activations"}), data, None)
     assert data is not None
-    batches, model = checked(data), trace.model
+    batches, model = list_batches(data), trace.model
     answers: dict[Group, Tensor | str] = {}
     readers: dict[Group, list[Reader]] = {}
     for group in groups:
@@ -73,9 +75,7 @@ def unit_errors(trace: Trace, groups: Sequence[Group], data: Iterable[Any] | Non
             answers[group] = found
         else:
             readers[group] = found
-    modes = {m: m.training for m in model.modules()}
-    try:
-        model.eval()
+    with eval_mode(model):
         few = _few(model, batches[0])
         whole = _answer(model, few)
         inputs = _inputs(trace, readers, batches, repair)
@@ -83,9 +83,6 @@ def unit_errors(trace: Trace, groups: Sequence[Group], data: Iterable[Any] | Non
             known = [inputs[r.module] for r in found]
             order = eliminate([_state(r, known, repair) for r, known in zip(found, known)], group.size)
             answers[group] = _as_scores(order, _arriving(model, whole, found, known, order, few, repair), group.size)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     return answers
 
 
@@ -96,7 +93,7 @@ def _score(units: Units) -> Tensor | str:
 reconstruction = UnitCriterion("reconstruction", _score, gather=unit_errors, priced=True)
 
 
-# ---------------------------------------------------------------- who reads, and what
+# ---------------------------------------------------------------- readers and their inputs
 
 
 def _readers(trace: Trace, group: Group) -> list[Reader] | str:
@@ -115,7 +112,7 @@ def _reader(trace: Trace, group: Group, member: Member, module: Any) -> Reader |
     weight: Any = getattr(module, "weight", None)
     turned = not plain and isinstance(weight, nn.Parameter) and weight.dim() == 2 and hasattr(module, "bias")
     if not member.tensor.endswith("weight") or member.dim != (1 if plain else 0 if turned else -1):
-        return f"reconstruction: {member.tensor} reads these units, which is no linear layer or convolution in one group"
+        return f"reconstruction: {member.tensor} reads these units and is no linear layer or convolution with groups=1"
     span = weight[0, 0].numel() if weight.dim() > 2 else 1
     if (wide := weight.shape[member.dim] * span) > _WIDE:
         return f"reconstruction: {member.tensor} has {wide} columns; up to {_WIDE} can be scored"
@@ -126,10 +123,12 @@ def _reader(trace: Trace, group: Group, member: Member, module: Any) -> Reader |
     return Reader(module, (columns[:, :, None] * span + torch.arange(span)).flatten(1), turned)
 
 
-def _inputs(trace: Trace, readers: dict[Group, list[Reader]], batches: Sequence[Any], repair: Repair) -> dict[Any, Inputs]:
-    """One pass over the data for the moments of all readers, and one over a batch for what silent units say."""
+def _inputs(
+    trace: Trace, readers: dict[Group, list[Reader]], batches: Sequence[Any], repair: Repair
+) -> dict[Any, InputMoments]:
+    """The moments of the inputs of all readers from one pass over the data; the values of masked units from one batch."""
     modules = {r.module: r for found in readers.values() for r in found}
-    sums, outputs, normed = {module: Sums() for module in modules}, dict[Any, Any](), set[Any]()
+    sums, outputs, normed = {module: Regression() for module in modules}, dict[Any, Any](), set[Any]()
     draw = torch.Generator().manual_seed(0)
 
     def see(module: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -147,13 +146,18 @@ def _inputs(trace: Trace, readers: dict[Group, list[Reader]], batches: Sequence[
             args, kwargs, _ = split_batch(batch)
             with on_batch(trace.model, args, kwargs):
                 trace.model(*args, **kwargs)
-    found = {m: s.moments() for m, s in sums.items()}
     names = {module: name for name, module in trace.model.named_modules()}
+    if unseen := next((m for m, s in sums.items() if not s.count), None):
+        raise ValueError(
+            f"{names[unseen]}: no row of data= reached it, so its inputs cannot be scored; pass more data or exclude it"
+        )
+    found = {m: s.moments() for m, s in sums.items()}
     for module in (m for m, moments in found.items() if not bool(moments[1].isfinite().all())):
-        raise ValueError(f"{names[module]}: its inputs are not finite on data=; look at the data and at the model")
-    silent = _silent(trace, readers, batches[0]) if repair != "refit" else {}
+        raise ValueError(f"{names[module]}: its inputs are not finite on data=; check the data and the model")
+    masked = _masked_inputs(trace, readers, batches[0]) if repair != "refit" else {}
     return {
-        m: Inputs(a.cpu(), b.cpu(), silent.get(m, torch.zeros(len(a)).double()), m in normed) for m, (a, b) in found.items()
+        m: InputMoments(a.cpu(), b.cpu(), masked.get(m, torch.zeros(len(a)).double()), m in normed)
+        for m, (a, b) in found.items()
     }
 
 
@@ -161,10 +165,10 @@ def _is_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
 
 
-def _silent(trace: Trace, readers: dict[Group, list[Reader]], batch: Any) -> dict[Any, Tensor]:
-    """What the columns of each reader hold when all units are silent: constants, so it does not matter that all are at once."""
-    still = silence_(copy.deepcopy(trace.model), trace, {g.atom: torch.zeros(g.size, dtype=torch.bool) for g in readers})
-    twins, found = dict(still.named_modules()), dict[Any, Tensor]()
+def _masked_inputs(trace: Trace, readers: dict[Group, list[Reader]], batch: Any) -> dict[Any, Tensor]:
+    """The inputs of each reader when all units are masked. They are constants, so all units can be masked at once."""
+    masked_model = mask_(copy.deepcopy(trace.model), trace, {g.atom: torch.zeros(g.size, dtype=torch.bool) for g in readers})
+    twins, found = dict(masked_model.named_modules()), dict[Any, Tensor]()
     names = {module: name for name, module in trace.model.named_modules()}
 
     def see(module: Any) -> Callable[..., None]:
@@ -173,14 +177,14 @@ def _silent(trace: Trace, readers: dict[Group, list[Reader]], batch: Any) -> dic
             x = args[0].movedim(args[0].dim() - module.weight.dim() + 1, -1) if conv else args[0]
             mean = x.reshape(-1, x.shape[-1]).double().mean(0).nan_to_num(0, 0, 0).cpu()
             if conv and module.padding_mode == "zeros" and any(module._reversed_padding_repeated_twice):
-                mean.zero_()  # a constant beside padding cannot be folded: the unit is gone altogether
+                mean.zero_()  # a constant next to zero padding cannot be folded, so the unit leaves nothing
             found[module] = mean.repeat_interleave(module.weight[0, 0].numel()) if conv else mean
 
         return hook
 
     hooks = [twins[names[r.module]].register_forward_pre_hook(see(r.module)) for each in readers.values() for r in each]
     with _removing(hooks):
-        _answer(still, batch)
+        _answer(masked_model, batch)
     return found
 
 
@@ -196,15 +200,15 @@ class _removing:
             hook.remove()
 
 
-def _state(reader: Reader, known: Inputs, repair: Repair) -> State:
+def _state(reader: Reader, known: InputMoments, repair: Repair) -> State:
     weight = reader.matrix()
     power = float(((weight @ known.spread) * weight).sum())
-    weight = weight / power**0.5 if power > 0 else weight  # so that all readers of a group have a say
+    weight = weight / power**0.5 if power > 0 else weight  # so that all readers of a group count equally
     if repair == "refit":
         return Surgeon(known.spread, weight, reader.columns)
     if repair == "reestimate" and known.normed:
         return Normed(known.spread, weight, reader.columns)
-    off = known.mean - known.silent
+    off = known.mean - known.masked
     return Plain(known.spread + torch.outer(off, off), weight, reader.columns)
 
 
@@ -212,9 +216,15 @@ def _state(reader: Reader, known: Inputs, repair: Repair) -> State:
 
 
 def _arriving(
-    model: nn.Module, whole: list[Tensor], found: list[Reader], known: list[Inputs], order: Order, batch: Any, repair: Repair
+    model: nn.Module,
+    whole: list[Tensor],
+    found: list[Reader],
+    known: list[InputMoments],
+    order: Order,
+    batch: Any,
+    repair: Repair,
 ) -> list[float]:
-    """How much of the readers' error arrives at the output, for each number of units gone: measured at a few of them."""
+    """The error of the output over the error of the readers, for each number of removed units; measured for a few of them."""
     places = sorted({max(1, round(part * len(order.units))) for part in _GONE if order.units})
     shares: dict[int, float] = {}
     for gone in (n for n in places if order.errors[n - 1] > 0):
@@ -230,7 +240,7 @@ def _arriving(
 
 
 def _few(model: nn.Module, batch: Any) -> Any:
-    """The first examples of a batch, where its tensors agree on what an example is: enough for many rows of the answer."""
+    """The first examples of a batch, if its tensors agree on the number of examples: enough for many rows of the output."""
     args, kwargs, _ = split_batch(batch)
     values = [*args, *kwargs.values()]
     lengths = {len(v) for v in values if isinstance(v, Tensor) and v.dim()}
@@ -252,15 +262,15 @@ def _answer(model: nn.Module, batch: Any) -> list[Tensor]:
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """The floating-point tensors of a model's answer."""
+    """The floating-point tensors of a model's output."""
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
     values = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
     return [t for value in values for t in _tensors(value)]
 
 
-def _less(reader: Reader, known: Inputs, gone: list[int], repair: Repair) -> Callable[..., Tensor]:
-    """A hook that adds what the layer's output changes by when these units are gone, after the repair."""
+def _less(reader: Reader, known: InputMoments, gone: list[int], repair: Repair) -> Callable[..., Tensor]:
+    """A forward hook that changes the layer's output as removing these units does, after the repair."""
     weight, spread, centre = reader.matrix(), known.spread, known.mean
     drop = reader.columns[gone].reshape(-1)
     kept = torch.ones(weight.shape[1], dtype=torch.bool).index_fill_(0, drop, False).nonzero()[:, 0]
@@ -274,7 +284,7 @@ def _less(reader: Reader, known: Inputs, gone: list[int], repair: Repair) -> Cal
         before, after = (((w @ spread) * w).sum(1) for w in (weight, left))
         change = left * (before / after.clamp(min=1e-300)).sqrt().nan_to_num(0, 0, 0)[:, None] - weight
     else:
-        centre = known.silent
+        centre = known.masked
 
     def hook(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         return output + reader.forward(args[0], change, -change @ centre)
@@ -283,9 +293,9 @@ def _less(reader: Reader, known: Inputs, gone: list[int], repair: Repair) -> Cal
 
 
 def _as_scores(order: Order, shares: Sequence[float], size: int) -> Tensor:
-    """What each unit adds to the output's error: slopes of the curve's lower convex hull, so that cheap ones come first.
+    """What each unit adds to the error of the output: slopes of the lower convex hull of the curve, so cheap units come first.
 
-    The last unit is never taken. Later units of one slope score a hair more, so that units leave in this order.
+    The last unit is never removed. On one slope, later units score slightly more, which keeps the order.
     """
     curve = [0.0, *(error * share for error, share in zip(order.errors, shares))]
     corners = [0]

@@ -1,4 +1,4 @@
-"""How much the activations of each unit vary over data, where they are read: the traced run again, looked into."""
+"""The variance of each unit's activations over data, at the operators that read them: the traced run, repeated and watched."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from ..exact import Wiring, units_along
 
 
 class _Watch(TorchDispatchMode):
-    """Adds up the inputs of the steps that read each group, unit by unit."""
+    """Sums the inputs of the operators that read each group, for each unit.
+
+    Values are taken relative to the first mean of their unit, so that a large mean does not hide the variance.
+    """
 
     def __init__(self, trace: Trace, groups: Sequence[Group]) -> None:
         super().__init__()
         self.trace, self.at = trace, 0
-        self.sums = {g: torch.zeros(3, g.size, dtype=torch.float64) for g in groups}  # how many, their sum, their squares
+        self.sums = {g: torch.zeros(3, g.size, dtype=torch.float64) for g in groups}  # count, sum, sum of squares
+        self.centres = {g: torch.full((g.size,), torch.nan, dtype=torch.float64) for g in groups}
         wiring, self.taps = Wiring(trace), {}
         for group in groups:
             for name in dict.fromkeys(m.tensor for m in group.members if m.role == "consume"):
@@ -35,7 +39,7 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         step = self.trace.steps[self.at] if self.at < len(self.trace.steps) else None
         if step is None or step.func is not func:
-            raise ValueError(f"the model takes another way on data= than on the example inputs, at {func}")
+            raise ValueError(f"the model runs other operators on data= than on the example inputs, from {func} on")
         self.at += 1
         given = {r.number: t for r, t in zip(step.args, args) if isinstance(r, Ref)}
         for number, group in self.taps.get(id(step), ()):
@@ -47,13 +51,19 @@ class _Watch(TorchDispatchMode):
         for d, e in enumerate(self.trace.axes[number]):
             for along in units_along(e, group.atom):
                 here = along >= 0
-                rows = tensor.detach().movedim(d, 0).flatten(1).double().cpu()[here]
+                rows, units, centres = (
+                    tensor.detach().movedim(d, 0).flatten(1).double().cpu()[here],
+                    along[here],
+                    self.centres[group],
+                )
+                centres[units] = torch.where(centres[units].isnan(), rows.mean(1), centres[units])
+                rows -= centres[units][:, None]
                 seen = torch.stack([torch.full((len(rows),), float(rows.shape[1])).double(), rows.sum(1), rows.square().sum(1)])
-                self.sums[group].index_add_(1, along[here], seen)
+                self.sums[group].index_add_(1, units, seen)
 
 
 def variances(trace: Trace, groups: Sequence[Group], data: Iterable[Any] | None) -> dict[Group, Tensor]:
-    """The variance of each unit's activations over `data`; a group that no weight reads is left out."""
+    """The variance of each unit's activations over `data`. A group that no weight reads is left out."""
     check_evidence(frozenset({"activations"}), data, None)
     assert data is not None
     watch = _Watch(trace, groups)

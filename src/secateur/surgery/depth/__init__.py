@@ -1,5 +1,5 @@
-"""Removes whole blocks."""
+"""Removes whole blocks: which modules are blocks, which of them change the output least, and the model without them."""
 
-from .remove import shrunk_in_depth, verify_blocks
+from .remove import RemovedBlocks, copied_without, remove_blocks, skipping
 
-__all__ = ["shrunk_in_depth", "verify_blocks"]
+__all__ = ["RemovedBlocks", "copied_without", "remove_blocks", "skipping"]

@@ -1,0 +1,98 @@
+"""Runs a cut model before it is returned: in eval and in training mode, on the example inputs and on twice the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..axes import atoms
+from ..edit import Inputs, copied
+from ..trace import GIVEN, Trace
+from .cut import Keep
+from .masked import mask_
+from .sizes import outline
+
+Shapes = list[tuple[int, ...]]
+
+
+def check_runs(traced: Trace, small: nn.Module, inputs: Inputs, flops: int, keep: Keep) -> int:
+    """Raises unless the small model runs wherever the original does, and returns tensors of the same shapes.
+
+    Returns its FLOPs on the example inputs; `flops` is what they should be.
+    """
+    doubled = _doubled(traced, inputs)
+    shapes = traced.record.output_shapes
+    twice = None if doubled is None else _try(small, doubled)
+    if not isinstance(twice, Exception) and twice is not None and twice[0] == [(2 * s[0], *s[1:]) if s else s for s in shapes]:
+        counted = flops  # where twice the batch runs as it should, one batch does too
+    else:
+        counted = _check_once(traced, small, inputs, keep)
+    if isinstance(twice, Exception) and not isinstance(_try(traced.model, doubled), Exception):
+        raise _failure("on twice the batch", twice)
+    _check_training(traced.model, small, [inputs] if doubled is None else [inputs, doubled])
+    return counted
+
+
+def _check_training(model: nn.Module, small: nn.Module, batches: list[Inputs]) -> None:
+    """Raises where the small model does not run in training mode, on the first batch on which the original does."""
+    for inputs in batches:
+        result = _try(small, inputs, training=True)
+        if not isinstance(result, Exception):
+            return
+        if not isinstance(_try(model, inputs, training=True), Exception):
+            raise _failure("in training mode", result)
+
+
+def _check_once(traced: Trace, small: nn.Module, inputs: Inputs, keep: Keep) -> int:
+    shapes, result = traced.record.output_shapes, _try(small, inputs)
+    if isinstance(result, Exception):
+        raise _failure("on the example inputs", result)
+    found, flops = result
+    if shapes != found and not _alike(found, shapes, outline(mask_(copied(traced.model), traced, keep), *inputs)[0]):
+        raise ValueError(
+            f"the cut model returns shapes {found} instead of {shapes}; where values decide on shapes (predicted lengths, "
+            "thresholds), exclude the layers that compute them. The model is unchanged."
+        )
+    return flops
+
+
+def _failure(where: str, error: Exception) -> RuntimeError:
+    return RuntimeError(
+        f"the cut model does not run {where}: {type(error).__name__}: {error}. The model is unchanged; exclude the layer that "
+        "fails"
+    )
+
+
+def _try(model: nn.Module, inputs: Any, training: bool = False) -> tuple[Shapes, int] | Exception:
+    """The shapes that a model returns and its FLOPs, or the error."""
+    try:
+        return outline(model, *inputs, training=training)
+    except Exception as error:
+        return error
+
+
+def _alike(found: Shapes, whole: Shapes, masked: Shapes) -> bool:
+    """True if the shapes are equal except for sizes that depend on values: those that masking alone changes too."""
+    if [len(s) for s in found] != [len(s) for s in whole] or [len(s) for s in masked] != [len(s) for s in whole]:
+        return False
+    sizes = (zip(*triple) for triple in zip(found, whole, masked))
+    return all(size == old or old != silent for three in sizes for size, old, silent in three)
+
+
+def _doubled(traced: Trace, inputs: Inputs) -> Inputs | None:
+    """The inputs with every tensor repeated along its first dim.
+
+    None where the tensors disagree on the batch size, or where a weight has the size of the batch: some of torch's kernels
+    write past the end of memory on inputs of another size.
+    """
+    args, kwargs = inputs
+    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+    if not tensors or any(t.dim() == 0 or t.shape[0] != tensors[0].shape[0] for t in tensors):
+        return None
+    tied = {a.size for axes in traced.dims.values() for e in axes for a in atoms(e) if a.frozen == GIVEN}
+    if tensors[0].shape[0] in tied:
+        return None
+    twice = [torch.cat([v, v]) if isinstance(v, Tensor) else v for v in (*args, *kwargs.values())]
+    return tuple(twice[: len(args)]), dict(zip(kwargs, twice[len(args) :]))

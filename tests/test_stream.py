@@ -1,0 +1,150 @@
+"""A model is run one block at a time, with the outputs that the whole model has."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from secateur import blocks, stream
+
+
+class Block(nn.Module):
+    """Takes keyword arguments, writes to a cache, and returns a tuple, as decoder blocks do."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner, self.layer = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x, *, scale, cache=None, bias=None):
+        y = self.layer(self.inner(x).relu()) * scale
+        if cache is not None:
+            cache.append(y)
+            assert len(cache) <= 4, "a cache was written to twice"
+        bias = y.mean() if bias is None else bias
+        return x + y + bias, bias
+
+
+class Decoder(nn.Module):
+    """`bias` is computed by the first block and read by all others. `glue` is done to the stream between blocks."""
+
+    def __init__(self, width=6, depth=4, glue=None):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, width), nn.Linear(width, 11)
+        self.layers = nn.ModuleList(Block(width) for _ in range(depth))
+        self.glue, self.runs = glue, 0
+
+    def forward(self, ids, use_cache=True):
+        self.runs += 1
+        x, bias, cache = self.embed(ids), None, [] if use_cache else None
+        for layer in self.layers:
+            x, bias = layer(x if self.glue is None else self.glue(x), scale=torch.tensor(0.5), cache=cache, bias=bias)
+        return {"logits": self.head(x)}
+
+
+IDS = [torch.tensor([[1, 2, 3]]), torch.tensor([[4, 5, 6, 7], [8, 9, 10, 0]])]
+BATCHES = {"tensors": IDS, "mappings": [{"ids": ids} for ids in IDS], "pairs": [(ids, ids) for ids in IDS]}
+
+
+def inputs_of(model, module, batches):
+    """What a module receives first when the whole model runs: the slow reference."""
+    seen = []
+    handle = module.register_forward_pre_hook(lambda _, args: seen.append(args[0].clone()))
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("glue", [None, lambda x: 2 * x], ids=["chained", "changed in between"])
+@torch.no_grad()
+def test_each_block_gets_the_inputs_that_the_changed_blocks_before_it_produce(kind, glue):
+    model = Decoder(glue=glue)
+    for replay, layer in zip(stream.stream(model, list(model.layers), BATCHES[kind]), model.layers, strict=True):
+        assert replay.module is layer
+        wanted = inputs_of(model, layer, IDS)
+        for (args, _), x in zip(replay.calls, wanted, strict=True):
+            torch.testing.assert_close(args[0], x)
+        layer.layer.weight.mul_(-1)  # seen by all that follow
+
+
+@torch.no_grad()
+def test_blocks_that_feed_each_other_need_one_run_of_the_model():
+    model = Decoder()
+    for _ in stream.stream(model, list(model.layers), IDS):
+        pass
+    assert model.runs == len(IDS)
+
+
+@torch.no_grad()
+def test_outputs_are_those_of_the_model_and_repeat():
+    model = Decoder()
+    wanted = [
+        layer(*args, **kwargs)[0] for layer in model.layers[:1] for args, kwargs in stream.record(model, layer, IDS).calls
+    ]
+    (replay,) = stream.stream(model, [model.layers[0]], IDS)
+    for _ in range(2):  # a cache is empty each time
+        for (x, _), y in zip(replay.run(), wanted, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+@torch.no_grad()
+def test_a_block_that_writes_to_its_input_gets_it_anew():
+    class InPlace(nn.Module):
+        def forward(self, x):
+            return x.mul_(2)
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(InPlace(), nn.Identity()), nn.Sequential(InPlace(), nn.Identity()))
+    x = torch.randn(2, 3)
+    first, second = (r for r in stream.stream(model, [model[1], model[2]], [x]))
+    for replay, times in ((first, 2), (second, 4)):
+        for _ in range(2):
+            torch.testing.assert_close(next(iter(replay.run())), times * model[0](x))
+
+
+def test_the_whole_model_is_a_block_too():
+    model = Decoder()
+    (replay,) = stream.stream(model, [model], IDS)
+    assert [tuple(out["logits"].shape) for out in replay.run()] == [(1, 3, 11), (2, 4, 11)]
+
+
+def test_a_model_that_fails_says_on_which_batch_and_leaves_no_hooks():
+    model = Decoder()
+    with pytest.raises(ValueError, match="does not run on a batch"):
+        list(stream.stream(model, list(model.layers), [torch.tensor([[99]])]))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@torch.no_grad()
+def test_a_decoder_of_transformers_is_streamed_with_its_masks_positions_and_cache():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, vocab_size=30
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    batches = [
+        {"input_ids": torch.randint(0, 30, (2, 7)), "attention_mask": torch.ones(2, 7, dtype=torch.long)},
+        {"input_ids": torch.randint(0, 30, (1, 5))},
+    ]
+    layers = list(model.model.layers)
+    for replay, layer in zip(stream.stream(model, layers, batches), layers, strict=True):
+        changed = copy.deepcopy(model)
+        for (args, kwargs), batch in zip(replay.calls, batches, strict=True):
+            hidden = changed(**batch, output_hidden_states=True).hidden_states[layers.index(layer)]
+            torch.testing.assert_close(args[0] if args else kwargs["hidden_states"], hidden)
+        layer.mlp.down_proj.weight.mul_(0.3)
+
+
+# --- finding blocks ---------------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_a_sequential_count_where_they_have_children():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))))
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    found = blocks.repeated_blocks(model, names, lists=(nn.ModuleList, nn.Sequential))
+    assert [block.module for block in found] == [*model[1], model]
+    assert [block.names for block in found] == [["1.0.0"], ["1.1.0"], ["1.2.0"], ["0"]]
+    (whole,) = blocks.repeated_blocks(model, names)
+    assert whole.module is model
