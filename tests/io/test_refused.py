@@ -107,7 +107,7 @@ def test_what_is_signed_is_still_not_believed(tmp_path):
     wrong(lambda d: at(d, "cuts", 0).update(kept=["0-99999999999999999"]), "indices below|not there")
     wrong(lambda d: at(d, "cuts", 0)["shapes"].update({"0.weight": [1 << 50, 3, 3, 3]}), "units than|the cuts are for")
     wrong(lambda d: at(d, "cuts", 0).update(attributes=[["__class__", "x", None, 1, 2, False]]), "attribute")
-    wrong(lambda d: at(d, "cuts", 0).update(drop={"": [0]}), "without saying how many")
+    wrong(lambda d: at(d, "cuts", 0).update(drop={"": [0]}), "do not state how many")
     attribute = ["0", "out_channels", None, 16, 8, False]
     for place, odd in ((2, True), (3, True), (4, True), (5, 1)):
         changed = [odd if i == place else value for i, value in enumerate(attribute)]
