@@ -31,7 +31,7 @@ import secateur as sc
 from secateur.execute import Compressed, bench, compress_
 from secateur.execute.find import zeros_of
 from secateur.execute.formats import FORMATS, Use, as_matrix
-from secateur.execute.timing import interleaved
+from secateur.execute.timing import time_runs
 
 warnings.filterwarnings("ignore", message="Sparse CSR|Sparse BSR|.*semi.?structured.*|.*legacy TorchScript-based ONNX.*")
 
@@ -172,7 +172,7 @@ def onnx_session(case: Case) -> Callable[[], Any]:
 def read_bandwidth() -> float:
     block = torch.ones(64 << 20)
     block.sum()
-    (timing,) = interleaved([block.sum], seconds=0.5, rounds=(7, 20))
+    (timing,) = time_runs([block.sum], seconds=0.5, rounds=(7, 20))
     return block.nbytes / timing.best
 
 
@@ -183,7 +183,7 @@ def measure(case: Case, seconds: float, bandwidth: float, flush: Tensor) -> list
 
     def in_turns(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
         cold = flush if case.cold else None
-        timings = interleaved(list((alone | runs).values()), seconds=seconds, rounds=rounds, cold=cold)
+        timings = time_runs(list((alone | runs).values()), seconds=seconds, rounds=rounds, cold=cold)
         return {name: timing.best for name, timing in zip(alone | runs, timings)}
 
     tried = in_turns(ours, seconds / 4)

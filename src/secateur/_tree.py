@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -38,6 +40,23 @@ class Packed(nn.Module):
     """A layer that holds its weight in another form, so that it cannot be pruned or cut. `stood` is the type it replaced."""
 
     stood: type[nn.Module]
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        refuse_save_pretrained("has compressed layers", "Call sc.decompress_(model) first, or use sc.save(model, path).")
+        super()._save_to_state_dict(*args, **kwargs)
+
+
+def refuse_save_pretrained(what: str, advice: str) -> None:
+    """Raises when `save_pretrained` (transformers, diffusers, huggingface_hub) is among the callers.
+
+    It writes the state dict as it is, and `from_pretrained` would replace the weights whose names it does not find by random
+    ones. A module with such a state dict calls this while its state dict is made.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "save_pretrained":
+            raise ValueError(f"save_pretrained: the model {what}, which from_pretrained could not load. {advice}")
+        frame = frame.f_back
 
 
 def packed_layers(model: nn.Module) -> dict[str, Packed]:

@@ -44,6 +44,16 @@ def test_a_cut_leaves_the_callers_config_alone():
     assert Outer(given).layers[0].fc.weight.shape == (6, 6)
 
 
+def test_a_config_inside_another_can_be_copied_for_one_module():
+    given = config()
+    model = Outer(given)
+    cuts = Cuts(attributes=[Attribute("whole.other", "width", None, 6, 3, own=True)])
+    apply_cuts_(model, cuts)
+    assert model.whole.other.width == 3
+    assert given.other.width == 6
+    assert model.config is given.inner
+
+
 def test_modules_that_shared_a_config_still_share_it():
     given = config()
     model = apply_cuts_(Outer(given), WIDTH)

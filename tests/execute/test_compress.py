@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from secateur import gate_, prune_
+from secateur.display import format_seconds
 from secateur.execute import Compressed, Compression, bench, choose, compress_, decompress_
 from secateur.execute.formats import FORMATS, FORMER_NAMES
 from secateur.execute.native import build
 from secateur.execute.result import LayerResult
-from secateur.execute.timing import spell
 
 from .patterns import pruned
 
@@ -400,4 +400,4 @@ def test_bench_times_models_in_turns():
 
 
 def test_times_are_spelled_with_three_digits():
-    assert [spell(t) for t in (2.5, 0.0123, 0.9e-3, 12.34e-6)] == ["2.50 s", "12.3 ms", "900 µs", "12.3 µs"]
+    assert [format_seconds(t) for t in (2.5, 0.0123, 0.9e-3, 12.34e-6)] == ["2.50 s", "12.3 ms", "900 µs", "12.3 µs"]

@@ -1,4 +1,4 @@
-"""What the tests of files share: a small model, a model bit for bit, a load that has to be refused."""
+"""Helpers for the tests of saved files: a small model, comparison bit for bit, a load that must be refused."""
 
 import copy
 import hashlib
@@ -45,7 +45,7 @@ def refused(path: Path, model: nn.Module, words: str) -> None:
 
 
 def resign(path: Path, change) -> None:
-    """The manifest with a change, and a digest that fits it: what someone who means harm would write."""
+    """Changes the manifest and gives it a digest that fits, as an attacker would."""
     data = json.loads((path / "secateur.json").read_text())
     del data["sha256"]
     change(data)

@@ -1,4 +1,4 @@
-"""Compressed models in files: compressed again, or dense on demand, bit for bit; and a file is not believed."""
+"""Compressed models in files: loaded compressed or dense, bit for bit, and checked before a kernel uses them."""
 
 import copy
 import os
@@ -20,7 +20,7 @@ IDS = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
 class Net(nn.Module):
-    """Every kind of layer, one pair tied, one layer without a bias."""
+    """One layer of each kind, two of them tied, one without a bias."""
 
     def __init__(self, seed: int = 1, zeros: float = 0.0):
         super().__init__()

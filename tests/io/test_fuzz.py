@@ -1,4 +1,4 @@
-"""A few hundred damaged files; benchmarks/fuzz_files.py does thousands."""
+"""Loads a few hundred damaged files; benchmarks/fuzz_files.py loads thousands."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Hugging Face models: what stays uniform loads with plain from_pretrained, what does not is said."""
+"""Hugging Face models: from_pretrained loads what a config can describe; for the others `save` returns the reason."""
 
 import json
 
@@ -52,7 +52,7 @@ def test_a_shrunk_model_with_uniform_layers_loads_with_plain_from_pretrained(tmp
 
 
 def test_sizes_that_follow_from_others_are_found_too(tmp_path):
-    """`n_inner` is None in the config: four times the width, until it is cut."""
+    """`n_inner` is None in the config, which means four times the width; after the cut it needs a value."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99, bos_token_id=1, eos_token_id=2)
     model = transformers.GPT2LMHeadModel(config).eval()
@@ -80,14 +80,14 @@ def test_a_packed_model_is_said_to_need_ours(tmp_path):
     assert io.save(llama(), tmp_path)["from_pretrained"] is True
     (tmp_path / "tokenizer.json").write_text("{}")
     assert "is packed" in io.save(llama(), tmp_path, packed=True)["from_pretrained"]
-    assert not (tmp_path / "config.json").exists()  # with it, transformers would make the packed weights up
+    assert not (tmp_path / "config.json").exists()  # with it, transformers would invent the packed weights
     (tmp_path / "config.json").write_text("{}")
     io.save(llama(), tmp_path, packed=True)
     assert {"config.json", "tokenizer.json"} < {p.name for p in tmp_path.iterdir()}  # not ours
 
 
 def test_numbers_that_the_config_cannot_say_are_noticed(tmp_path):
-    """Half of each head: the table of rotations keeps its frequencies, and no config makes such a table."""
+    """A table of rotary frequencies that no config produces, as after cutting half of each head."""
     model = llama()
     model.model.rotary_emb.inv_freq *= 1.5
     said = io.save(model, tmp_path)["from_pretrained"]
@@ -95,7 +95,7 @@ def test_numbers_that_the_config_cannot_say_are_noticed(tmp_path):
 
 
 def test_a_model_of_two_dtypes_is_said_to_need_ours(tmp_path):
-    """Plain from_pretrained would cast the one to the other, and round."""
+    """from_pretrained would cast one dtype to the other, and round."""
     model = llama().to(torch.bfloat16)
     assert io.save(model, tmp_path)["from_pretrained"] is True
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
@@ -104,3 +104,93 @@ def test_a_model_of_two_dtypes_is_said_to_need_ours(tmp_path):
     fresh = llama().to(torch.bfloat16)
     fresh.lm_head.float()
     assert torch.equal(io.load(tmp_path, fresh).lm_head.weight, model.lm_head.weight)
+
+
+def test_loading_leaves_the_config_of_the_factory_alone(tmp_path):
+    config = llama().config
+    before = config.to_dict()
+    small, _ = shrink(llama(), {"input_ids": IDS}, channels=0.5, scope="tensor")
+    io.save(small, tmp_path)
+    for _ in range(2):  # the second call builds the full model again
+        assert torch.equal(answer(io.load(tmp_path, lambda: transformers.LlamaForCausalLM(config).eval())), answer(small))
+        assert config.to_dict() == before
+
+
+def test_a_folder_without_a_config_is_not_taken_for_a_hugging_face_folder(tmp_path):
+    """transformers would build a model of default size, gigabytes, and fill it with random numbers."""
+    model = llama()
+    assert io.save(model, tmp_path)["from_pretrained"] is True
+    said = io.save(model, tmp_path, packed=True)
+    assert {p.name for p in tmp_path.iterdir()} == {"secateur.safetensors", "secateur.json", "generation_config.json"}
+    for kind in (transformers.LlamaForCausalLM, transformers.AutoModelForCausalLM):
+        with pytest.raises((OSError, ValueError), match=r"no file named model\.safetensors|Unrecognized model"):
+            kind.from_pretrained(tmp_path)
+    assert torch.equal(answer(io.load(tmp_path, llama)), answer(model))
+    assert io.dense_state_dict(tmp_path).keys() == model.state_dict().keys()
+    assert said["from_pretrained"].startswith("no, only sc.load")
+    assert io.save(model, tmp_path)["from_pretrained"] is True  # the other way round
+    assert not (tmp_path / "secateur.safetensors").exists()
+    assert torch.equal(answer(transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()), answer(model))
+
+
+def test_a_crash_between_the_two_names_of_the_tensor_file_leaves_one_of_the_models(tmp_path, monkeypatch):
+    old, new = llama(), llama()
+    sc.prune_(new, sparsity=0.5)
+    rename = io.rename
+    for stop in range(4):
+        io.save(old, tmp_path)
+        done = []
+
+        def crash(a, b, done=done, stop=stop):
+            if len(done) == stop:
+                raise KeyboardInterrupt
+            done.append(b)
+            rename(a, b)
+
+        monkeypatch.setattr(io, "rename", crash)
+        if stop < 3:
+            with pytest.raises(KeyboardInterrupt):
+                io.save(new, tmp_path, packed=True)
+        else:
+            io.save(new, tmp_path, packed=True)
+        monkeypatch.setattr(io, "rename", rename)
+        assert torch.equal(answer(io.load(tmp_path, llama)), answer(old if stop < 2 else new))
+
+
+def test_save_pretrained_refuses_what_from_pretrained_would_fill_with_random_weights(tmp_path):
+    model = llama()
+    sc.prune_(model, sparsity=0.9, exclude=["*embed*", "lm_head*"])
+    dense = answer(model)
+    sc.compress_(model, {"input_ids": IDS}, objective="size")
+    assert any(isinstance(module, sc.execute.Compressed) for module in model.modules())
+    for whole in (model, model.model):
+        with pytest.raises(ValueError, match=r"compressed layers.*sc\.decompress_\(model\).*sc\.save"):
+            whole.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+    model.state_dict()  # outside save_pretrained nothing changes
+    sc.decompress_(model)
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(answer(transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()), dense)
+
+
+def test_a_model_with_soft_masks_saves_as_the_plain_model(tmp_path):
+    model = llama(tie_word_embeddings=True)
+    config = model.config
+    pruner = sc.Pruner(model, sparsity=0.5, ste=True, include=["*proj*", "*embed*"])
+    pruner.step()
+    with pytest.raises(ValueError, match=r"ste=True.*pruner\.finish\(\)"):
+        model.save_pretrained(tmp_path)
+    assert io.save(model, tmp_path / "soft")["from_pretrained"] is True
+    before = answer(model)
+    names = set(model.state_dict())
+    for back in (
+        io.load(tmp_path / "soft", lambda: transformers.LlamaForCausalLM(config).eval()),
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path / "soft").eval(),
+    ):
+        assert torch.equal(answer(back), before)
+    assert set(model.state_dict()) == names  # the model itself keeps its soft masks
+    pruner.finish()
+    io.save(model, tmp_path / "hard")
+    soft, hard = io.dense_state_dict(tmp_path / "soft"), io.dense_state_dict(tmp_path / "hard")
+    assert soft.keys() == hard.keys() == model.state_dict().keys()
+    assert all(torch.equal(soft[name], hard[name]) for name in hard)

@@ -1,4 +1,4 @@
-"""A file that is wrong in any bit, or for another model, is refused in words, and the model is as it was."""
+"""A file that is damaged in any bit, or made for another model, is refused with a reason, and the model is unchanged."""
 
 import copy
 import json
@@ -46,7 +46,7 @@ def test_another_model_is_refused(tmp_path):
 
 def test_a_manifest_that_claims_gigabytes_is_not_read(tmp_path):
     io.save(build(), tmp_path)
-    os.truncate(tmp_path / "secateur.json", 1 << 32)  # holes, which take no room on the disk
+    os.truncate(tmp_path / "secateur.json", 1 << 32)  # a sparse file, which takes no space on the disk
     refused(tmp_path, build(1), "longer than 100000000 bytes")
 
 
@@ -98,13 +98,13 @@ def test_what_is_signed_is_still_not_believed(tmp_path):
             data = data[part]
         return data
 
-    wrong(lambda d: d["tensors"].pop("4.weight"), "do not speak of the same tensors")
-    wrong(lambda d: d["tensors"].update(more=d["tensors"]["4.bias"]), "do not speak of the same tensors")
+    wrong(lambda d: d["tensors"].pop("4.weight"), "do not list the same tensors")
+    wrong(lambda d: d["tensors"].update(more=d["tensors"]["4.bias"]), "do not list the same tensors")
     wrong(lambda d: at(d, "tensors", "4.weight").update(shape=[1 << 40, 1 << 20]), "do not make a tensor")
     wrong(lambda d: at(d, "tensors", "4.weight").update(shape=[36 * 10, 8]), "another shape")
-    wrong(lambda d: at(d, "tensors", "4.bias").update(shape=[11]), "otherwise in the manifest")
+    wrong(lambda d: at(d, "tensors", "4.bias").update(shape=[11]), "different in the manifest")
     wrong(lambda d: at(d, "tensors", "4.bias").update(dtype=["F32"]), "unknown dtype")
-    wrong(lambda d: at(d, "cuts", 0).update(kept=["0-99999999999999999"]), "indices below|not there")
+    wrong(lambda d: at(d, "cuts", 0).update(kept=["0-99999999999999999"]), "expected indices below")
     wrong(lambda d: at(d, "cuts", 0)["shapes"].update({"0.weight": [1 << 50, 3, 3, 3]}), "units than|the cuts are for")
     wrong(lambda d: at(d, "cuts", 0).update(attributes=[["__class__", "x", None, 1, 2, False]]), "attribute")
     wrong(lambda d: at(d, "cuts", 0).update(drop={"": [0]}), "do not state how many")

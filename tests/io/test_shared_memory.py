@@ -1,4 +1,4 @@
-"""Tensors of a model that lie in the same memory: filled where that can be exact, else refused before anything is written."""
+"""Tensors that share memory: loaded where that can be exact, otherwise refused before anything is written."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from secateur import io
 
 
 class Held(nn.Module):
-    """Buffers as they are given."""
+    """A module with the given buffers."""
 
     def __init__(self, **tensors: torch.Tensor):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models that were cut: a fresh one is cut the same way and filled."""
+"""Models that were cut: loading cuts a fresh model the same way and fills it."""
 
 import copy
 

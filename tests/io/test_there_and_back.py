@@ -1,4 +1,4 @@
-"""A saved model comes back bit for bit, whatever its tensors are, and plain readers open its file."""
+"""A saved model is loaded bit for bit, whatever its tensors are, and other readers of safetensors open its file."""
 
 import json
 import os
@@ -183,3 +183,32 @@ def test_a_model_of_many_tensors_does_not_take_the_square_of_their_number(tmp_pa
     back = io.load(tmp_path, many())
     assert time.process_time() - begin < 8
     assert back[5999].tolist() == [5999.0, 5999.0]
+
+
+class Softly(nn.Module):
+    """A plain layer, one with a parametrization of its own, and two layers that share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.plain, self.normed = nn.Linear(8, 8), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.other.weight = self.one.weight
+
+    def forward(self, x):
+        return self.other(self.one(self.normed(self.plain(x))))
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_soft_masks_are_saved_as_the_weights_that_the_forward_pass_uses(tmp_path, pack):
+    model, x = Softly(), torch.randn(4, 8)
+    pruner = sc.Pruner(model, sparsity=0.8, ste=True)
+    pruner.step()
+    trained = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = model(x)
+    io.save(model, tmp_path, packed=pack)
+    back = io.load(tmp_path, Softly)
+    assert torch.equal(back(x), before)
+    assert back.one.weight is back.other.weight
+    assert io.dense_state_dict(tmp_path).keys() == Softly().state_dict().keys()
+    assert int((back.plain.weight == 0).sum()) == 51  # 80 % of 64
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in model.state_dict().items())  # unchanged

@@ -1,4 +1,4 @@
-"""Writing is all or nothing."""
+"""Saving replaces the old files completely or leaves them as they were."""
 
 import resource
 import shutil

@@ -478,7 +478,7 @@ def test_blocks_that_are_attributes_go(tmp_path):
     io.save(small, tmp_path)
     again = io.load(tmp_path, into=Named).eval()
     assert torch.equal(again(X), small(X))
-    with pytest.raises(ValueError, match="plan= leaves modules of the model out and this model holds them"):
+    with pytest.raises(ValueError, match="plan= removes modules of the model and this model holds them"):
         io.save(model, tmp_path, plan=plan)
 
 

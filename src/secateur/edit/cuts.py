@@ -64,7 +64,7 @@ def apply_cuts_(model: nn.Module, cuts: Cuts, values: Mapping[str, Tensor] | Non
     """
     check_fits(model, cuts)
     drop_(model, cuts.drop)
-    owners = (object_at(model, a.path) for a in cuts.attributes if not a.own)
+    owners = (object_at(model, a.path.rpartition(".")[0] if a.own else a.path) for a in cuts.attributes)
     own_objects_(model, [owner for owner in owners if not isinstance(owner, nn.Module)])
     tensors = dict(owned_tensors(model).values())
     known: dict[Any, Tensor] = {}

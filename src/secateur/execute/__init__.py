@@ -2,12 +2,15 @@
 
 from . import amx_tiles, csr, gpu, pairs, single, tiled
 from .choose import compress_
-from .layers import Compressed
-from .restore import decompress_
+from .find import zeros_of
+from .formats import FORMATS, find_format
+from .layers import Compressed, why_not
+from .restore import decompress_, places, same_bits, ties
 from .result import Compression
 from .timing import Bench, bench
 
 __all__ = [
     "Bench", "Compressed", "Compression", "amx_tiles", "bench", "compress_", "csr", "decompress_", "gpu", "pairs", "single",
     "tiled",
+    "FORMATS", "find_format", "places", "same_bits", "ties", "why_not", "zeros_of",  # for secateur.io
 ]  # fmt: skip

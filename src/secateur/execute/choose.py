@@ -18,7 +18,7 @@ from .gpu.present import why_none
 from .layers import KINDS, Compressed, arguments_of, why_not
 from .restore import places, ties
 from .result import Compression, LayerResult
-from .timing import call, cold_for, for_inference, in_graphs, interleaved
+from .timing import call, cold_for, for_inference, in_graphs, time_runs
 
 MARGIN = 0.95  # a format is used only if it takes at most this fraction of the dense time (or bytes)
 SHAPES = 4  # distinct input shapes of one layer that are measured
@@ -316,7 +316,7 @@ def _seconds(layers: list[nn.Module], seen: RecordedInputs, cold: Tensor | None,
     total = [0.0] * len(layers)
     for key, x in seen.inputs.items():
         runs = [lambda layer=layer, x=x: _without_hooks(layer, x) for layer in layers]
-        clock, rounds = in_graphs if x.is_cuda else interleaved, (3, 100) if not seconds else (7, 200)
+        clock, rounds = in_graphs if x.is_cuda else time_runs, (3, 100) if not seconds else (7, 200)
         for i, times in enumerate(clock(runs, seconds=seconds, rounds=rounds, cold=cold)):
             total[i] += times.best * seen.calls[key]
     return total

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from .._tree import nearest
+from ..display import Table, format_seconds
 from .find import Zeros
 from .layers import Compressed
 from .restore import restore_
-from .timing import spell
 
 
 @dataclass(frozen=True)
@@ -115,10 +114,10 @@ class Compression:
         )
 
     def __str__(self) -> str:
-        return "\n".join([*text_table(_HEADER, map(_cells, self.rows), right=_RIGHT), self._summary()])
+        return str(Table(_HEADER, [*map(_cells, self.rows)], right=_RIGHT, notes=[self._summary()], ruled=False))
 
     def _repr_html_(self) -> str:
-        return html_table(self._summary(), _HEADER, map(_cells, self.rows))
+        return Table(_HEADER, [*map(_cells, self.rows)], title=self._summary()).html()
 
 
 _HEADER = ("layer", "kind", "zeros", "pattern", "format", "dense", "sparse", "ratio", "bytes", "now", "")
@@ -133,31 +132,10 @@ def _cells(row: LayerResult) -> tuple[str, ...]:
         f"{row.sparsity:.1%}",
         row.pattern,
         row.format or "dense",
-        spell(dense) if dense is not None else "",
-        spell(sparse) if sparse is not None else "",
+        format_seconds(dense) if dense is not None else "",
+        format_seconds(sparse) if sparse is not None else "",
         f"{dense / sparse:.2f}x" if dense is not None and sparse else "",
         f"{row.before:,}",
         f"{row.after:,}",
         row.reason,
     )
-
-
-def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: set[int]) -> list[str]:
-    """Returns the lines of a table, with the columns in `right` aligned to the right."""
-    lines = [header, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    padded = (
-        [cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths))]
-        for line in lines
-    )
-    return ["  ".join(cells).rstrip() for cells in padded]
-
-
-def html_table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns an HTML table with escaped cells."""
-
-    def line(cells: Iterable[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    body = "".join(line(cells, "td") for cells in rows)
-    return f"<table><caption>{html.escape(caption)}</caption><thead>{line(header, 'th')}</thead><tbody>{body}</tbody></table>"

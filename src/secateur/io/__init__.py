@@ -1,8 +1,13 @@
-"""Pruned models on disk: `save`, `load`, and `dense_state_dict` for those who have the tensors only. Never pickle.
+"""Saves and loads pruned models without pickle: `save`, `load`, and `dense_state_dict` for use without a model.
 
-A saved model is a folder: `model.safetensors` (any reader of safetensors opens it) and the manifest `secateur.json`. Rooms:
-`files` (writing and reading whole files), `packed` (zeros as bits), `compressed` (layers in sparse formats), `manifest` (what
-is where), `fill` (a file into a model), `hf` (Hugging Face).
+A saved model is a folder with a safetensors file, which any reader of that format opens, and the manifest `secateur.json`.
+
+- `files`: safetensors files, written completely or not at all.
+- `packed`: tensors with many zeros, stored as a bit for each element and the values.
+- `compressed`: layers in sparse formats.
+- `manifest`: the list of what the tensor file holds, and the cuts that made the model.
+- `fill`: copies a file into a model.
+- `hf`: configs for Hugging Face models.
 """
 
 from __future__ import annotations
@@ -21,44 +26,45 @@ from .._dist import sharded
 from .._layers import layout_of
 from .._tree import nearest
 from ..edit import Cuts, Passing, all_or_nothing, apply_cuts_, history, is_cut, owned_tensors, remember_
-from ..execute.find import zeros_of
-from ..execute.layers import Compressed
-from ..execute.restore import decompress_
+from ..execute import Compressed, decompress_, zeros_of
+from ..methods.straight_through import without_soft_masks
 from ..plans import Plan
 from ..surgery import Shrunk
 from . import compressed, hf, packed
 from .files import CODES, DTYPES, BadFile, Entry, Tensors, alone, names_of, read_json, rename, replacing, write_tensors
 from .fill import check_kinds, dtype_of, fill_, read
-from .manifest import MAX, Manifest, Stored, about, check_file, from_text, shapes_of, to_text
+from .manifest import MAX, TENSOR_FILES, Manifest, Stored, about, check_file, from_text, shapes_of, to_text
 
 __all__ = ["save", "load", "dense_state_dict", "BadFile"]
 
-TENSORS, MANIFEST, CONFIG = "model.safetensors", "secateur.json", "config.json"
-_TRIES = 20  # to read a folder that others write to
-_FEW = 0.01  # of a tensor: fewer zeros are there by chance
+MANIFEST, CONFIG = "secateur.json", "config.json"
+_TRIES = 20  # how often a folder is read that others write to meanwhile
+_FEW = 0.01  # a smaller fraction of zeros is taken for chance
 
 
 def save(
     model: nn.Module, path: str | os.PathLike[str], *, packed: bool = False, plan: Plan | Shrunk | None = None
 ) -> dict[str, Any]:
-    """Write the model to the folder `path`; returns what there is to say about it, as the manifest has it.
+    """Writes the model to the folder `path`, and returns the entry `about` of the manifest (model, recipe, versions).
 
-    `packed`: tensors with many zeros are stored as a bit for every element and the values. Without it the file holds the
-    state dict as it is, zeros and all; only the weights of compressed layers are always packed. A model that `shrink` made
-    remembers its cuts, and `load` cuts a fresh model by them; `plan` is needed only where the model was rebuilt by other
-    means, or to put the recipe of `prune_` into the manifest.
+    `packed`: stores tensors with many zeros as a bit for each element and the values. Without it the file holds the state dict
+    as it is, including zeros; only the weights of compressed layers are always packed. A model that `shrink` made stores its
+    cuts, and `load` cuts a fresh model by them. `plan` is needed only for a model that was rebuilt by other means, or to put
+    the recipe of `prune_` into the manifest. A model that is being pruned with `ste=True` is saved with its masks applied.
 
-    A Hugging Face model gets its `config.json` too, with the numbers of the small model. Where those describe it (layers cut
-    alike), plain `from_pretrained(path)` loads it; `["from_pretrained"]` of the result says whether, or why not.
+    For a Hugging Face model, `config.json` is written with the sizes of the small model. If a config can describe it (all
+    layers cut alike), plain `from_pretrained(path)` loads the folder. The entry "from_pretrained" of the result is True then;
+    otherwise it states the reason.
     """
     model = getattr(model, "_orig_mod", model)  # the module under torch.compile
     if not isinstance(model, nn.Module):
         raise TypeError(f"save takes a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(plan, Plan | Shrunk | None):
-        raise TypeError(f"plan= is what prune_ or shrink returned, not {type(plan).__name__}")
+        raise TypeError(f"plan= must be what prune_ or shrink returned, not {type(plan).__name__}")
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; save() writes a folder with {TENSORS} and {MANIFEST} in it")
+        raise ValueError(f"{folder} is a file; save() writes a folder with {TENSOR_FILES[0]} and {MANIFEST} in it")
+    model = without_soft_masks(model)
     tensors, tied = _tensors(model)
     cuts = _cuts(model, plan)
     layers = compressed.listed(model)
@@ -68,14 +74,15 @@ def save(
     extra, note = hf.files(model, against if packed or layers else None)
     if note is not None:
         said["from_pretrained"] = note
-    if taken := [name for name in (TENSORS, MANIFEST, *extra) if (folder / name).is_dir()]:
+    data = TENSOR_FILES[isinstance(note, str)]  # without a config, from_pretrained would fill a model of default size from it
+    if taken := [name for name in (data, MANIFEST, *extra) if (folder / name).is_dir()]:
         raise ValueError(f"{folder / taken[0]} is a folder; save() writes a file of that name. Nothing was written.")
     folder.mkdir(parents=True, exist_ok=True)
     with alone(folder):
         with ExitStack() as stack:
-            new = {name: stack.enter_context(replacing(folder / name)) for name in (*extra, TENSORS, MANIFEST)}
-            written = write_tensors(new[TENSORS], entries, {"format": "pt"})
-            new[MANIFEST].write_bytes(to_text(Manifest(listed, tied, cuts, written, said, layers)))
+            new = {name: stack.enter_context(replacing(folder / name)) for name in (*extra, data, MANIFEST)}
+            written = write_tensors(new[data], entries, {"format": "pt"})
+            new[MANIFEST].write_bytes(to_text(Manifest(listed, tied, cuts, written, said, layers, data)))
             for name, text in extra.items():
                 new[name].write_text(text, encoding="utf-8")
         _put(folder, new)
@@ -83,12 +90,12 @@ def save(
 
 
 def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module], *, as_: str | None = None) -> nn.Module:
-    """The model that was saved in the folder `path`, in eval or training mode as `into` is.
+    """Loads the model that was saved in the folder `path`, and returns it in the mode (training or evaluation) of `into`.
 
-    `into`: a function that builds the model as it was before any cut, or such a model, which is then changed in place (or one
-    that is cut already). It is cut as the saved one was, and loaded strictly. Every byte is checked first: whatever is wrong,
-    a `BadFile` (a ValueError) says what, and the model is as it was. Layers that were compressed are so again, in the same
-    format, wherever it was chosen; `as_="dense"`: in plain layers, whatever was saved.
+    `into`: a function that builds the model as it was before any cut, or such a model, which is changed in place; it may be
+    cut already. The model is cut as the saved one was, and all names, shapes and dtypes must match. Every byte is checked
+    first: if anything is wrong, `BadFile` (a ValueError) is raised and the model is as it was. Compressed layers are
+    compressed again, in the format that was saved; `as_="dense"` loads plain layers instead.
     """
     if as_ not in (None, "dense"):
         raise ValueError(f"as_={as_!r} must be 'dense' or left out.{nearest(str(as_), ['dense'])}")
@@ -96,7 +103,7 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
         given = into if isinstance(into, nn.Module) or not callable(into) else into()
         model = getattr(given, "_orig_mod", given)  # the module under torch.compile
         if not isinstance(given, nn.Module) or not isinstance(model, nn.Module):
-            raise TypeError(f"into= is a model or a function that builds one; this gave a {type(given).__name__}")
+            raise TypeError(f"into= must be a model or a function that builds one; this gave a {type(given).__name__}")
         check_kinds(model)
         with all_or_nothing(model):
             if compressed.layers_of(model):
@@ -110,10 +117,10 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
 
 
 def dense_state_dict(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> dict[str, Tensor]:
-    """A dense state dict, without a model: from a folder that `save` wrote, or from what `safetensors.torch.load_file` read.
+    """Returns a dense state dict from a folder that `save` wrote, or from what `safetensors.torch.load_file` returned.
 
-    From a folder everything is checked, and tied tensors come back under all their names; the tensor file by itself holds
-    each once.
+    A folder is checked completely, and tied tensors are returned under all their names. The tensor file alone holds each of
+    them once.
     """
     if isinstance(source, Mapping):
         return _unpacked(source)
@@ -127,16 +134,16 @@ def dense_state_dict(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> d
 
 
 def _tensors(model: nn.Module) -> tuple[compressed.State, dict[str, str]]:
-    """The state dict without tied tensors, and the other names of those."""
+    """The state dict with each tied tensor once, and {other name: name in the state dict} for the tied ones."""
     found: compressed.State = {}
     first: dict[Any, str] = {}
     state, tied = compressed.dense_view(model)
-    names = sorted(state, key=lambda name: hf.is_tied_copy(model, name))  # where transformers cares which name stays
+    names = sorted(state, key=lambda name: hf.is_tied_copy(model, name))  # transformers expects certain names in the file
     for name in names:
         held = state[name]
         tensor = held.get_buffer(held.names[0]) if isinstance(held, Compressed) else held
         _check_tensor(name, tensor)
-        views = (tensor.is_conj(), tensor.is_neg())  # of the same numbers, and they mean others
+        views = (tensor.is_conj(), tensor.is_neg())  # lazily conjugated or negated: the same memory, other values
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, str(tensor.device), views)
         if held is tensor and tensor.numel() and key in first:
             tied[name] = first[key]
@@ -153,9 +160,11 @@ def _check_tensor(name: str, tensor: Any) -> None:
         kind = "sharded" if sharded(tensor) else "on the meta device" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
         raise TypeError(f"{name!r} is {kind}; a file holds whole strided tensors of {', '.join(sorted(CODES.values()))}")
     if name != name.encode(errors="replace").decode():
-        raise ValueError(f"{name!r} has characters that no file can hold (halves of a pair); rename it")
+        raise ValueError(f"{name!r} has characters that no file can hold (lone surrogates); rename it")
     if name.endswith(packed.PARTS) or name == "__metadata__":
-        raise ValueError(f"{name!r} means something else in a file, as do names that end in {packed.PARTS}; rename it")
+        raise ValueError(
+            f"{name!r} means something else in a file, like names that end in {', '.join(packed.PARTS)}; rename it"
+        )
 
 
 def _cuts(model: nn.Module, plan: Plan | Shrunk | None) -> list[Cuts]:
@@ -167,24 +176,24 @@ def _cuts(model: nn.Module, plan: Plan | Shrunk | None) -> list[Cuts]:
 
 
 def _check_cut(model: nn.Module, cuts: Cuts) -> None:
-    """Raises unless the model has the sizes that these cuts leave: a file of another one could not be loaded."""
+    """Raises ValueError unless the model has the sizes that these cuts leave; otherwise the file could not be loaded."""
     tensors = dict(owned_tensors(model).values())
     for path in cuts.drop:
         if not _without(model, path, cuts):
-            raise ValueError(f"plan= leaves modules of {path or 'the model'} out and this model holds them; {_NOT_CUT}")
+            raise ValueError(f"plan= removes modules of {path or 'the model'} and this model holds them; {_NOT_CUT}")
     for name, kept in cuts.tensors.items():
         left = tuple(len(kept.get(d, range(size))) for d, size in enumerate(cuts.shapes[name]))
         if name in tensors and tuple(tensors[name].shape) != left:
             raise ValueError(f"plan= leaves {name!r} as {left} and this model holds {tuple(tensors[name].shape)}; {_NOT_CUT}")
     if cuts.tensors and not cuts.tensors.keys() & tensors.keys() and not compressed.layers_of(model):
-        raise ValueError(f"plan= speaks of {next(iter(cuts.tensors))!r}, and this model has no such tensor; {_NOT_CUT}")
+        raise ValueError(f"plan= cuts {next(iter(cuts.tensors))!r}, and this model has no such tensor; {_NOT_CUT}")
 
 
 _NOT_CUT = "save the small model that the plan was made with, or leave plan= out. Nothing was written."
 
 
 def _without(model: nn.Module, path: str, cuts: Cuts) -> bool:
-    """Whether a list of modules is as short as the cuts leave it; whether those that are held by name are replaced."""
+    """True if a list of modules has the length that the cuts leave, or if its named modules are replaced by `Passing`."""
     try:
         held = model.get_submodule(path)
     except AttributeError:
@@ -196,6 +205,7 @@ def _without(model: nn.Module, path: str, cuts: Cuts) -> bool:
 
 
 def _described(model: nn.Module, tensors: compressed.State, pack: bool) -> tuple[dict[str, Stored], dict[str, Entry]]:
+    """For each tensor, its description in the manifest and the entries to write for it."""
     listed: dict[str, Stored] = {}
     entries: dict[str, Entry] = {}
     for name, held in tensors.items():
@@ -211,7 +221,7 @@ def _described(model: nn.Module, tensors: compressed.State, pack: bool) -> tuple
 
 
 def _pattern(model: nn.Module, name: str, tensor: Tensor, zeros: int) -> str | None:
-    """The pattern of the zeros of what looks like a weight; None where there are hardly any, or nothing else."""
+    """The pattern of the zeros in a weight. None for other tensors, and where almost nothing or everything is zero."""
     if tensor.dim() < 2 or not tensor.is_floating_point() or not _FEW * tensor.numel() < zeros < tensor.numel():
         return None
     try:
@@ -226,31 +236,37 @@ def _whole(held: Tensor | Compressed) -> Tensor:
 
 
 def _put(folder: Path, new: Mapping[str, Path]) -> None:
-    """Rename what was written. The new manifest waits under a name of its own until its tensors are in place.
+    """Renames the written files. The new manifest has a name of its own until its tensors are in place.
 
-    So a crash at any moment leaves a pair that belongs together: see `_opened`.
+    So a crash at any moment leaves a manifest with its tensors: see `_opened`. Files of an earlier save that this one does not
+    replace are removed.
     """
-    waiting, stale = folder / f"{MANIFEST}.next", CONFIG not in new and _wrote_config(folder)
+    waiting, stale = folder / f"{MANIFEST}.next", _earlier(folder) - new.keys()
     try:
         rename(new[MANIFEST], waiting)
         for name, beside in new.items():
             if name != MANIFEST:
                 rename(beside, folder / name)
-        if stale:
-            (folder / CONFIG).unlink(missing_ok=True)
+        for name in stale:
+            (folder / name).unlink(missing_ok=True)
         rename(waiting, folder / MANIFEST)
     finally:
-        for beside in new.values():  # those that an error has left
+        for beside in new.values():  # left over after an error
             with suppress(OSError):
                 beside.unlink(missing_ok=True)
 
 
-def _wrote_config(folder: Path) -> bool:
-    """Whether an earlier save wrote the config that lies here. transformers would fill a model of it with random numbers."""
+def _earlier(folder: Path) -> set[str]:
+    """The tensor file of an earlier save into this folder, and the config if that save wrote it.
+
+    With either left behind, transformers would make a model with random weights.
+    """
     try:
-        return read_json(_text(folder / MANIFEST), MANIFEST)["about"]["from_pretrained"] is True
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
+        data = read_json(_text(folder / MANIFEST), MANIFEST)
+        config = {CONFIG} if data["about"].get("from_pretrained") is True else set()
+        return config | ({data["file"]["name"]} & {*TENSOR_FILES})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return set()
 
 
 # --- loading --------------------------------------------------------------------------------------------------------
@@ -258,7 +274,7 @@ def _wrote_config(folder: Path) -> bool:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[tuple[Manifest, Tensors]]:
-    """The tensor file and the manifest that was written for it, both checked in full."""
+    """Opens the manifest and the tensor file that it was written for, both checked completely."""
     for _ in range(_TRIES):
         before = _stamps(folder)
         with ExitStack() as stack:
@@ -267,22 +283,22 @@ def _opened(folder: Path) -> Iterator[tuple[Manifest, Tensors]]:
             except (BadFile, FileNotFoundError):
                 if _stamps(folder) == before:
                     raise
-                continue  # a save has put other files here meanwhile
+                continue  # another save has replaced the files meanwhile
             yield found
             return
-    raise BadFile(f"{folder} is being written to again and again; load it when that is over")
+    raise BadFile(f"{folder} is being saved to again and again; load it when that has ended")
 
 
 def _text(path: Path) -> bytes:
-    """What a file holds, and no more of it than a manifest has."""
+    """The bytes of a file, at most one more than a manifest may have."""
     with path.open("rb") as file:
         return file.read(MAX + 1)
 
 
 def _stamps(folder: Path) -> list[tuple[int, ...] | None]:
-    """What tells whether the files of a folder are still the same."""
+    """Inode, size and time of each file, to see whether one of them was replaced."""
     found: list[tuple[int, ...] | None] = []
-    for name in (TENSORS, MANIFEST, f"{MANIFEST}.next"):
+    for name in (*TENSOR_FILES, MANIFEST, f"{MANIFEST}.next"):
         try:
             now = (folder / name).stat()
             found.append((now.st_ino, now.st_size, now.st_mtime_ns))
@@ -293,14 +309,17 @@ def _stamps(folder: Path) -> list[tuple[int, ...] | None]:
 
 def _checked(folder: Path, stack: ExitStack) -> tuple[Manifest, Tensors]:
     names = [n for n in (MANIFEST, f"{MANIFEST}.next") if (folder / n).is_file()]
-    if not names or not (folder / TENSORS).is_file():
-        missing = "is a file" if folder.is_file() else f"holds no {TENSORS if names else MANIFEST}"
+    sizes = {name: (folder / name).stat().st_size for name in TENSOR_FILES if (folder / name).is_file()}
+    if not names or not sizes:
+        missing = "is a file" if folder.is_file() else f"holds no {TENSOR_FILES[0] if names else MANIFEST}"
         raise FileNotFoundError(f"{folder} {missing}: it is not a folder that sc.save wrote")
-    file = Tensors(stack.enter_context((folder / TENSORS).open("rb")), str(folder / TENSORS))
     wrong: list[BadFile] = []
     for name in names:
         try:
-            manifest = from_text(_text(folder / name), str(folder / name), file.size)
+            manifest = from_text(_text(folder / name), str(folder / name), sizes)
+            where = folder / manifest.file
+            file = Tensors(stack.enter_context(where.open("rb")), str(where))
+            stack.callback(file.close)
             check_file(manifest, file)
             return manifest, file
         except BadFile as error:
@@ -309,11 +328,12 @@ def _checked(folder: Path, stack: ExitStack) -> tuple[Manifest, Tensors]:
 
 
 def _unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Unpacks the tensors of a file that was read without its manifest."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise TypeError(
-                f"{name!r} is a {type(tensor).__name__}; a mapping of names to tensors is expected, as load_file gives"
+                f"{name!r} is a {type(tensor).__name__}; a mapping of names to tensors is expected, as load_file returns"
             )
         base, mark, part = name.rpartition("#")
         if mark + part not in packed.PARTS:
@@ -324,13 +344,13 @@ def _unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if mark + part == packed.BITMASK:
             shape, values = tensors[base + packed.SHAPE], tensors[base + packed.VALUES]
             if shape.dtype != torch.int64 or shape.dim() != 1 or bool((shape < 0).any()):
-                raise BadFile(f"{base + packed.SHAPE!r} is no shape")
+                raise BadFile(f"{base + packed.SHAPE!r} must hold a shape: one row of int64 from 0 up")
             if values.dtype not in CODES or values.dim() != 1 or values.layout != torch.strided:
                 raise BadFile(
-                    f"{base + packed.VALUES!r} should be a row of numbers, not {values.dtype} of {tuple(values.shape)}"
+                    f"{base + packed.VALUES!r} must be a row of numbers, not {values.dtype} of shape {tuple(values.shape)}"
                 )
             if base in tensors:
-                raise BadFile(f"{base!r} is there twice: as it is, and packed")
+                raise BadFile(f"{base!r} is there twice: dense and packed")
             found[base] = packed.unpack(base, tensor.cpu(), values.cpu(), tuple(shape.tolist())).to(values.device)
     return found
 

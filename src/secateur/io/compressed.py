@@ -1,8 +1,7 @@
-"""Compressed layers in files: the weight itself, with its zeros packed, and the name of the format; buffers are made again.
+"""Compressed layers in files: a file holds the packed weight and the name of the format; buffers are made again on loading.
 
-Buffers are laid out for kernels that believe every number in them, and may be laid out otherwise in a later version or for
-another machine. So a file never holds them: it holds what any reader understands, and what a damaged one cannot turn into a
-wild address.
+Kernels use the numbers in their buffers as addresses without checks, and a later version may lay buffers out differently. So a
+file holds the weight itself, which any reader understands, and a damaged file cannot cause a wrong address.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 
 from .._tree import nearest
-from ..execute.formats import FORMATS, find_format
-from ..execute.layers import Compressed, why_not
-from ..execute.restore import places, same_bits, ties
+from ..execute import FORMATS, Compressed, find_format, places, same_bits, ties, why_not
 from .files import CODES, BadFile
 from .manifest import Layer
 
@@ -23,7 +20,7 @@ State = dict[str, Tensor | Compressed]
 
 
 def layers_of(model: nn.Module) -> dict[str, Compressed]:
-    """The compressed layers under all their paths."""
+    """The compressed layers of a model, by path; a shared layer is listed under each of its paths."""
     found = {path: m for path, m in model.named_modules(remove_duplicate=False) if isinstance(m, Compressed)}
     if "" in found:
         raise ValueError("this is a compressed layer by itself; save the model that holds it, or decompress it first")
@@ -31,14 +28,14 @@ def layers_of(model: nn.Module) -> dict[str, Compressed]:
 
 
 def listed(model: nn.Module) -> dict[str, Layer]:
-    """What the manifest says of each compressed layer."""
+    """The entries of the manifest for the compressed layers."""
     return {path: Layer(each.form, tuple(each.options), CODES[each.dtype]) for path, each in layers_of(model).items()}
 
 
 def dense_view(model: nn.Module) -> tuple[State, dict[str, str]]:
-    """The state dict with a `weight` in place of the buffers of each compressed layer, and other names of those weights.
+    """The state dict with one entry `weight` for each compressed layer instead of its buffers, and the tied names of those.
 
-    A compressed layer whose weight is that of another one, bit for bit, and was tied to it, is its other name.
+    A compressed layer that was tied to another tensor, and still equals it bit for bit, is stored as its other name.
     """
     packed = layers_of(model)
     state: State = {}
@@ -68,9 +65,10 @@ def _is_one(layer: Compressed, other: Tensor | Compressed) -> bool:
 
 
 def made_again(model: nn.Module, layers: Mapping[str, Layer], weight: Callable[[str], Tensor]) -> dict[int, Compressed]:
-    """By the id of the dense layer that it will stand for, each compressed layer; the model is not touched.
+    """Makes the compressed layers and returns them by the id of the dense layer that each will replace.
 
-    `weight(path)` reads the weight of a layer. Raises BadFile unless the layer can be compressed so, and holds it exactly.
+    The model is not changed. `weight(path)` reads the weight of a layer. Raises BadFile if a layer cannot hold its weight
+    exactly in the format that was saved.
     """
     found: dict[int, Compressed] = {}
     tied = ties(model)
@@ -107,7 +105,7 @@ def _exact(path: str, said: Layer, layer: nn.Module, tied: tuple[str, ...], valu
 
 
 def put_(model: nn.Module, made: Mapping[int, Compressed]) -> None:
-    """Each in its place, with the bias that the dense layer has by now."""
+    """Puts each compressed layer in its place, with the bias of the dense layer, which is filled by now."""
     for parent, name, child in places(model):
         if id(child) in made:
             new = made[id(child)]

@@ -1,6 +1,6 @@
-"""Files that are there whole or not at all: a writer of safetensors that streams, a reader that believes nothing it reads.
+"""Safetensors files: written completely or not at all, one tensor at a time, and read by the safetensors library.
 
-The format is that of safetensors (a length, a JSON header, the bytes of the tensors), so any reader of it can open the file.
+Writing is our own because the library's writer takes all tensors at once, and packed or compressed weights are made one by one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 try:
@@ -44,17 +45,16 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-_MAX_HEADER = 100_000_000  # the limit of safetensors itself
 _CHUNK = 1 << 20
-_BESIDE = re.compile(r".+\.secateur-[0-9a-f]{8}\.tmp")  # how `replacing` names its files, and nobody else
+_BESIDE = re.compile(r".+\.secateur-[0-9a-f]{8}\.tmp")  # the names that `replacing` gives its files
 
 
 class BadFile(ValueError):
-    """A file that is damaged, incomplete, or not one of ours."""
+    """Raised for a file that is damaged, incomplete, or not written by secateur."""
 
 
 class Entry(NamedTuple):
-    """A tensor to write; `data` makes it when its turn comes, so that only one has to be in memory."""
+    """A tensor to write. `data()` makes it when it is written, so that only one has to be in memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -62,11 +62,16 @@ class Entry(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return _size(self.dtype, self.shape)
+
+
+def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """The bytes of a tensor."""
+    return math.prod(shape) * dtype.itemsize
 
 
 class Written(NamedTuple):
-    """Digests of a written file: its size, its header, every tensor."""
+    """The size of a written file, and the digests of its header and of every tensor."""
 
     size: int
     header: str
@@ -78,20 +83,20 @@ class Written(NamedTuple):
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """While inside, other saves into this folder wait. So what lies here half written is of one that was killed, and goes.
+    """Locks the folder against other saves, and removes the unfinished files of saves that were killed.
 
-    Where folders cannot be locked (Windows, some network disks) nobody waits, and nothing goes.
+    Where folders cannot be locked (Windows, some network disks), neither happens.
     """
     handle = _lock(folder)
     try:
         for left in folder.iterdir() if handle is not None else ():
             if _BESIDE.fullmatch(left.name) and left.is_file():
-                with contextlib.suppress(OSError):  # another user's, which is not ours to remove
+                with contextlib.suppress(OSError):  # it may belong to another user
                     left.unlink()
         yield
     finally:
         if handle is not None and fcntl is not None:
-            fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile may hold the handle too
+            fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough if a process forked meanwhile holds the handle too
             os.close(handle)
 
 
@@ -111,7 +116,7 @@ def _lock(folder: Path) -> int | None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A new file beside `path`. When the block ends it is on the disk, for the caller to rename; when it raises, it is gone."""
+    """A path for a new file beside `path`. After the block it is on the disk, for the caller to rename; an error removes it."""
     beside = path.with_name(f"{path.name}.secateur-{secrets.token_hex(4)}.tmp")
     try:
         yield beside
@@ -119,14 +124,14 @@ def replacing(path: Path) -> Iterator[Path]:
             with beside.open("rb+") as file:
                 os.fsync(file.fileno())
     except BaseException as error:
-        with contextlib.suppress(OSError):  # a disk that became read-only says so once
+        with contextlib.suppress(OSError):  # on a disk that became read-only, the first error is enough
             beside.unlink(missing_ok=True)
         error.add_note(f"{path} is as it was before")
         raise
 
 
 def rename(beside: Path, path: Path) -> None:
-    """Put a file in the place of another, in one step that a crash leaves done or undone."""
+    """Replaces `path` by the file `beside` in one atomic step, and waits until that is on the disk."""
     os.replace(beside, path)
     if os.name == "posix":
         folder = os.open(path.parent, os.O_RDONLY)
@@ -137,7 +142,7 @@ def rename(beside: Path, path: Path) -> None:
 
 
 def write_tensors(path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> Written:
-    """Write a safetensors file, tensor by tensor; the widest dtypes first, so that every tensor is aligned."""
+    """Writes a safetensors file, tensor by tensor; the widest dtypes first, so that every tensor is aligned."""
     if sys.byteorder != "little":
         raise NotImplementedError("files are little-endian, and this machine is not")
     order = sorted(entries, key=lambda name: (-entries[name].dtype.itemsize, name))
@@ -163,7 +168,7 @@ def write_tensors(path: Path, entries: Mapping[str, Entry], metadata: Mapping[st
 
 
 def as_bytes(tensor: Tensor) -> Any:
-    """The bytes of a tensor in row-major order, as something that can be written and hashed."""
+    """The bytes of a tensor in row-major order, as an object that can be written and hashed."""
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy() if flat.numel() else b""
 
@@ -172,91 +177,72 @@ def as_bytes(tensor: Tensor) -> Any:
 
 
 class Tensors:
-    """A safetensors file that is open: the header checked against the size of the file, tensors read when asked for."""
+    """An open safetensors file, read by the safetensors library, which checks the header against the size of the file.
+
+    `entries`: dtype and shape of every tensor. `header`: the digest of the header. Tensors are read when asked for. The library
+    copies them with pread: a memory map of a file that someone truncates would end the process. Digests are taken from the
+    bytes of the file, since the library has no way to pass over a large tensor without memory for all of it.
+    """
 
     def __init__(self, file: BinaryIO, where: str) -> None:
-        self.file, self.where = file, where
-        self.size = os.fstat(file.fileno()).st_size
-        start = file.read(8)
-        length = int.from_bytes(start, "little")
-        if len(start) < 8 or not 2 <= length <= min(self.size - 8, _MAX_HEADER):
-            raise BadFile(f"{where} is no safetensors file, or cut short: {self.size} bytes, with a header of {length}")
-        text = file.read(length)
-        self.header = hashlib.sha256(start + text).hexdigest()
-        self.begin = 8 + length
-        self.entries = _parse(text, self.size - self.begin, where)
+        self.where, self._bytes = where, file
+        try:
+            self._file = safe_open(file.name, framework="pt", backend="pread")
+            slices = {name: self._file.get_slice(name) for name in self._file.offset_keys()}
+        except SafetensorError as error:
+            raise BadFile(f"{where} is not a safetensors file, or was damaged or cut short: {_short(error)}") from None
+        found = os.fstat(file.fileno())
+        if not os.path.samestat(found, os.stat(file.name)):
+            raise BadFile(f"{where} was replaced by another file while it was opened; load it again")
+        self.size = found.st_size
+        start = self._bytes.read(8)
+        header = start + self._bytes.read(int.from_bytes(start, "little"))
+        self.header = hashlib.sha256(header).hexdigest()
+        self.entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._begin: dict[str, int] = {}
+        place = len(header)
+        for name, part in slices.items():  # in the order of the file, where the library found no gaps
+            if part.get_dtype() not in DTYPES:
+                raise BadFile(f"{where}: {name!r} has dtype {part.get_dtype()}; expected one of {', '.join(sorted(DTYPES))}")
+            self.entries[name], self._begin[name] = (DTYPES[part.get_dtype()], tuple(part.get_shape())), place
+            place += _size(*self.entries[name])
 
-    def raw(self, name: str, chunk: int | None = None) -> Iterator[bytes]:
-        """The bytes of a tensor in pieces."""
-        _, _, place, end = self.entries[name]
-        self.file.seek(self.begin + place)
-        while place < end:
-            piece = self.file.read(min(chunk or end - place, end - place))
-            if not piece:
-                raise BadFile(f"{self.where} ends within {name!r}; it was cut short while it was open")
-            place += len(piece)
-            yield piece
+    def close(self) -> None:
+        self._file.__exit__(None, None, None)
 
     def digest(self, name: str) -> str:
-        found = hashlib.sha256()
-        for piece in self.raw(name, _CHUNK):
-            found.update(piece)
+        found, left, piece = hashlib.sha256(), _size(*self.entries[name]), memoryview(bytearray(_CHUNK))
+        self._bytes.seek(self._begin[name])
+        while left:
+            count = self._bytes.readinto(piece[: min(left, _CHUNK)])  # type: ignore[attr-defined]
+            if not count:
+                raise BadFile(f"{self.where} ends within {name!r}; it was cut short while it was open")
+            found.update(piece[:count])
+            left -= count
         return found.hexdigest()
 
     def read(self, name: str) -> Tensor:
-        dtype, shape, place, end = self.entries[name]
-        tensor = torch.empty(end - place, dtype=torch.uint8)
-        self.file.seek(self.begin + place)
-        if end > place and self.file.readinto(tensor.numpy()) != end - place:  # type: ignore[attr-defined]
-            raise BadFile(f"{self.where} ends within {name!r}; it was cut short while it was open")
-        return shaped(tensor.view(dtype), shape, name)
+        try:
+            return self._file.get_tensor(name)
+        except (SafetensorError, RuntimeError, TypeError) as error:  # shapes that torch refuses, a file cut short just now
+            shape = _short(self.entries[name][1])
+            raise BadFile(f"{self.where}: {name!r} of shape {shape} cannot be read: {_short(error)}") from None
 
 
 def shaped(flat: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
-    """`flat` in a shape that was read from a file: also sizes that torch refuses are no reason to crash."""
+    """Reshapes `flat` to a shape that was read from a file. Raises BadFile for shapes that torch refuses."""
     try:
         return flat.reshape(shape)
     except (RuntimeError, TypeError) as error:
         raise BadFile(f"{name!r} cannot have shape {_short(shape)}: {_short(error)}") from None
 
 
-_Stored = tuple[torch.dtype, tuple[int, ...], int, int]
-
-
-def _parse(text: bytes, data: int, where: str) -> dict[str, _Stored]:
-    header = read_json(text, f"the header of {where}")
-    found: dict[str, _Stored] = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-            raise BadFile(f"{where}: the header says of {name!r} {_short(entry)}; dtype, shape and data_offsets are expected")
-        dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
-        shape, offsets = entry["shape"], entry["data_offsets"]
-        if dtype is None or not counts(shape, 64) or not counts(offsets, 2) or len(offsets) != 2:
-            raise BadFile(f"{where}: the header says of {name!r} {_short(entry)}, which is no tensor")
-        if math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0] or offsets[1] > data:
-            raise BadFile(
-                f"{where}: {name!r} of shape {_short(shape)} does not fit into bytes {offsets[0]} to {offsets[1]} of {data}: "
-                "the file was cut short, or its header is damaged"
-            )
-        found[name] = (dtype, tuple(shape), offsets[0], offsets[1])
-    place = 0
-    for name, (_, _, begin, end) in sorted(found.items(), key=lambda item: item[1][2:]):
-        if begin != place:
-            raise BadFile(f"{where}: {name!r} begins at byte {begin} and the tensor before it ends at {place}")
-        place = end
-    if place != data:
-        raise BadFile(f"{where} holds {data} bytes of tensors and its header speaks of {place}: cut short, or not one file")
-    return found
-
-
 def read_json(text: bytes, where: str) -> dict[str, Any]:
-    """A JSON object, every name in it once."""
+    """Parses a JSON object. Raises BadFile if a name occurs in it twice."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) != len(pairs):
-            raise BadFile(f"{where} says something twice")
+            raise BadFile(f"{where} is damaged: a name occurs twice in it")
         return dict(pairs)
 
     try:
@@ -271,7 +257,7 @@ def read_json(text: bytes, where: str) -> dict[str, Any]:
 
 
 def counts(value: Any, most: int) -> bool:
-    """Whether this is a list of at most so many whole numbers from 0 up, none of them beyond what a file can hold."""
+    """True for a list of at most `most` integers from 0 to 2**62 - 1."""
     return isinstance(value, list) and len(value) <= most and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
 
 
@@ -281,6 +267,6 @@ def _short(value: Any) -> str:
 
 
 def names_of(names: Iterable[str]) -> str:
-    """A few names, and how many more there are."""
+    """The first four names and the number of the others."""
     shown = sorted(names)
     return ", ".join(map(repr, shown[:4])) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")

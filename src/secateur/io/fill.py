@@ -1,4 +1,4 @@
-"""A file into a model: all of it is checked before the first number is written."""
+"""Copies a file into a model. Everything is checked before the first number is written."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def read(file: Tensors, name: str, stored: Stored) -> Tensor:
 
 
 def dtype_of(name: str, manifest: Manifest) -> str:
-    """The dtype that the model has there: a compressed layer may store its weight in a narrower one."""
+    """The dtype of a tensor in the model. The file may hold the weight of a compressed layer in a narrower one."""
     layer = manifest.layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
     return manifest.tensors[manifest.tied.get(name, name)].dtype if layer is None else layer.dtype
 
 
 def check_kinds(model: nn.Module) -> None:
-    """Raises where the model holds a tensor that could not be filled, whatever is in the file."""
+    """Raises BadFile if the model holds a tensor that no file can fill: lazy, sharded or not strided."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and (is_lazy(tensor) or sharded(tensor) or tensor.layout != torch.strided):
             kind = "not initialised" if is_lazy(tensor) else "sharded" if sharded(tensor) else str(tensor.layout)
-            raise BadFile(f"{name!r} is {kind} in the model; load fills tensors that are there, whole and strided")
+            raise BadFile(f"{name!r} is {kind} in the model; load fills tensors that are initialised, whole and strided")
 
 
 def fill_(model: nn.Module, manifest: Manifest, file: Tensors, layers: Mapping[str, Layer]) -> None:
-    """Check names, shapes and dtypes, and make the compressed layers, all before the first byte is written; then copy."""
+    """Checks names, shapes and dtypes, makes the compressed layers, and only then copies the tensors."""
     state = model.state_dict(keep_vars=True)
     expected = shapes_of(manifest)
     if missing := expected.keys() - state.keys():
@@ -66,13 +66,13 @@ def fill_(model: nn.Module, manifest: Manifest, file: Tensors, layers: Mapping[s
 
 
 def _copy(model: nn.Module, state: Mapping[str, Tensor], manifest: Manifest, file: Tensors, done: set[str]) -> None:
-    """Tensor by tensor, but for those with no other name than that of a layer that is done already."""
+    """Copies tensor by tensor, except those that only belong to layers in `done`."""
     names: dict[str, list[str]] = {name: [name] for name in manifest.tensors}
     for other, name in manifest.tied.items():
         names[name].append(other)
     own = {id(t) for t in (*model.parameters(), *model.buffers())}
-    if any(id(tensor) not in own for tensor in state.values()):  # the model makes its state dict itself: let it read it too
-        _own_way(model, {n: read(file, name, stored) for name, stored in manifest.tensors.items() for n in names[name]})
+    if any(id(tensor) not in own for tensor in state.values()):  # the model has its own state_dict(): use its load_state_dict()
+        _load_state_dict(model, {n: read(file, name, stored) for name, stored in manifest.tensors.items() for n in names[name]})
         return
     packed_ones = {f"{path}.weight" for path in manifest.layers}
     uses = Counter(id(tensor) for tensor in state.values())
@@ -80,7 +80,7 @@ def _copy(model: nn.Module, state: Mapping[str, Tensor], manifest: Manifest, fil
     for name in manifest.tensors:
         if not done.issuperset(names[name]):
             others = sum(uses[i] for i in {id(state[n]) for n in names[name]}) > len(names[name])
-            apart[name] = others and packed_ones.issuperset(names[name])  # rounded when it was compressed, so tied no more
+            apart[name] = others and packed_ones.issuperset(names[name])  # compression rounded it: no longer tied
 
     def value(name: str) -> Tensor:
         return read(file, name, manifest.tensors[name])
@@ -91,8 +91,8 @@ def _copy(model: nn.Module, state: Mapping[str, Tensor], manifest: Manifest, fil
             _write(model, state, names[name], value(name), alone)
 
 
-def _own_way(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """By the model's own code, which may fail when half is written."""
+def _load_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Uses the model's own `load_state_dict`, and restores all tensors if it fails."""
     before = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
     try:
         model.load_state_dict(state)
@@ -104,9 +104,9 @@ def _own_way(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def _check_memory(tensors: Mapping[str, tuple[Tensor, str]], value: Callable[[str], Tensor]) -> None:
-    """Raises where tensors of the model lie in the same memory and the file has other numbers for each.
+    """Raises BadFile if tensors of the model share memory and the file has different numbers for them.
 
-    By name, the tensor and its name in the file. Numbers are compared only where memory is shared.
+    `tensors`: by name, the tensor and its name in the file. Numbers are compared only where memory is shared.
     """
     by_memory: dict[int, dict[Any, str]] = {}
     for name, (tensor, source) in tensors.items():
@@ -128,14 +128,14 @@ def _check_memory(tensors: Mapping[str, tuple[Tensor, str]], value: Callable[[st
 
 
 def _extent(tensor: Tensor) -> tuple[int, int, int]:
-    """Where a tensor begins and ends in memory, and how many bytes it has: they may lie apart, or over each other."""
+    """The first and last address of a tensor, and the bytes of its elements, which may have gaps or overlap."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
     begin, item = tensor.data_ptr(), tensor.dtype.itemsize
     return begin, begin + (last + 1) * item, tensor.numel() * item
 
 
 def _check_numbers(tensors: Mapping[str, tuple[Tensor, str]], value: Callable[[str], Tensor]) -> None:
-    """Write them all to a copy of the memory that they share, and see whether all are still there."""
+    """Writes all of them to a copy of the memory that they share, and compares each with the file afterwards."""
     storage = torch.UntypedStorage(max(tensor.untyped_storage().nbytes() for tensor, _ in tensors.values()))
     places = {
         n: torch.empty(0, dtype=t.dtype).set_(storage, t.storage_offset(), t.shape, t.stride()) for n, (t, _) in tensors.items()
@@ -157,15 +157,15 @@ def _check_numbers(tensors: Mapping[str, tuple[Tensor, str]], value: Callable[[s
 
 
 def _write(model: nn.Module, state: Mapping[str, Tensor], names: Sequence[str], value: Tensor, apart: bool) -> None:
-    """Put a value under its names. A tensor on the meta device becomes a real one, the same one under every name.
+    """Writes a value under its names. A tensor on the meta device is replaced by a real one, the same under every name.
 
-    So does one that is to be `apart` from a tensor that the model has under other names too.
+    With `apart` the tensor is replaced too, because the model uses the old one under other names.
     """
     made: dict[int, Tensor] = {}
     for name in names:
         tensor = state[name]
         if not (tensor.is_meta or apart):
-            with torch.inference_mode() if tensor.is_inference() else torch.no_grad():  # what was made there is written there
+            with torch.inference_mode() if tensor.is_inference() else torch.no_grad():  # torch refuses other writes
                 tensor.copy_(value)
             continue
         path, _, attribute = name.rpartition(".")

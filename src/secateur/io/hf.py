@@ -1,7 +1,7 @@
-"""Models of Hugging Face transformers: a config that describes the small model, found by building models from it.
+"""Models of Hugging Face transformers: finds a config that describes the small model, by building models from configs.
 
-Nothing here knows a model by name. A config is right when the model that its class builds from it has the names, the shapes and
-the numbers of the one that is saved; where it is not, its numbers are changed one at a time, towards that.
+No model is known by name. A config fits if the model that its class builds from it has the names, shapes and numbers of the
+model that is saved. If it does not fit, its numbers are changed one at a time until it does, or until no change helps.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..edit import Place, built_from, eval_mode, history, number_at, numbers_of, with_numbers
-from ..surgery.verify import tensors_of
+from ..edit import Place, built_from, eval_mode, history, number_at, numbers_of, tensors_inside, with_numbers
+from ..trace import main_outputs
 
 Key = tuple[str, ...]
 Profile = dict[Key, Any]
@@ -33,13 +33,16 @@ def is_hf(model: nn.Module) -> bool:
 
 
 def is_tied_copy(model: nn.Module, name: str) -> bool:
-    """Whether transformers leaves this name out of a file, because it ties it to another when it loads."""
+    """True if transformers leaves this name out of its files and ties it to another tensor when it loads."""
     keys = getattr(model, "_tied_weights_keys", None) or () if is_hf(model) else ()
     return any(re.fullmatch(key, name) or name == key for key in keys)
 
 
 def files(model: nn.Module, against: str | None = None) -> tuple[dict[str, str], bool | str | None]:
-    """Further files for the folder, by name, and whether plain `from_pretrained` loads it; else why not. None: not for it."""
+    """The other files of the folder, by name, and True if `from_pretrained` will load it, the reason if not.
+
+    The second is None for a model that is not of transformers. `against`: a reason that is known already.
+    """
     if not is_hf(model):
         return {}, None
     against = against or _several_dtypes(model)
@@ -54,19 +57,19 @@ def _dtype(model: nn.Module) -> torch.dtype | None:
 
 
 def _several_dtypes(model: nn.Module) -> str | None:
-    """The first tensor that transformers would cast, because a config has one dtype; but for those that it keeps in float32."""
+    """Names a tensor that transformers would cast: a config has one dtype. It keeps some modules in float32 by name."""
     one: Any = _dtype(model)
     kept = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]
     kept += [*(getattr(model, "_keep_in_fp32_modules", None) or ())] if one == torch.float16 else []
     for name, tensor in model.state_dict().items():
-        stays = tensor.dtype == torch.float32 and any(word in name for word in kept)
+        stays = tensor.dtype == torch.float32 and any(word in name for word in kept)  # by substring, as transformers does
         if tensor.is_floating_point() and tensor.dtype != one and not stays:
             return f"holds {name} in {tensor.dtype} and other tensors in {one}, and a config has one dtype for all"
     return None
 
 
 def _written(model: nn.Module, config: Any) -> dict[str, str]:
-    """What transformers writes beside the tensors, as text; "error": why it would not."""
+    """The files that transformers writes beside the tensors, as text; under "error" the reason if it refuses."""
     config.architectures = [type(model).__name__]
     config.dtype = _dtype(model)
     said = getattr(model, "generation_config", None)
@@ -75,26 +78,26 @@ def _written(model: nn.Module, config: Any) -> dict[str, str]:
             config.save_pretrained(folder)
             if said is not None and getattr(model, "can_generate", lambda: False)():
                 said.save_pretrained(folder)
-        except Exception as error:  # it checks what it writes, and has its own opinion of sizes
+        except Exception as error:  # transformers validates configs before it writes them
             return {"error": f"has a config that transformers refuses ({' '.join(str(error).split())})"}
         return {file.name: file.read_text(encoding="utf-8") for file in Path(folder).iterdir() if file.suffix == ".json"}
 
 
 def fitting_config(model: nn.Module) -> tuple[Any, str | None]:
-    """A config from which the model's class builds a model like this one; else the model's own, and what differs."""
+    """Returns a config from which the model's class builds such a model, and None; or its own config and what differs."""
     target, own = _profile(model, _changed(model)), copy.deepcopy(model.config)
     best: Any = own
     places = numbers_of(best)
     found = _built(model, best)
     while (wrong := _differences(found, target)) and all(key[0] in ("shape", "number") for key in wrong):
         moved = {place: _moved(model, best, place, found, wrong, target) for place in places}
-        places = [place for place, values in moved.items() if values]  # what moves nothing that is wrong never will
+        places = [place for place, values in moved.items() if values]  # the others have no influence on what is wrong
         movers = Counter(key for values in moved.values() for key in values)
         if any(movers[key] == 0 for key in wrong):
-            break  # no number of the config has a say in it
+            break  # no number of the config influences it
         alone = {p: [v for key, v in moved[p].items() if movers[key] == 1] for p in places}
-        trials = [{p: _most(values) for p, values in alone.items() if values}]  # only this number can put those right
-        trials += [{p: value} for p in places for value in _votes(moved[p].values())]  # several could: see which does
+        trials = [{p: _most(values) for p, values in alone.items() if values}]  # values that only this number influences
+        trials += [{p: value} for p in places for value in _votes(moved[p].values())]  # several numbers could: try each
         for changes in trials:
             trial = with_numbers(best, {place: value for place, value in changes.items() if value})
             result = _built(model, trial)
@@ -104,13 +107,13 @@ def fitting_config(model: nn.Module) -> tuple[Any, str | None]:
                 break
         else:
             break
-    if not wrong or _says_nothing(model, {key: found.get(key) for key in wrong}):
+    if not wrong or _unused(model, {key: found.get(key) for key in wrong}):
         return best, None
     return own, _words(wrong)
 
 
-def _says_nothing(model: nn.Module, numbers: Mapping[Key, Any]) -> bool:
-    """Whether these integers, left over from before a cut, may be what the config makes them: the model answers the same."""
+def _unused(model: nn.Module, numbers: Mapping[Key, Any]) -> bool:
+    """True if these integers, left over from before a cut, do not matter: with these values the model's output is the same."""
     changed = _changed(model)
     if any(key[0] != "number" or key[1:] in changed or type(value) is not int for key, value in numbers.items()):
         return False
@@ -120,10 +123,10 @@ def _says_nothing(model: nn.Module, numbers: Mapping[Key, Any]) -> bool:
         device = next(model.parameters()).device
         inputs: Any = {name: t.to(device) for name, t in model.dummy_inputs.items()}  # type: ignore[operator, union-attr]
         with eval_mode(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            answer = tensors_of(model(**inputs))
+            answer = tensors_inside(main_outputs(model(**inputs)))
             for key, value in numbers.items():
                 vars(modules[key[1]])[key[2]] = value
-            return all(map(torch.equal, answer, tensors_of(model(**inputs))))
+            return all(map(torch.equal, answer, tensors_inside(main_outputs(model(**inputs)))))
     except Exception:
         return False
     finally:
@@ -132,7 +135,7 @@ def _says_nothing(model: nn.Module, numbers: Mapping[Key, Any]) -> bool:
 
 
 def _moved(model: nn.Module, config: Any, place: Place, base: Profile, wrong: list[Key], target: Profile) -> dict[Key, Any]:
-    """What is wrong and moves when a number of the config is doubled, and the value of it that would put that right."""
+    """Doubles a number of the config. For each wrong size that changes, the value of the number that would correct it."""
     old = number_at(config, place)
     probe = 2 * old if old else 8
     moved = _built(model, with_numbers(config, {place: probe}))
@@ -142,7 +145,7 @@ def _moved(model: nn.Module, config: Any, place: Place, base: Profile, wrong: li
         if not all(type(value) in (int, float) for value in (now, then, want)) or now == then:
             continue
         new = want if now == old or not old else old + (want - now) * (probe - old) / (then - now)
-        if not isinstance(old, float):  # a cut makes sizes smaller, and nothing that is no size
+        if not isinstance(old, float):  # a cut only makes sizes smaller; 0 stands for no value
             new = round(new) if new == round(new) and (old is None or new < old) else 0
         values[key] = max(new, 0)
     return values
@@ -164,10 +167,10 @@ def _changed(model: nn.Module) -> set[tuple[str, str]]:
 
 
 def _profile(model: nn.Module, changed: set[tuple[str, str]]) -> Profile:
-    """Shapes of what is saved, values of the buffers that are not, and the numbers that may matter.
+    """The shapes of saved tensors, the values of buffers that are not saved, and the numbers that may matter.
 
-    Those are all fractions (an epsilon, a scale), the integers that a cut changed, and those that code outside a constructor
-    speaks of; other integers may be left over from before the cut, unread.
+    Those are all floats (an epsilon, a scale), the integers that a cut changed, and integers whose names occur in code outside
+    constructors. Other integers may be left over from before the cut.
     """
     state = model.state_dict()
     found: Profile = {}
@@ -184,7 +187,7 @@ def _profile(model: nn.Module, changed: set[tuple[str, str]]) -> Profile:
 
 @functools.cache
 def _read_names(kind: type) -> frozenset[str]:
-    """The attributes that the source of a class, and of the file around it, speaks of outside constructors."""
+    """The attributes that the source file of a class uses outside constructors."""
     try:
         tree = ast.parse(Path(inspect.getfile(kind)).read_text(encoding="utf-8"))
     except (OSError, TypeError, SyntaxError):
@@ -225,7 +228,7 @@ def _words(wrong: list[Key]) -> str | None:
 
 
 def _built(model: nn.Module, config: Any) -> Profile:
-    """The profile of what the model's class builds from a config."""
+    """The profile of the model that the model's class builds from a config."""
     try:
         return _profile(built_from(type(model), config), _changed(model))
     except Exception as error:

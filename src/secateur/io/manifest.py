@@ -1,4 +1,4 @@
-"""The manifest: what is in the tensor file beside it, in which form, and by which cuts the model was made. JSON, checked."""
+"""The manifest: a checked JSON file that lists the tensors in the tensor file, their formats, and the cuts of the model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
 
 from ..edit import Attribute, Cuts
@@ -16,13 +17,14 @@ from .packed import BITMASK, PARTS, SHAPE, VALUES
 from .packed import check as check_bits
 
 VERSION = 1
+TENSOR_FILES = ("model.safetensors", "secateur.safetensors")  # the second: a name that transformers does not look for
 MAX = 100_000_000  # bytes
 _TAIL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 
 
 @dataclass
 class Stored:
-    """A tensor in the file: as it is ("dense") or as a bit per element and values ("bitmask")."""
+    """A tensor in the file, stored as it is (format "dense") or as a bit for each element and values ("bitmask")."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -33,7 +35,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Layer:
-    """A compressed layer: the format of its weight in memory, and the dtype that its dense weight has."""
+    """A compressed layer: the format of its weight in memory, and the dtype of its dense weight."""
 
     format: str
     options: tuple[int, ...]
@@ -42,9 +44,10 @@ class Layer:
 
 @dataclass
 class Manifest:
-    """`tensors` by name, `tied`: other names of them, `cuts`: the first one first, `written`: digests of all in the file.
+    """The content of a manifest.
 
-    `layers`: by path, those that are compressed.
+    `tensors`: by name. `tied`: other name -> name in `tensors`. `cuts`: the first one first. `written`: size and digests of the
+    tensor file. `layers`: the compressed layers, by path. `file`: the name of the tensor file.
     """
 
     tensors: dict[str, Stored]
@@ -53,10 +56,11 @@ class Manifest:
     written: Written
     about: dict[str, Any] = field(default_factory=dict)
     layers: dict[str, Layer] = field(default_factory=dict)
+    file: str = TENSOR_FILES[0]
 
 
 def stored_names(name: str, stored: Stored) -> tuple[str, ...]:
-    """The names in the file of what makes up a tensor."""
+    """The names of the entries in the file that a tensor is stored in."""
     return (name,) if stored.format == "dense" else tuple(name + part for part in PARTS)
 
 
@@ -64,7 +68,7 @@ def stored_names(name: str, stored: Stored) -> tuple[str, ...]:
 
 
 def to_text(manifest: Manifest) -> bytes:
-    """The manifest as text; its last line is the digest of all that comes before."""
+    """The manifest as JSON. Its last line is the digest of everything before it."""
     digests = manifest.written.tensors
     tensors = {
         name: {**vars(s), "sha256": [digests[part] for part in stored_names(name, s)]} for name, s in manifest.tensors.items()
@@ -73,7 +77,7 @@ def to_text(manifest: Manifest) -> bytes:
         "format": "secateur",
         "version": VERSION,
         "about": manifest.about,
-        "file": {"name": "model.safetensors", "bytes": manifest.written.size, "header": manifest.written.header},
+        "file": {"name": manifest.file, "bytes": manifest.written.size, "header": manifest.written.header},
         "cuts": [_cuts_to_data(cuts) for cuts in manifest.cuts],
         "tied": manifest.tied,
         **({"layers": {path: vars(layer) for path, layer in manifest.layers.items()}} if manifest.layers else {}),
@@ -92,7 +96,7 @@ def _lines(value: Any) -> str:
 
 
 def _cuts_to_data(cuts: Cuts) -> dict[str, Any]:
-    """Index lists that many tensors share are written once, as ranges; the tensors name them by their place."""
+    """Cuts as JSON data. Lists of indices that many tensors share are written once, as ranges, and referred to by position."""
     lists: dict[str, int] = {}
     tensors = {
         name: {str(d): lists.setdefault(_ranges(kept), len(lists)) for d, kept in dims.items()}
@@ -100,7 +104,7 @@ def _cuts_to_data(cuts: Cuts) -> dict[str, Any]:
     }
     for a in cuts.attributes:
         if not _plain(a.index) or not _plain(a.new) or not _plain(a.old):
-            raise ValueError(f"the cut changes {a.path}.{a.name} from {a.old!r} to {a.new!r}, which a manifest cannot say")
+            raise ValueError(f"the cut changes {a.path}.{a.name} from {a.old!r} to {a.new!r}, which JSON cannot hold")
     return {
         "recipe": cuts.recipe,
         "drop": cuts.drop,
@@ -132,13 +136,13 @@ def _plain(value: Any) -> bool:
 # --- from JSON ------------------------------------------------------------------------------------------------------
 
 
-def from_text(text: bytes, where: str, size: int) -> Manifest:
-    """Raises BadFile unless this is, to the last byte, what `to_text` wrote for a tensor file of this size."""
+def from_text(text: bytes, where: str, sizes: Mapping[str, int]) -> Manifest:
+    """Parses what `to_text` wrote, for one of the tensor files of these sizes. Raises BadFile if a byte of it was changed."""
     if len(text) > MAX:
-        raise BadFile(f"{where} is longer than {MAX} bytes, which no manifest is")
+        raise BadFile(f"{where} is longer than {MAX} bytes, the most that a manifest may have")
     data = read_json(text, where)
     if data.get("format") != "secateur":
-        raise BadFile(f"{where} is no manifest of secateur")
+        raise BadFile(f"{where} is not a manifest that sc.save wrote")
     if type(data.get("version")) is not int or data["version"] != VERSION:  # true is 1, and 1.0 is
         raise BadFile(f"{where} is of version {str(data.get('version'))[:20]}; this version of secateur reads {VERSION}")
     tail = _TAIL.search(text)
@@ -146,13 +150,16 @@ def from_text(text: bytes, where: str, size: int) -> Manifest:
         how = " (its line ends were changed, as by git's autocrlf: mark it as -text there)" if b"\r\n" in text else ""
         raise BadFile(f"{where} is damaged: its content does not have the digest in its last line{how}")
     try:
-        return _from_data(data, size)
+        return _from_data(data, sizes)
     except BadFile as error:
         raise BadFile(f"{where}: {error}") from None
 
 
-def _from_data(data: dict[str, Any], size: int) -> Manifest:
+def _from_data(data: dict[str, Any], sizes: Mapping[str, int]) -> Manifest:
     file, listed = _of(data, "file", dict), _of(data, "tensors", dict)
+    size = sizes.get(_of(file, "name", str))
+    if size is None:
+        raise BadFile(f"the tensor file {file['name'][:40]!r} is not beside it; expected one of {', '.join(TENSOR_FILES)}")
     if _of(file, "bytes", int) != size:
         raise BadFile(
             f"the tensor file is {size} bytes long and should be {file['bytes']}: one of the two was replaced or cut short"
@@ -161,7 +168,7 @@ def _from_data(data: dict[str, Any], size: int) -> Manifest:
     digests: dict[str, str] = {}
     for name, entry in listed.items():
         if not isinstance(entry, dict) or entry.keys() != {*Stored.__annotations__, "sha256"}:
-            raise BadFile(f"{name!r} is not described as a tensor is")
+            raise BadFile(f"{name!r} lacks a field of a tensor, or has one too many")
         found = entry.pop("sha256")
         stored = tensors[name] = Stored(**entry)
         if str(stored.dtype) not in DTYPES or not counts(stored.shape, 64) or stored.format not in ("dense", "bitmask"):
@@ -173,23 +180,24 @@ def _from_data(data: dict[str, Any], size: int) -> Manifest:
             raise BadFile(f"{name!r} is said to have the pattern {str(stored.pattern)[:20]}")
         parts = stored_names(name, stored)
         if not isinstance(found, list) or len(found) != len(parts) or not all(isinstance(d, str) for d in found):
-            raise BadFile(f"{name!r} has not one digest for each of its {len(parts)} parts")
+            raise BadFile(f"{name!r} must have one digest for each of its {len(parts)} parts")
         digests |= dict(zip(parts, found))
     tied = _of(data, "tied", dict)
     for other, name in tied.items():
         if not isinstance(name, str) or name not in tensors or other in tensors:
             raise BadFile(f"{other!r} is tied to {str(name)[:80]!r}, which is not in the file, or is there itself")
-    room = [max(size, 1 << 20)]  # how many indices may still come: a kept one is at least an element of something
+    room = [max(size, 1 << 20)]  # how many more indices are allowed: each kept one stands for at least one element in the file
     cuts = [_cuts_from_data(entry, room) for entry in _of(data, "cuts", list)]
     layers = _layers(_of(data, "layers", dict), {*tensors, *tied}) if "layers" in data else {}
-    return Manifest(tensors, tied, cuts, Written(size, _of(file, "header", str), digests), _of(data, "about", dict), layers)
+    written = Written(size, _of(file, "header", str), digests)
+    return Manifest(tensors, tied, cuts, written, _of(data, "about", dict), layers, file["name"])
 
 
 def _layers(data: dict[str, Any], names: set[str]) -> dict[str, Layer]:
     found: dict[str, Layer] = {}
     for path, entry in data.items():
         if not isinstance(entry, dict) or entry.keys() != Layer.__annotations__.keys() or f"{path}.weight" not in names:
-            raise BadFile(f"{path!r} is not described as a compressed layer is, or its weight is not in the file")
+            raise BadFile(f"{path!r} lacks a field of a compressed layer, has one too many, or its weight is not in the file")
         form, options, dtype = entry["format"], entry["options"], entry["dtype"]
         if not isinstance(form, str) or not counts(options, 8) or not isinstance(dtype, str) or dtype not in DTYPES:
             raise BadFile(f"{path!r} has an unknown format or dtype")
@@ -211,11 +219,11 @@ def _cuts_from_data(data: Any, room: list[int]) -> Cuts:
     tensors: dict[str, dict[int, list[int]]] = {}
     for name, dims in _of(data, "tensors", dict).items():
         if not isinstance(dims, dict) or name not in shapes:
-            raise BadFile(f"the cut of {name!r} is not described as a cut is")
+            raise BadFile(f"the cut of {name!r} must map dims to lists of indices, and the shape of that tensor must be given")
         for dim, place in dims.items():
             d = int(dim) if re.fullmatch("[0-9]{1,2}", dim) else len(shapes[name])
             if d >= len(shapes[name]) or type(place) is not int or not 0 <= place < len(lists):
-                raise BadFile(f"the cut of {name!r} speaks of dim {dim[:20]}, or of a list that is not there")
+                raise BadFile(f"the cut of {name!r} names dim {dim[:20]} or a list of indices, and one of the two is missing")
             key = place, shapes[name][d]
             if key not in read:
                 read[key] = _indices(lists[place], shapes[name][d], name, room)
@@ -230,10 +238,10 @@ def _cuts_from_data(data: Any, room: list[int]) -> Cuts:
         attributes.append(attribute)
     drop = _of(data, "drop", dict)
     if not all(counts(places, MAX) for places in drop.values()):
-        raise BadFile("blocks that go are named by their places")
+        raise BadFile("removed blocks must be given by their positions")
     lengths = _of(data, "lengths", dict)
     if not counts(list(lengths.values()), MAX):
-        raise BadFile("lengths should be whole numbers")
+        raise BadFile("lengths must be integers from 0 up")
     added = {name: tuple(shape) for name, shape in _shapes(data, "added").items()}
     return Cuts(tensors, shapes, attributes, added, drop, lengths, _of(data, "recipe", str))
 
@@ -242,18 +250,18 @@ def _shapes(data: Any, key: str) -> dict[str, list[int]]:
     found = _of(data, key, dict)
     for name, shape in found.items():
         if not counts(shape, 64):
-            raise BadFile(f"{key} of {name!r} should be whole numbers")
+            raise BadFile(f"{key} of {name!r} must be integers from 0 up")
     return found
 
 
 def _indices(text: Any, size: int, name: str, room: list[int]) -> list[int]:
-    """Indices below `size`, in order, from the text of their ranges; no more of them than there is room for."""
+    """Parses ranges such as "0-3,7" into indices below `size` in ascending order. `room` limits how many there may be."""
     found: list[int] = []
     for part in text.split(",") if isinstance(text, str) else [""]:
         ends = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", part)
         first, last = (int(ends[1]), int(ends[2] or ends[1])) if ends else (0, -1)
         if not (found[-1] if found else -1) < first <= last < size:
-            raise BadFile(f"what is kept of {name!r} ({str(text)[:60]}) are no indices below {size} in order")
+            raise BadFile(f"{name!r} keeps {str(text)[:60]!r}; expected indices below {size} in ascending order")
         room[0] -= last + 1 - first
         if room[0] < 0:
             raise BadFile(f"the cuts keep more units than the file can hold ({name!r})")
@@ -265,16 +273,16 @@ def _indices(text: Any, size: int, name: str, room: list[int]) -> list[int]:
 
 
 def check_file(manifest: Manifest, file: Tensors) -> None:
-    """Raises BadFile unless the file holds exactly what the manifest says, to the last bit."""
+    """Raises BadFile unless the file holds exactly the tensors of the manifest, bit for bit."""
     where, written = file.where, manifest.written
     if file.header != written.header:
         raise BadFile(f"{where} is not the file that its manifest was written for: one of the two was replaced or damaged")
     if odd := file.entries.keys() ^ written.tensors.keys():
-        raise BadFile(f"{where} and its manifest do not speak of the same tensors: {names_of(odd)}")
+        raise BadFile(f"{where} and its manifest do not list the same tensors: {names_of(odd)}")
     for name, stored in manifest.tensors.items():
-        dtype, shape, *_ = file.entries[name + (VALUES if stored.format == "bitmask" else "")]
+        dtype, shape = file.entries[name + (VALUES if stored.format == "bitmask" else "")]
         if dtype != DTYPES[stored.dtype] or (stored.format == "dense" and shape != stored.shape):
-            raise BadFile(f"{name!r} is {dtype} of shape {shape} in {where} and otherwise in the manifest")
+            raise BadFile(f"{name!r} is {dtype} of shape {shape} in {where} and different in the manifest")
         if stored.format == "bitmask" and not _parts_fit(file, name, stored):
             raise BadFile(f"the bitmask, values and shape of {name!r} in {where} do not make a tensor of {stored.shape}")
     for name, digest in written.tensors.items():
@@ -288,7 +296,7 @@ def check_file(manifest: Manifest, file: Tensors) -> None:
 
 
 def _parts_fit(file: Tensors, name: str, stored: Stored) -> bool:
-    (bits, bits_shape, *_), (_, values_shape, *_), (sizes, sizes_shape, *_) = (
+    (bits, bits_shape), (_, values_shape), (sizes, sizes_shape) = (
         file.entries[name + part] for part in (BITMASK, VALUES, SHAPE)
     )
     right = (DTYPES["U8"], (-(-math.prod(stored.shape) // 8),), DTYPES["I64"], (len(stored.shape),))
@@ -296,23 +304,19 @@ def _parts_fit(file: Tensors, name: str, stored: Stored) -> bool:
 
 
 def about(model: Any, recipe: str | None) -> dict[str, Any]:
-    """Who wrote it: the class of the model, what was asked for, the versions of the libraries."""
-    from importlib.metadata import version
+    """The origin of a file: the class of the model, the recipe, the versions of the libraries."""
+    versions = {name: _version(name) for name in ("secateur", "torch", "safetensors")}
+    return {"model": type(model).__name__, "recipe": recipe, **versions}
 
-    import torch
 
-    import secateur
-
-    return {
-        "model": type(model).__name__,
-        "recipe": recipe,
-        "secateur": secateur.__version__,
-        "torch": torch.__version__,
-        "safetensors": version("safetensors"),
-    }
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # a copy of the source that was never installed
+        return "unknown"
 
 
 def shapes_of(manifest: Manifest) -> Mapping[str, tuple[int, ...]]:
-    """Every name that a state dict of the model has, ties too, with its shape."""
+    """The shape of every name in the state dict of the model, including tied names."""
     own = {name: stored.shape for name, stored in manifest.tensors.items()}
     return own | {other: own[name] for other, name in manifest.tied.items()}

@@ -1,4 +1,4 @@
-"""A tensor with many zeros as a bit for every element, and the values that are not zero."""
+"""Tensors with many zeros, stored as a bit for each element and the values that are not zero."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from .files import BadFile, Entry, shaped
 
 BITMASK, VALUES, SHAPE = "#bitmask", "#values", "#shape"
 PARTS = (BITMASK, VALUES, SHAPE)
-_OVERHEAD = 512  # what three entries in a header take instead of one, about
+_OVERHEAD = 512  # about the bytes that three entries in a header need more than one
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SLAB = 1 << 20
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The tensor as one row of whole numbers: only an exact +0 is zero there, so -0.0 and NaN come back as they were."""
+    """The tensor as one row of integers of the same width. Only +0.0 is zero there, so -0.0 and NaN are stored as values."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(_WHOLE[tensor.dtype.itemsize])
 
 
 def count_values(tensor: Tensor) -> int:
-    """How many elements are anything but an exact +0."""
+    """The number of elements whose bits are not all zero."""
     return int(torch.count_nonzero(bits_of(tensor))) if tensor.numel() else 0
 
 
 def entries(name: str, tensor: Tensor, values: int, again: Callable[[], Tensor] | None = None) -> dict[str, Entry] | None:
-    """What to write instead of a tensor with so many values; None where that would not be smaller.
+    """The entries to write instead of a tensor that has `values` nonzero elements. None if they would not be smaller.
 
-    `again` makes the tensor when its turn comes to be written, for one that is too large to be kept until then.
+    `again` makes the tensor when it is written, if it should not stay in memory until then.
     """
     size, item, shape = tensor.numel(), tensor.dtype.itemsize, tuple(tensor.shape)
     if -(-size // 8) + values * item + _OVERHEAD >= size * item:
@@ -51,7 +51,7 @@ def _values(tensor: Tensor) -> Tensor:
 
 
 def check(name: str, mask: Tensor, values: int, shape: tuple[int, ...]) -> None:
-    """Raises BadFile unless the bitmask is one of this shape with so many values."""
+    """Raises BadFile unless the bitmask has the length of this shape, and as many bits set as there are values."""
     size = math.prod(shape)
     if mask.dtype != torch.uint8 or mask.dim() != 1 or mask.numel() != -(-size // 8):
         raise BadFile(f"the bitmask of {name!r} should hold {-(-size // 8)} bytes for shape {shape}, not {tuple(mask.shape)}")
@@ -63,7 +63,7 @@ def check(name: str, mask: Tensor, values: int, shape: tuple[int, ...]) -> None:
 
 
 def unpack(name: str, mask: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The tensor that was packed, bit for bit."""
+    """Unpacks a tensor, bit for bit."""
     check(name, mask, values.numel(), shape)
     kept = unpack_bits(mask, math.prod(shape))
     whole = torch.zeros(kept.numel(), dtype=_WHOLE[values.dtype.itemsize])
