@@ -213,6 +213,20 @@ def test_drop_and_grow_is_a_method_and_the_keywords_are_short_for_it():
         sc.Pruner(Stack(), sparsity=0.5, method="rank", grow=abs(sc.grad), swap=swap)
 
 
+def test_the_swaps_may_follow_any_function_of_the_step():
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = sc.Pruner(model, sparsity=0.5, method=sc.methods.drop_and_grow("abs(grad)", lambda step: 0.5 / (1 + step)))
+    pruner.attach(optimizer)
+    first = pruner.masks
+    for x in DATA:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), torch.ones(16, 4)).backward()
+        optimizer.step()
+    assert (first - pruner.masks).kept > 0
+    assert pruner.sparsity == 0.5
+
+
 @pytest.mark.parametrize(
     ("kwargs", "kind", "words"),
     [
