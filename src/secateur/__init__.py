@@ -4,7 +4,10 @@ allows, and store the result as masks outside the model."""
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import methods
+from . import (
+    methods,
+    torch_ops,  # noqa: F401 - registers torch.ops.secateur, which exported programs call
+)
 from .activations import Gates, gate_
 from .budgets import erk, owl, uniform
 from .criteria import (
