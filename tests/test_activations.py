@@ -339,7 +339,7 @@ class Breaks(nn.Module):
         ({"data": None, "method": "topk", "spread": "greedy"}, ValueError, "spread='greedy' is calibrated"),
         ({"data": torch.randn(2, 8)}, TypeError, r"pass \[batch\]"),
         ({"data": []}, ValueError, "no batch"),
-        ({"data": [torch.randn(2, 9)]}, RuntimeError, "shapes cannot be multiplied"),
+        ({"data": [torch.randn(2, 9)]}, ValueError, "does not run on a batch .* shapes cannot be multiplied"),
         ({"data": [torch.randn(2, 8), "text"]}, TypeError, "a batch is"),
         ({"at": "secnd"}, ValueError, "Did you mean 'second'"),
         ({"at": "*.second"}, ValueError, "matches no layer"),

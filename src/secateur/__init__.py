@@ -8,6 +8,7 @@ from . import (
     methods,
     torch_ops,  # noqa: F401 - registers torch.ops.secateur, which exported programs call
 )
+from ._tree import nearest
 from .activations import Gates, gate_
 from .budgets import erk, owl, uniform
 from .criteria import (
@@ -108,7 +109,11 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         globals()[name] = getattr(import_module(f".{_LATER[name]}", __name__), name)
         return globals()[name]
-    hint = f"; it is now {_MOVED[name]}" if name in _MOVED else ""
+    hint = f". It is now {_MOVED[name]}." if name in _MOVED else ""
+    if f"{name}_" in __all__:
+        hint = f". {name}_ changes the model in place." + (" plan only computes what it would do." if name == "prune" else "")
+    elif not hint and not name.startswith("_"):
+        hint = f".{nearest(name, __all__)}"
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 

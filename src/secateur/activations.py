@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._hints import hints
 from ._layers import features_axis
 from ._tree import nearest
 from .blocks import repeated_blocks
@@ -26,7 +27,7 @@ from .display import Table
 from .methods.allocate import allocate, squares
 from .methods.gates import METHODS, Gate, Seen
 from .methods.measure import Measured, Probe, mean, ratio
-from .stats import as_it_was, check_evidence, split_batch
+from .stats import as_it_was, check_evidence, on_batch, split_batch
 from .targeting import Globs, globs_of
 
 SPREADS = ("uniform", "greedy")
@@ -41,6 +42,7 @@ _SHOWN = 12  # names shown in an error
 _REPLAYED = 8  # spread="greedy" runs so many batches of the data again and again
 
 
+@hints
 def gate_(
     model: nn.Module,
     *,
@@ -330,7 +332,8 @@ def _calibrated(
         try:
             for batch in data:
                 args, kwargs, _ = split_batch(batch)
-                model(*args, **kwargs)
+                with on_batch(model, args, kwargs, unchanged=(TypeError, ValueError)):  # those of the gates themselves
+                    model(*args, **kwargs)
                 batches += 1
                 if spread == "greedy" and len(first) < _REPLAYED:
                     first.append(batch)

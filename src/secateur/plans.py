@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from . import kernels
 from ._dist import Comm, comm_of, like, local, reshard_, sharded
 from ._dist import count as count_true
+from ._hints import hints
 from ._tree import Prunable, as_module, check_unpacked, slots
 from .budgets import Spread
 from .criteria import Criterion, magnitude
@@ -152,6 +153,7 @@ class Plan:
         return self._table().html(f"{len(self.skipped)} left alone", self.skipped.items())
 
 
+@hints
 def plan(
     model: Prunable,
     criterion: Criterion | Callable[..., Tensor] | str = magnitude,

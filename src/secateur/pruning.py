@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import kernels
 from ._dist import like, local, reshard_, sharded
+from ._hints import hints
 from ._tree import Prunable, as_module
 from .budgets import Spread
 from .criteria import Criterion, magnitude
@@ -28,6 +29,7 @@ from .stats import Loss, Table, add_gradient, check_evidence, collect
 from .targeting import Globs, targets
 
 
+@hints
 def prune_(
     model: Prunable,
     criterion: Criterion | Callable[..., Tensor] | str = magnitude,
@@ -99,6 +101,7 @@ class Pruner:
     that a weight can come back. `keep_dense=True` remembers what the zeros replaced, for `undo_`.
     """
 
+    @hints
     def __init__(
         self,
         model: Prunable,

@@ -6,6 +6,7 @@ Collecting restores the model's mode, gradients, buffers and hooks. Where eviden
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from torch.nn.utils import parametrize
 from ._dist import local, row_offset, sharded
 from ._layers import Layout
 from ._tree import Loose
-from .edit import eval_mode
+from .edit import eval_mode, why_failed
 from .targeting import Target
 
 Loss = Callable[[Any, Any], Tensor]
@@ -109,13 +110,44 @@ def check_evidence(needs: frozenset[str], data: object, loss: object, of: str = 
         raise TypeError(f"data= is an iterable of batches, not one {type(data).__name__}; pass [batch]")
     if not isinstance(data, Iterable):
         raise TypeError(f"data= is an iterable of batches, not {type(data).__name__}")
+    if isinstance(data, tuple | list) and _is_one_pair(data):
+        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in data)
+        raise TypeError(
+            f"data= is an iterable of batches, and these two tensors of shapes {shapes} would be two batches of inputs; pass "
+            "inputs and target as one batch: data=[(inputs, target)]"
+        )
     if needs & {"grad", "grad_square"} and loss is None:
         raise ValueError(
             f"{of} needs {_list(needs)}, so pass loss= (a function of the model's output and the target, "
             "such as torch.nn.functional.cross_entropy)"
         )
-    if loss is not None and not callable(loss):
+    if loss is not None:
+        _check_loss(loss)
+
+
+def _is_one_pair(data: Sequence[Any]) -> bool:
+    """Whether data= is a pair (inputs, target): two tensors that cannot both be inputs of one model."""
+    if len(data) != 2 or not all(isinstance(each, Tensor) for each in data):
+        return False
+    return data[0].ndim != data[1].ndim or data[0].dtype != data[1].dtype
+
+
+def _check_loss(loss: Any) -> None:
+    """Raises unless loss= can be called with the model's output and the target."""
+    if isinstance(loss, type):
+        raise TypeError(f"loss={loss.__name__} is a class; pass an instance of it: loss={loss.__name__}()")
+    if not callable(loss):
         raise TypeError(f"loss={loss!r} must be a function of the model's output and the target")
+    try:
+        inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(None, None)
+    except TypeError as error:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise TypeError(
+            f"loss={name} is called with two arguments, the model's output and the target (or the batch itself where it has "
+            f"no target), and does not take them: {error}"
+        ) from None
+    except ValueError:  # some functions written in C have no signature
+        pass
 
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -135,17 +167,24 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
 
 
 @contextlib.contextmanager
-def on_batch(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+def on_batch(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    unchanged: tuple[type[Exception], ...] = (ValueError,),
+) -> Iterator[None]:
     """Re-raises ValueError unchanged, and wraps other errors of a run on data with the shapes of the batch."""
     try:
         yield
-    except ValueError:
+    except unchanged:
         raise
     except Exception as error:
-        shapes = [tuple(v.shape) for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        shapes = [tuple(tensor.shape) for tensor in tensors]
         raise ValueError(
-            f"{type(model).__name__} does not run on a batch of data= (tensors of shape {shapes}): {type(error).__name__}: "
-            f"{error}. A batch is a tensor, a mapping of keyword arguments, or a pair (inputs, target). The model is unchanged."
+            f"{type(model).__name__} does not run on a batch of data= (tensors of shape {shapes}): "
+            f"{why_failed(error, model, tensors)}. data= is an iterable of batches. A batch is a tensor, a mapping of keyword "
+            "arguments, or a pair (inputs, target). The model is unchanged."
         ) from error
 
 
@@ -201,7 +240,9 @@ def _one_pass(
             listening.clear()  # checkpointed layers run again in the backward pass
             if gradients:
                 assert loss is not None
-                value = _differentiable(loss(output, target_value))
+                with _on_loss(model, output, batch, target_value):
+                    value = loss(output, target_value)
+                value = _differentiable(value)
                 found = torch.autograd.grad(value, parameters, allow_unused=True)
                 for one, gradient in zip(targets, found, strict=True):
                     if gradient is None:
@@ -214,9 +255,31 @@ def _one_pass(
         _finish(target, needs, batches, table[target.name])
 
 
+@contextlib.contextmanager
+def _on_loss(model: nn.Module, output: Any, batch: Any, target: Any) -> Iterator[None]:
+    """Wraps errors of loss= with what it was called with."""
+    try:
+        yield
+    except Exception as error:
+        if target is batch or (isinstance(batch, list | tuple) and len(batch) == 1):
+            second = f"the batch itself ({_described(target)}), because this batch of data= has no target"
+            hint = "; if the loss needs a target, let data= give pairs (inputs, target)"
+        else:
+            second, hint = f"the target ({_described(target)})", ""
+        why = why_failed(error, model, [target] if isinstance(target, Tensor) else [])
+        raise ValueError(
+            f"loss= fails when it is called with the model's output ({_described(output)}) and {second}: {why}{hint}. The "
+            "model is unchanged."
+        ) from error
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
 def _differentiable(value: Any) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-        given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        given = _described(value) if isinstance(value, Tensor) else repr(value)
         raise ValueError(f"loss= must give one number that depends on the weights; it gave {given}")
     return value
 
@@ -314,7 +377,7 @@ def _linearised(model: nn.Module, targets: Sequence[Target], batch: Any, table: 
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     leaves = [state[names[id(target.tensor)]].requires_grad_() for target in targets]
     args, kwargs, _ = split_batch(batch)
-    with torch.enable_grad():
+    with torch.enable_grad(), on_batch(model, args, kwargs):
         output = functional_call(model, state, tuple(map(ones, args)), {key: ones(value) for key, value in kwargs.items()})
         gradients = torch.autograd.grad(_total(output), leaves, allow_unused=True)
     for target, gradient in zip(targets, gradients, strict=True):

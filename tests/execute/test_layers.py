@@ -112,6 +112,12 @@ torch.save((output.detach(), {name: one.grad for name, one in module.named_param
         close(gradients["linear.bias"], dense.linear.bias.grad)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the exporter with dynamo=True needs the package onnxscript
+def test_export_to_onnx_names_decompress(ids):
+    with pytest.raises(RuntimeError, match=r"ONNX has no operator .* call secateur.decompress_\(model\)"):
+        torch.onnx.export(compressed(), (ids,), io.BytesIO(), dynamo=False)
+
+
 def test_operators_keep_the_rules_of_torch(ids):
     layer = compressed().linear
     x = torch.randn(5, 32)

@@ -35,6 +35,7 @@ from .guards import (
     preserve_rng,
     run,
     split_inputs,
+    why_failed,
 )
 from .tensors import OWN, Slot, StandIns, owned_tensors, put_, states, tensors_inside
 
@@ -81,4 +82,5 @@ __all__ = [
     "preserve_rng",
     "run",
     "split_inputs",
+    "why_failed",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -158,3 +158,12 @@ def run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], unde
 
     with torch.no_grad(), preserve_rng(), fresh_casts(), StandIns(model, stand_in), under or nullcontext():
         return model(*args, **kwargs)
+
+
+def why_failed(error: Exception, model: nn.Module, tensors: Iterable[Tensor]) -> str:
+    """The error of a run on these tensors. Where the model is on another device, says that instead."""
+    own = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
+    given = {str(tensor.device) for tensor in tensors}
+    if not own or given <= own:
+        return f"{type(error).__name__}: {error}"
+    return f"the inputs are on {' and '.join(sorted(given))} and the model on {' and '.join(sorted(own))}; move one of them"

@@ -124,6 +124,13 @@ def dense_state_dict(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> d
     """
     if isinstance(source, Mapping):
         return _unpacked(source)
+    if isinstance(source, nn.Module):
+        raise TypeError(
+            f"dense_state_dict reads a folder that sc.save wrote, or a state dict, not a model ({type(source).__name__}); for "
+            "the dense weights of a model call sc.decompress_(copy.deepcopy(model)).state_dict()"
+        )
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(f"dense_state_dict reads a folder that sc.save wrote, or a state dict, not {type(source).__name__}")
     with _opened(Path(source)) as (manifest, file):
         found = {name: read(file, name, stored) for name, stored in manifest.tensors.items()}
         found |= {other: found[name] for other, name in manifest.tied.items()}

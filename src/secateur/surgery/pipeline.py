@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import nn
 
-from .._tree import nearest
+from .._hints import hints, unknown_argument
 from ..axes import Group
 from ..criteria import magnitude
 from ..edit import (
@@ -49,6 +49,7 @@ from .sizes import SizeModel, flops_of, params_of
 from .verify import tied
 
 
+@hints
 def shrink(
     model: nn.Module,
     example_inputs: Any,
@@ -143,7 +144,7 @@ def shrink_(
     the original weights, so that `plan.undo_()` restores them bit for bit.
     """
     if unknown := sorted(options.keys() - _DEFAULTS.keys()):
-        raise TypeError(f"shrink_ has no argument {unknown[0]!r}.{nearest(unknown[0], (*_DEFAULTS, 'keep_dense'))}")
+        raise unknown_argument("shrink_", unknown[0], (*_DEFAULTS, "criterion", "keep_dense"))
     request = ShrinkRequest(criterion=criterion, **{**_DEFAULTS, **options})
     if keep_dense and request.optimizer is not None:
         raise ValueError("keep_dense=True cannot undo the changes to optimizer=; leave one of them out")
