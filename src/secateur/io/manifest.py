@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
+import safetensors
+import torch
+
 from ..edit import Attribute, Cuts
 from .files import DTYPES, BadFile, Tensors, Written, counts, names_of, read_json
 from .packed import BITMASK, PARTS, SHAPE, VALUES
@@ -305,8 +308,8 @@ def _parts_fit(file: Tensors, name: str, stored: Stored) -> bool:
 
 def about(model: Any, recipe: str | None) -> dict[str, Any]:
     """The origin of a file: the class of the model, the recipe, the versions of the libraries."""
-    versions = {name: _version(name) for name in ("secateur", "torch", "safetensors")}
-    return {"model": type(model).__name__, "recipe": recipe, **versions}
+    versions = {"torch": str(torch.__version__), "safetensors": safetensors.__version__}  # with the build, such as +cu132
+    return {"model": type(model).__name__, "recipe": recipe, "secateur": _version("secateur"), **versions}
 
 
 def _version(package: str) -> str:
