@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..axes import Expr, Prod, freeze, reshape, split_at, take
+from ..axes import Expr, Prod, freeze, reshape, split_at, take, unify
 from .record import register
 
 
@@ -122,7 +122,7 @@ def _unflatten(s: SizeUses, name: str, a: tuple[Any, ...], k: dict[str, Any], ou
         s.use(name, value, s.axes(out)[first + i])
 
 
-@reads("split split_with_sizes")
+@reads("split split_with_sizes unsafe_split unsafe_split_with_sizes split_copy split_with_sizes_copy")
 def _split(s: SizeUses, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
     sizes = argument(a, k, 1, "split_size_or_sections", "split_size", "split_sizes")
     d = int(argument(a, k, 2, "dim", default=0))
@@ -246,6 +246,17 @@ def _pad(s: SizeUses, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any
         low, high = int(pads[2 * i]), int(pads[2 * i + 1])
         if min(low, high) < 0 or (max(low, high) > 0 and not plain):
             freeze(s.axes(a[0])[-1 - i], f"padded by position ({name})")
+
+
+@reads("diff")
+def _diff(s: SizeUses, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
+    """Torch compares the shapes of what is prepended and appended, even where it is not used."""
+    d = int(argument(a, k, 2, "dim", default=-1)) % a[0].dim()
+    for other in (argument(a, k, 3, "prepend"), argument(a, k, 4, "append")):
+        if isinstance(other, Tensor):
+            for i, (e, f) in enumerate(zip(s.axes(a[0]), s.axes(other))):
+                if i != d:
+                    unify(e, f)
 
 
 @reads("slice_scatter")
