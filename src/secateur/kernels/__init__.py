@@ -34,7 +34,8 @@ from .groups import keep_groups, keep_rows
 __all__ = [
     "LARGEST_STEP", "PART", "WIDEST_BLOCK", "Magnitudes", "NaNFound", "compilable", "compile_now", "count_equal", "drop_ties",
     "fold", "fold_magnitudes", "gpu_steps", "has_nan", "in_threads", "infinity_bits", "keep_above", "keep_groups",
-    "keep_magnitudes", "keep_rows", "kth", "magnitude", "magnitude_bits", "ordered", "readable_by_triton", "runs", "slab_elements", "spread_",
+    "keep_magnitudes", "keep_rows", "kth", "magnitude", "magnitude_bits", "ordered", "readable_by_triton", "runs",
+    "slab_elements", "spread_",
     "tally", "unite_", "zero_",
 ]  # fmt: skip
 
