@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..axes import Expr, Prod, freeze, reshape, split_at, take, unify
+from ..axes import Expr, Prod, freeze, reshape, split_at, take
 from .record import register
 
 
@@ -250,13 +250,11 @@ def _pad(s: SizeUses, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any
 
 @reads("diff")
 def _diff(s: SizeUses, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
-    """Torch compares the shapes of what is prepended and appended, even where it is not used."""
-    d = int(argument(a, k, 2, "dim", default=-1)) % a[0].dim()
-    for other in (argument(a, k, 3, "prepend"), argument(a, k, 4, "append")):
-        if isinstance(other, Tensor):
-            for i, (e, f) in enumerate(zip(s.axes(a[0]), s.axes(other))):
-                if i != d:
-                    unify(e, f)
+    """Torch compares the shapes of what is prepended and appended, even where it does not use it."""
+    others = [t for t in (argument(a, k, 3, "prepend"), argument(a, k, 4, "append")) if isinstance(t, Tensor)]
+    for tensor in (a[0], *others) if others else ():
+        for axis in s.axes(tensor):
+            freeze(axis, "compared with what diff prepends or appends")
 
 
 @reads("slice_scatter")
