@@ -72,8 +72,11 @@ class Wiring:
         return frozenset(found)
 
     def meets_padding(self, group: Group) -> bool:
-        """Whether a convolution reads these units in which a constant would depend on position."""
-        return any(m.role == "consume" and m.tensor in self._uneven for m in group.members)
+        """Whether a convolution reads these units in which a constant would depend on position. A depthwise one does not: its
+        own weights for these units are masked."""
+        made = {(m.tensor, m.dim) for m in group.members if m.role == "produce"}
+        read = {(m.tensor, m.dim) for m in group.members if m.role == "consume" and m.tensor in self._uneven}
+        return not read <= made
 
     @cached_property
     def _uneven(self) -> frozenset[str]:
