@@ -96,8 +96,12 @@ class Wiring:
         return found
 
     def _pads(self, step: Step) -> bool:
-        """Whether a step adds a border to images: padding of the dims after the first two."""
-        return step.name in _PADS and any(arguments(step)["pad"][: 2 * (len(self.trace.axes[step.inputs[0]]) - 2)])
+        """Whether a step gives a constant another value at the border: padding of dims after the first two, or an average that
+        counts its padding."""
+        given = arguments(step)
+        if step.name in _AVERAGES:
+            return given["count_include_pad"] and any(given["padding"])
+        return step.name in _PADS and any(given["pad"][: 2 * (len(self.trace.axes[step.inputs[0]]) - 2)])
 
     def _factors(self, step: Step) -> tuple[int, int] | None:
         """The two operands of a product of activations; None for any other step."""
@@ -201,6 +205,7 @@ def masked_places(trace: Trace, keep: Keep) -> dict[str, list[tuple[int, Atom]]]
 
 
 _PADS = frozenset({"aten::constant_pad_nd", "aten::pad"})
+_AVERAGES = frozenset({"aten::avg_pool1d", "aten::avg_pool2d", "aten::avg_pool3d"})
 _WEIGHT_NORMS = frozenset({"aten::_weight_norm", "aten::_weight_norm_interface"})
 
 
