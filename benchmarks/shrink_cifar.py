@@ -8,9 +8,9 @@ first training images, cropped and flipped at random as in training. With torch-
 (global and local) is printed next to ours, each cell the best for that cell; its statistics are those of the calibration
 images, ours the dense model's, moved by what the cut changes on these images.
 
-max_error compares our model as cut with the masked one, in which removed channels are zero (`plan.verify`). "masked, biases kept"
-is the model in full size with only the filters of the same channels set to zero: BatchNorm turns these channels into constants,
-which cannot be folded into biases next to zero padding. The row shows the accuracy with these constants.
+max_error compares our model as cut with the masked one, in which removed channels are zero (`plan.verify`). "masked, biases
+kept" is the full-size model with zeros in the filters of these channels only: BatchNorm turns the channels into constants that
+cannot be folded into biases next to zero padding. The row shows the accuracy with these constants.
 """
 
 from __future__ import annotations
