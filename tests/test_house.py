@@ -81,8 +81,8 @@ KNOWN_PAST_FACADE = {
     ("secateur.drop_in.ao_pruning.sparsifier.weight_norm_sparsifier", "secateur.kernels.steps"),
     ("secateur.io", "secateur.methods.straight_through"),
     ("secateur.plans", "secateur.methods.walk"),
-    ("secateur.pruning", "secateur.methods.straight_through"),
-    ("secateur.pruning", "secateur.methods.walk"),
+    ("secateur.pruner", "secateur.methods.straight_through"),
+    ("secateur.pruner", "secateur.methods.walk"),
 }
 
 
