@@ -22,9 +22,7 @@ from .edit import Indices, Step, forget_, record_
 from .following import Followed, after_cut, innermost, warn_of_others
 from .holding import HeldZeros, zeros_there
 from .masks import Masks
-from .methods import Method
-from .methods.straight_through import SoftMasks
-from .methods.walk import STREAMED, write_
+from .methods import STREAMED, Method, SoftMasks, write_
 from .patterns import Pattern
 from .plans import Plan, check_streamed, make_plan
 from .recipe import Recipe, check_ste, method_of

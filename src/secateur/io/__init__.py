@@ -39,7 +39,7 @@ from ..edit import (
     steps_of,
 )
 from ..execute import Compressed, decompress_, zeros_of
-from ..methods.straight_through import without_soft_masks
+from ..methods import without_soft_masks
 from ..plans import Plan
 from ..surgery import Shrunk
 from . import compressed, hf, packed
