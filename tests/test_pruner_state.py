@@ -125,6 +125,15 @@ def test_a_state_with_a_recipe_loads_with_weights_only(tmp_path):
     sc.Pruner(net(), sparsity=sc.cubic(0.9, end=5), spread=sc.owl()).load_state_dict(state)
 
 
+def test_a_state_taken_after_finish_is_still_one_of_a_straight_through_run():
+    pruner = sc.Pruner(net(), sparsity=0.5, ste=True)
+    pruner.step()
+    pruner.finish()
+    again = sc.Pruner(net(), sparsity=0.5, ste=True)
+    again.load_state_dict(pruner.state_dict())
+    assert again.masks == pruner.masks
+
+
 # --- wrappers -------------------------------------------------------------------------------------------------------------
 
 

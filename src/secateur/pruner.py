@@ -119,7 +119,7 @@ class Pruner:
     ) -> None:
         """Sets everything to the beginning of a run."""
         self.model, self.recipe, self._targets, self.skipped = model, recipe, found, skipped
-        self._data, self._loss, self._every = data, loss, every
+        self._data, self._loss, self._ste, self._every = data, loss, ste, every
         self._needs = recipe.needs - STREAMED
         self._sharded = any(sharded(target.tensor) for target in found)
         self._gathers = bool(self._needs) and data is None  # gradients come from the training loop
@@ -269,6 +269,8 @@ class Pruner:
 
     def _record(self) -> None:
         """Puts what was pruned so far into the record of the model, for `sc.save` and `sc.summary`."""
+        if all(bool(local(mask).all()) for mask in self._masks.values()):
+            return
         step = "prune", self.recipe.describe(self._step)
         record_(self.model, step, self._recorded)
         self._recorded = step
@@ -366,6 +368,7 @@ class Pruner:
             self.plan().undo_(self.model)
         if self._recorded is not None:
             forget_(self.model, self._recorded)
+            self._recorded = None
         self._masks = Masks({name: torch.ones_like(mask) for name, mask in self._masks.items()})
 
     def _release(self, call: str) -> None:
@@ -386,11 +389,12 @@ class Pruner:
             "masks": {bare_name(name): mask for name, mask in self._masks.pack().items()},
             "gathered": {bare_name(name): entry for name, entry in gathered.items()},
             "batches": self._batches,
+            "recorded": self._recorded and self._recorded[1],
             "dense": {bare_name(name): dense.clone() for name, dense in self._dense.items()},
         }
 
     def _options(self) -> dict[str, Any]:
-        return {"ste": self._soft is not None, "every": self._every}
+        return {"ste": self._ste, "every": self._every}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -420,8 +424,9 @@ class Pruner:
         if self._soft is not None:
             self._soft.set(self._masks)
         self.apply_()
-        if not self._due and not isinstance(self.recipe, HeldZeros):
-            self._record()
+        if state["recorded"]:
+            self._recorded = "prune", state["recorded"]
+            record_(self.model, self._recorded, self._recorded)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy follows no optimizer until it is attached, because copies of optimizers have no hooks."""

@@ -14,7 +14,7 @@ from .schedules import FromFunction, Joined, Number
 
 VERSION = 1
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the repr of an object without one of its own; another in every run
-KEYS = {"recipe", "step", "due", "masks", "gathered", "batches", "dense"}
+KEYS = {"recipe", "step", "due", "masks", "gathered", "batches", "recorded", "dense"}
 
 
 def described(recipe: Recipe, step: int, **more: Any) -> dict[str, str]:

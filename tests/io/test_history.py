@@ -73,6 +73,24 @@ def test_a_resumed_pruner_records_no_second_step():
     assert len(steps(again)) == 1
 
 
+def test_a_resumed_pruner_records_its_last_masks_not_its_last_step():
+    recipe = {"sparsity": sc.linear(0.8, start=2, end=10, every=4)}
+    pruner = sc.Pruner(build(), **recipe)
+    for _ in range(3):
+        pruner.step()
+    assert steps(pruner.model) == []
+    for _ in range(4):
+        pruner.step()
+    model = build()
+    resumed = sc.Pruner(model, **recipe)
+    resumed.load_state_dict(pruner.state_dict())
+    assert steps(model) == steps(pruner.model)
+    assert "sparsity 0.4," in steps(model)[0][1]
+    for _ in range(3):
+        resumed.step()
+    assert [text for _, text in steps(model)] == ["abs(weight), unstructured, sparsity 0.8, scope tensor"]
+
+
 def test_what_is_undone_leaves_the_history():
     model = build()
     sc.prune_(model, sparsity=0.3)
