@@ -60,13 +60,7 @@ def script_functions(tracer: Tracer) -> Iterator[None]:
                 for e in tracer.axes_of(tensor):
                     if any(not a.frozen for a in atoms(e)):
                         tracer.uses_size(e, f"TorchScript function {self.name}")
-        if tracer.calls is None:
-            return call(self, *args, **kwargs)
-        tracer.calls += 1
-        try:
-            return call(self, *args, **kwargs)
-        finally:
-            tracer.calls -= 1
+        return call(self, *args, **kwargs)
 
     kind.__call__ = watched
     try:

@@ -30,11 +30,10 @@ class SizeUseMode(TorchFunctionMode):
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer, self.journal = tracer, tracer.journal
-        tracer.calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "").partition(".")[0]  # of torch.ops.aten.slice.Tensor: slice
         self.tracer.literal_sizes, self.tracer.literal_index = _literals(name, args, kwargs), _listed(name, args)
         if name in recurrent.LAYERS:
             with torch._C.DisableTorchFunction():
@@ -42,12 +41,9 @@ class SizeUseMode(TorchFunctionMode):
         given = args
         if name == "multi_head_attention_forward":  # its checks compare sizes with each other; the reader states what it needs
             given = [int(v) if isinstance(v, Tagged) else v for v in args]
-        assert self.tracer.calls is not None
-        self.tracer.calls += 1
         try:
             out = func(*given, **kwargs)
         finally:
-            self.tracer.calls -= 1
             self.tracer.literal_sizes, self.tracer.literal_index = frozenset(), ()
         try:
             return self.read(func, name, tuple(args), kwargs, out)

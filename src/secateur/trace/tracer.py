@@ -165,7 +165,6 @@ class Tracer(TorchDispatchMode):
         self.journal, self.record = journal, RunRecord()
         self.outlined = outlined
         self.literal_sizes: frozenset[int] = frozenset()
-        self.calls: int | None = None  # Python functions in flight, if they are watched
         self.literal_index: tuple[int, ...] = ()
         self.owned: dict[int, TensorInfo] = {}  # the model's tensors by id()
         self.held: list[Tensor] = []  # keeps these tensors alive, so that their ids stay valid
@@ -260,15 +259,9 @@ class Tracer(TorchDispatchMode):
             if value.untyped_storage()._cdata in self.weights:
                 raise RuntimeError(f"{func} writes to a weight of the model")
 
-    def calls_with_numbers(self, func: Any, args: Sequence[Any]) -> bool:
-        """Whether the code calls an operator itself (`torch.ops.aten.slice`), with sizes whose origin is not seen."""
-        if self.calls != 0 or not isinstance(func, OpOverload):
-            return False
-        return any(type(v) is int and v > 1 for v, a in zip(args, func._schema.arguments) if "SymInt" in str(a.real_type))
-
     def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         """Works out the axes of the results of an operator, and records the operator as a step."""
-        rule = lookup(func).axes if not self.calls_with_numbers(func, args) else _no_rule
+        rule = lookup(func).axes
         outs = list(out) if isinstance(out, _MANY) else [out]
         self.deferred = []
         axes = self.apply(rule, func, args, kwargs, out, outs)
@@ -376,10 +369,6 @@ def _written(func: Any, args: Sequence[Any]) -> list[Tensor]:
         for argument, value in zip(func._schema.arguments, args)
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
     ]
-
-
-def _no_rule(call: Call) -> None:
-    """The rule for calls that say sizes by number: all axes stay whole."""
 
 
 def _checked(result: Axes | list[Axes] | None, out: Any, outs: list[Any]) -> list[Axes] | None:
