@@ -33,13 +33,15 @@ from .criteria import (
 from .masks import Masks
 from .patterns import Pattern
 from .plans import Plan, plan
-from .pruning import Pruner, prune_
+from .pruner import Pruner
+from .pruning import prune_
 from .schedules import Schedule, cosine, cubic, exponential, join, linear, one_shot
 from .targeting import targets
 
 if TYPE_CHECKING:
     from .execute import bench, compress_, decompress_
     from .io import dense_state_dict, load, save
+    from .summaries import summary
     from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
 
 __version__ = "0.1.0"
@@ -88,6 +90,7 @@ __all__ = [
     "shrink",
     "shrink_",
     "snip",
+    "summary",
     "synflow",
     "targets",
     "taylor",
@@ -101,6 +104,7 @@ _LATER = {
     **dict.fromkeys(("shrink", "shrink_", "activation_variance", "bn_scale", "fpgm", "reconstruction"), "surgery"),
     **dict.fromkeys(("save", "load", "dense_state_dict"), "io"),
     **dict.fromkeys(("compress_", "decompress_", "bench"), "execute"),
+    "summary": "summaries",
 }
 _MOVED = {"input_first": "secateur.layers.input_first"}
 

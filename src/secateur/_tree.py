@@ -104,6 +104,14 @@ def slots(model: nn.Module) -> Iterator[Slot]:
         yield Slot(name, module, attribute, tuple(other for other, _, _ in others), tuple(owners.values()))
 
 
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def bare_name(name: str) -> str:
+    """A name in a model without what wrappers (torch.compile, checkpoint_wrapper, FSDP) add to it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """A sentence ' Did you mean ...?' with the closest names, or an empty string if none is close."""
     close = difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)

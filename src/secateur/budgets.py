@@ -53,6 +53,7 @@ def owl(strength: float = 0.08, outlier: float = 5.0) -> Spread:
         extra = {name: 2 * strength * (s - low) / (high - low) for name, s in share.items()}
         return _at_least_dense(sizes, sparsity, lambda name, shift: shift + extra[name], additive=True)
 
+    spread.__qualname__ = f"owl({strength}, {outlier})"  # a pruner's state names its spread
     return spread
 
 

@@ -14,10 +14,11 @@ from . import kernels
 from ._dist import Comm, comm_of, like, local, reshard_, sharded
 from ._dist import count as count_true
 from ._hints import hints
-from ._tree import Prunable, as_module, check_unpacked, slots
+from ._tree import Prunable, as_module, bare_name, check_unpacked, slots
 from .budgets import Spread
 from .criteria import Criterion, magnitude
 from .display import Table, notes_by_reason
+from .edit import forget_, record_
 from .masks import Masks
 from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, write_
 from .patterns import Pattern
@@ -65,6 +66,7 @@ class Plan:
             if name in new:
                 write_(tensor, new[name])
             kernels.zero_(tensor, local(self.masks[name]))
+        record_(as_module(model), ("prune", self.recipe))
         return self
 
     def undo_(self, model: Prunable) -> None:
@@ -77,6 +79,7 @@ class Plan:
             else:
                 tensor[~local(self.masks[name])] = self.dense[name].to(tensor)
         self.dense = {}
+        forget_(as_module(model), ("prune", self.recipe))
 
     def _replaced(self, name: str, tensor: Tensor) -> Tensor:
         """The values of a tensor that the plan replaces: all of them, or those that become zero."""
@@ -92,6 +95,8 @@ class Plan:
         model = as_module(model)
         reshard_(model)
         found = {slot.name: slot.tensor for slot in slots(model)}
+        bare = {bare_name(name): tensor for name, tensor in found.items()}  # plan and model may differ in torch.compile
+        found |= {name: bare[bare_name(name)] for name in self.masks if name not in found and bare_name(name) in bare}
         if missing := [name for name in self.masks if name not in found]:
             check_unpacked(model, f"this plan changes {missing[0]!r}")
             raise ValueError(f"the model has no {missing}; this plan was made for another model")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
+from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from ._dist import Comm
 from ._tree import nearest
 from .budgets import Spread, hold, owl
 from .criteria import Criterion, criterion, magnitude
-from .methods import Amount, Method, as_method
+from .methods import Amount, Method, as_method, drop_and_grow
 from .patterns import Pattern
 from .schedules import AnySchedule, Number, as_schedule
 from .scores import Scores
@@ -130,6 +131,34 @@ class Recipe:
         budget = f"count {self.count}" if self.count is not None else f"sparsity {self.at(step)}"
         budget = "sparsity by name" if self.sparsity is None and self.count is None else budget
         return f"{by}, {self.pattern}, {budget}, scope {self.scope}{how}"
+
+
+def method_of(method: Method | str | None, grow: Any, swap: Any) -> Method | str | None:
+    """The method that `grow=` and `swap=` stand for, or the one that was given."""
+    if grow is None and swap is not None:
+        raise ValueError("swap= goes with grow=, the criterion by which pruned weights come back")
+    if grow is None:
+        return method
+    if method is not None:
+        raise ValueError("grow= is short for method=sc.methods.drop_and_grow(grow, swap); give one of the two")
+    return drop_and_grow(grow, swap)
+
+
+def check_ste(recipe: Recipe, ste: bool, every: int) -> None:
+    """Raises where `ste=` and `every=` of a `Pruner` contradict each other or the recipe."""
+    falling = [number for number in recipe.scheduled if number.falls]
+    if falling and not (ste or recipe.method.revives):
+        raise ValueError(
+            f"{falling[0]} falls, and what was pruned stays pruned; use ste=True or grow= for weights that come back"
+        )
+    if ste and recipe.method.revives:
+        raise ValueError("grow= and ste=True are two ways for pruned weights to come back; choose one")
+    if ste and recipe.method.rewrites:
+        raise ValueError(f"{recipe.method} changes weights, and ste=True goes on training the dense ones; choose one")
+    if not isinstance(every, int) or every < 1 or (every > 1 and (not ste or recipe.scheduled)):
+        raise ValueError(
+            f"every={every!r} is how often soft masks are made anew: 1 or more steps, with ste=True and no schedule"
+        )
 
 
 def _checked_spread(

@@ -316,7 +316,8 @@ def test_operator_without_a_rule_freezes_its_axes_and_is_named(library):
     t = trace(Net(library), torch.randn(2, 6))
     assert t.unknown == {"graphtest::gate": 1}
     assert not t.prunable
-    assert t.skipped["a.weight[0]"] == "graphtest::gate has no axis rule; register a rule or mark it element-wise"
+    call = "secateur.ops.register('graphtest::gate', values='elementwise')"
+    assert t.skipped["a.weight[0]"] == f"graphtest::gate has no record; if it is element-wise, call {call}"
 
 
 def test_users_mark_an_operator_elementwise_in_one_line(library):

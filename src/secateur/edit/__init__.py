@@ -2,6 +2,7 @@
 
 - `tensors`: which tensors a model owns, stand-ins for them during a run, new contents for one of them.
 - `cuts`: a cut as plain data, the check that a model fits it, its application, and the record of it in the model.
+- `provenance`: the record, in a model, of what was done to it.
 - `configs`: config objects, their numbers, and models built from them without memory for weights.
 - `copies`: deep copies with hooks.
 - `guards`: all or nothing, evaluation mode, RNG state, plain kernels, and runs that leave the model as it was.
@@ -37,6 +38,7 @@ from .guards import (
     split_inputs,
     why_failed,
 )
+from .provenance import Step, forget_, record_, restore_steps_, steps_of
 from .tensors import OWN, Slot, StandIns, owned_tensors, put_, states, tensors_inside
 
 __all__ = [
@@ -62,6 +64,12 @@ __all__ = [
     "select_indices",
     "without",
     "write_attribute",
+    # provenance
+    "Step",
+    "forget_",
+    "record_",
+    "restore_steps_",
+    "steps_of",
     # configs
     "Place",
     "built_from",
