@@ -118,10 +118,10 @@ def layer_inputs(module: nn.Module, attribute: str, layout: Layout, args: tuple[
 
     A layer that is linear in its weight returns exactly that when the identity is its weight (for a convolution: the unfolded
     patches), so no layer type needs code of its own here. Layers that multiply their input with a matrix are spared that
-    product: `nn.Linear`, and types that were declared with `input_first`.
+    product: `nn.Linear`, and types that store a matrix as (in, out).
     """
     inputs = [value for value in (*args, *kwargs.values()) if is_float(value)]
-    if len(layout.shape) == 2 and (isinstance(module, nn.Linear) or layout.flip) and len(inputs) == 1:
+    if (layout.product or (len(layout.shape) == 2 and isinstance(module, nn.Linear))) and len(inputs) == 1:
         return _wide(inputs[0]).reshape(1, -1, layout.cols)
     outputs = layout.groups * layout.cols
     shape = (layout.shape[0], layout.cols, *layout.shape[2:]) if layout.flip else (outputs, *layout.shape[1:])

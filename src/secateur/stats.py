@@ -247,13 +247,20 @@ def _input_squares(
     """Adds up the squares of the inputs that each weight of the target is multiplied with, inside the context.
 
     For a layer that is linear in its weight, this sum is the derivative of its summed output by the weight, with squared
-    inputs. One output per group is enough. No layer type needs a branch here.
+    inputs. One output per group is enough, so no layer type needs a branch here. Matrices (in, out) are known to be multiplied
+    with the input itself.
     """
     layout = target.layout
+
+    def add(squares: Tensor) -> None:
+        entry["input_norm"] = entry["input_norm"] + squares if "input_norm" in entry else squares
 
     def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
         if not listening.is_set() or not any(is_float(value) for value in (*args, *kwargs.values())):
             return  # a look-up by index multiplies nothing
+        if layout.product:
+            add(_squared(_only_float(target, args, kwargs)).reshape(-1, layout.cols).sum(0, keepdim=True))
+            return
         try:
             inputs = tuple(_squared(value) for value in args)
             named = {key: _squared(value) for key, value in kwargs.items()}
@@ -265,8 +272,7 @@ def _input_squares(
         except Exception as error:
             kind = type(module).__name__
             raise ValueError(f"the input norm of {target.name!r} cannot be measured: {kind} is not linear in it") from error
-        matrix = Layout(tuple(probe.shape), layout.flip, layout.groups).matrix(squares)
-        entry["input_norm"] = entry["input_norm"] + matrix if "input_norm" in entry else matrix
+        add(Layout(tuple(probe.shape), layout.flip, layout.groups).matrix(squares))
 
     handle = module.register_forward_hook(see, with_kwargs=True)
     try:
@@ -291,6 +297,14 @@ def _own_graph() -> torch.autograd.graph.saved_tensors_hooks:
 
 def is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _only_float(target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    found = [value for value in (*args, *kwargs.values()) if is_float(value)]
+    if len(found) != 1 or found[0].shape[-1:] != (target.layout.cols,):
+        shapes = [tuple(value.shape) for value in found]
+        raise ValueError(f"{target.name!r} takes one input with {target.layout.cols} features, not tensors of shape {shapes}")
+    return found[0]
 
 
 def _squared(value: Any) -> Any:

@@ -11,19 +11,10 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from ._dist import local, reshard_, sharded
-from ._layers import Layout, layout_of
+from ._layers import DEFAULT_TYPES, Kind, Layout, is_kind, layout_of
 from ._tree import Loose, Prunable, Slot, as_module, nearest, packed_layers, slots
 from .scores import RANKED
 
-DEFAULT_TYPES: tuple[type[nn.Module], ...] = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
 Globs = str | Iterable[str] | None
 
 
@@ -59,9 +50,9 @@ def targets(
     """Returns the targets of a model, and the reason why each other parameter is skipped.
 
     `include` and `exclude` are globs over parameter and module names ("encoder.*", "*.bias", "head"). By default the weights of
-    linear and convolution layers are targets. `types` names other layer types, and an `include` without a wildcard selects a
-    parameter or a module of any type. Tied parameters are one target. In a mapping of names to tensors, which can stand for a
-    model, all tensors are targets.
+    linear and convolution layers are targets, GPT-2's `Conv1D` included. `types` names other layer types, and an `include`
+    without a wildcard selects a parameter or a module of any type. Tied parameters are one target. In a mapping of names to
+    tensors, which can stand for a model, all tensors are targets.
     """
     model = as_module(model)
     include, exclude = globs_of("include", include), globs_of("exclude", exclude)
@@ -133,15 +124,13 @@ def _under(slot: Slot, globs: Sequence[str]) -> bool:
     return _matches(slot, globs) or any(fnmatchcase(parent, glob) for glob in globs for parent in parents)
 
 
-def _why_packed(
-    name: str, slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[type[nn.Module], ...]
-) -> str:
+def _why_packed(name: str, slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[Kind, ...]) -> str:
     """Why a compressed layer is skipped. Raises for one that would be a target, because it has no weight to prune."""
     if _under(slot, exclude):
         return "excluded"
     if include and not _under(slot, include):
         return "not included"
-    if not _named(slot, include) and not issubclass(slot.module.stood, kinds):  # type: ignore[arg-type]
+    if not _named(slot, include) and not is_kind(slot.module.stood, kinds):  # type: ignore[arg-type]
         return f"compressed, and {slot.module.stood.__name__} is not among the types"  # type: ignore[union-attr]
     raise ValueError(
         f"{name!r} is compressed, so it has no weight to prune. Call sc.decompress_(model) first, and sc.compress_ again "
@@ -154,7 +143,7 @@ def _named(slot: Slot, include: Sequence[str]) -> bool:
     return any(not set(glob) & set("*?[") and _under(slot, [glob]) for glob in include)
 
 
-def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[type[nn.Module], ...]) -> str | None:
+def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[Kind, ...]) -> str | None:
     """Why a parameter is skipped, or None if it is a target."""
     tensor = slot.tensor
     if _under(slot, exclude):
@@ -176,7 +165,7 @@ def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: t
         return "not included"
     if isinstance(slot.module, Loose):
         return "empty" if tensor.numel() == 0 else None
-    strangers = [type(owner).__name__ for owner, _ in slot.owners if not isinstance(owner, kinds)]
+    strangers = [type(owner).__name__ for owner, _ in slot.owners if not is_kind(owner, kinds)]
     if strangers and not _named(slot, include):
         tied = "tied: " if len(slot.owners) > 1 else ""
         return f"{tied}{strangers[0]} is not among the types; pass types= or name it in include="
