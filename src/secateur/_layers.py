@@ -28,7 +28,13 @@ DEFAULT_TYPES: tuple[Kind, ...] = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
     CONV1D,
+    nn.MultiheadAttention,
 )
+
+# Layer types with several weights: the attribute of each, and the number of equal parts whose rows read different inputs.
+_WEIGHTS: dict[Kind, dict[str, int]] = {
+    nn.MultiheadAttention: {"in_proj_weight": 3, "q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1},
+}
 
 # Layer types whose weight does not have its outputs on axis 0 and its inputs on axis 1.
 _INPUT_FIRST: set[Kind] = {nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, CONV1D}
@@ -57,7 +63,7 @@ class Layout:
     """How one tensor maps to its matrix, and back.
 
     Each input channel has `span` columns (the kernel size). The rows form `groups` equal parts that read different inputs
-    (grouped convolution). A vector is one row, or one column if it is `tall`.
+    (grouped convolution; queries, keys and values of an attention layer). A vector is one row, or one column if it is `tall`.
     """
 
     shape: tuple[int, ...]
@@ -105,11 +111,25 @@ class Layout:
         return tensor[:, :1] if self.flip else tensor[: self.groups]
 
 
-def layout_of(module: nn.Module, shape: tuple[int, ...], *, tall: bool = False) -> Layout:
+def layout_of(module: nn.Module, shape: tuple[int, ...], attribute: str = "weight", *, tall: bool = False) -> Layout:
     """The layout of a parameter of this shape in this module; `tall` for a vector that is sharded along it."""
     flip = len(shape) > 1 and is_kind(module, _INPUT_FIRST)
-    groups = vars(module).get("groups", 1)
-    return Layout(tuple(shape), flip, groups if isinstance(groups, int) and len(shape) > 2 else 1, tall and len(shape) == 1)
+    groups = vars(module).get("groups", 1) if len(shape) > 2 else _several(module).get(attribute, 1)
+    return Layout(tuple(shape), flip, groups if isinstance(groups, int) else 1, tall and len(shape) == 1)
+
+
+def _several(module: nn.Module) -> dict[str, int]:
+    return next((weights for kind, weights in _WEIGHTS.items() if is_kind(module, (kind,))), {})
+
+
+def is_weight(module: nn.Module, attribute: str) -> bool:
+    """Whether a parameter is one that the layer multiplies its inputs with, as far as its type says so."""
+    return attribute in (_several(module) or (attribute,))
+
+
+def passes_its_weights(module: nn.Module) -> bool:
+    """Whether the layer passes its weights to a function, so that its own call is not linear in any of them."""
+    return bool(_several(module))
 
 
 def features_axis(module: nn.Module) -> int:

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from ._dist import local, reshard_, sharded
-from ._layers import DEFAULT_TYPES, Kind, Layout, is_kind, layout_of
+from ._layers import DEFAULT_TYPES, Kind, Layout, is_kind, is_weight, layout_of
 from ._tree import Loose, Prunable, Slot, as_module, nearest, packed_layers, slots
 from .scores import RANKED
 
@@ -50,9 +50,9 @@ def targets(
     """Returns the targets of a model, and the reason why each other parameter is skipped.
 
     `include` and `exclude` are globs over parameter and module names ("encoder.*", "*.bias", "head"). By default the weights of
-    linear and convolution layers are targets, GPT-2's `Conv1D` included. `types` names other layer types, and an `include`
-    without a wildcard selects a parameter or a module of any type. Tied parameters are one target. In a mapping of names to
-    tensors, which can stand for a model, all tensors are targets.
+    linear layers (GPT-2's `Conv1D` included), convolutions and `nn.MultiheadAttention` are targets. `types` names other layer
+    types, and an `include` without a wildcard selects a parameter or a module of any type. Tied parameters are one target. In
+    a mapping of names to tensors, which can stand for a model, all tensors are targets.
     """
     model = as_module(model)
     include, exclude = globs_of("include", include), globs_of("exclude", exclude)
@@ -71,7 +71,7 @@ def targets(
         reason = _reason(slot, include, exclude, kinds)
         if reason is None:
             shape = tuple(local(slot.tensor).shape)
-            found.append(Target(slot, layout_of(slot.module, shape, tall=sharded(slot.tensor))))
+            found.append(Target(slot, layout_of(slot.module, shape, slot.attribute, tall=sharded(slot.tensor))))
         else:
             skipped |= dict.fromkeys((slot.name, *slot.also), reason)
     if not found:
@@ -169,7 +169,7 @@ def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: t
     if strangers and not _named(slot, include):
         tied = "tied: " if len(slot.owners) > 1 else ""
         return f"{tied}{strangers[0]} is not among the types; pass types= or name it in include="
-    if tensor.ndim < 2 and slot.name not in include:
+    if (tensor.ndim < 2 or not is_weight(slot.module, slot.attribute)) and slot.name not in include:
         return "a vector (bias or scale); name it in include= to prune it"
     if tensor.numel() == 0:
         return "empty"
