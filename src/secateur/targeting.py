@@ -52,12 +52,19 @@ def targets(
     `include` and `exclude` are globs over parameter and module names ("encoder.*", "*.bias", "head"). By default the weights of
     linear layers (GPT-2's `Conv1D` included), convolutions and `nn.MultiheadAttention` are targets. `types` names other layer
     types, and an `include` without a wildcard selects a parameter or a module of any type. Tied parameters are one target. In
-    a mapping of names to tensors, which can stand for a model, all tensors are targets.
+    a mapping of names to tensors, which can stand for a model, all tensors are targets; in the state dict of a model only
+    those that `include` names, because which of them are weights, and of what layers, is known to the model alone.
     """
     model = as_module(model)
     include, exclude = globs_of("include", include), globs_of("exclude", exclude)
     kinds = DEFAULT_TYPES if types is None else _kinds(types)
     reshard_(model)
+    if isinstance(model, Loose) and model.state and not include:
+        raise ValueError(
+            "this mapping is the state dict of a model: it holds biases or statistics beside the weights, and does not say "
+            "which layers the weights belong to. Pass the model itself, or name the tensors to prune in include=, whose axis 0 "
+            "is then taken as the outputs."
+        )
     everything = list(slots(model))
     packed = {name: Slot(f"{name}.weight" if name else "weight", m, "weight") for name, m in packed_layers(model).items()}
     kind = "the mapping" if isinstance(model, Loose) else type(model).__name__
@@ -164,6 +171,8 @@ def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: t
     if include and not _under(slot, include):
         return "not included"
     if isinstance(slot.module, Loose):
+        if slot.module.state and tensor.ndim < 2 and not _named(slot, include):
+            return "a vector (bias, scale or statistics); name it in include= to prune it"
         return "empty" if tensor.numel() == 0 else None
     strangers = [type(owner).__name__ for owner, _ in slot.owners if not is_kind(owner, kinds)]
     if strangers and not _named(slot, include):
