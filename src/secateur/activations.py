@@ -23,9 +23,7 @@ from ._layers import features_axis, input_size
 from ._tree import nearest
 from .blocks import repeated_blocks
 from .display import Table
-from .methods.allocate import allocate, squares
-from .methods.gates import METHODS, Gate, Seen
-from .methods.measure import Measured, Probe, mean, ratio
+from .methods import METHODS, Gate, Measured, Probe, Seen, greedy_sparsities, mean, ratio, squares
 from .stats import as_it_was, check_evidence, split_batch
 from .targeting import Globs, globs_of
 
@@ -342,7 +340,7 @@ def _calibrated(
             def put(name: str, level: float) -> None:
                 vars(made[name]).update(vars(seen[name].gate(gates[name], level)))
 
-            for name, level in allocate(
+            for name, level in greedy_sparsities(
                 model, {name: gate.weights for name, gate in gates.items()}, put, first, sparsity
             ).items():
                 put(name, level)

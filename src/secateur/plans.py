@@ -20,8 +20,7 @@ from .budgets import Spread
 from .criteria import Criterion, magnitude
 from .display import Table, notes_by_reason
 from .masks import Masks
-from .methods import LayerProblem, Method, Solution
-from .methods.walk import STREAMED, solve_all, write_
+from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, write_
 from .patterns import Pattern
 from .recipe import Recipe
 from .schedules import Number

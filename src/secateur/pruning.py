@@ -17,9 +17,7 @@ from ._tree import Prunable, as_module
 from .budgets import Spread
 from .criteria import Criterion, magnitude
 from .masks import Masks
-from .methods import Method, drop_and_grow
-from .methods.straight_through import SoftMasks
-from .methods.walk import STREAMED, write_
+from .methods import STREAMED, Method, SoftMasks, drop_and_grow, write_
 from .patterns import Pattern
 from .plans import Plan, check_streamed, make_plan, plan
 from .recipe import Recipe

@@ -24,7 +24,7 @@ with warnings.catch_warnings():
 WRONG = """
     clamp_max:1 minimum:1 fmin:1 min.binary:1 atan2:1 ge:1 gt:1 index_fill:4 bucketize:8 logsumexp:1 logcumsumexp:0
     masked.logsumexp:48 argsort:56 sort:56 topk:0 renorm:0 quantile:32 nanquantile:32 narrow:1 _batch_norm_with_update:2
-    half:2 bfloat16:2 float:2 fft.fft:0 fft.rfft:0 empty_like:4 new_empty:4 new_empty_strided:4
+    half:2 bfloat16:2 float:2 fft.fft:0 fft.rfft:0 empty_like:4
     nn.functional.adaptive_avg_pool1d:1 nn.functional.adaptive_max_pool1d:3 nn.functional.avg_pool1d:0
     nn.functional.interpolate.linear:0 nn.functional.upsample_nearest:0 nn.functional.fractional_max_pool3d:0
     nn.functional.pad.replicate_negative:0 nn.functional.pad.constant:17 nn.functional.dropout2d:12

@@ -27,7 +27,7 @@ from .._layers import layout_of
 from .._tree import nearest
 from ..edit import Cuts, Passing, all_or_nothing, apply_cuts_, history, is_cut, owned_tensors, remember_
 from ..execute import Compressed, decompress_, zeros_of
-from ..methods.straight_through import without_soft_masks
+from ..methods import without_soft_masks
 from ..plans import Plan
 from ..surgery import Shrunk
 from . import compressed, hf, packed

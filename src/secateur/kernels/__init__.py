@@ -7,6 +7,7 @@ function gives the same result on every device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +33,9 @@ from .groups import keep_groups, keep_rows
 
 __all__ = [
     "LARGEST_STEP", "PART", "WIDEST_BLOCK", "Magnitudes", "NaNFound", "compilable", "compile_now", "count_equal", "drop_ties",
-    "fold", "fold_magnitudes", "has_nan", "in_threads", "infinity_bits", "keep_above", "keep_groups", "keep_magnitudes",
-    "keep_rows", "kth", "magnitude", "magnitude_bits", "ordered", "readable_by_triton", "runs", "slab_elements", "spread_",
+    "fold", "fold_magnitudes", "gpu_steps", "has_nan", "in_threads", "infinity_bits", "keep_above", "keep_groups",
+    "keep_magnitudes", "keep_rows", "kth", "magnitude", "magnitude_bits", "ordered", "readable_by_triton", "runs",
+    "slab_elements", "spread_",
     "tally", "unite_", "zero_",
 ]  # fmt: skip
 
@@ -221,3 +223,10 @@ def zero_(weight: Tensor, mask: Tensor) -> None:
             part.mul_(kept)
     else:
         bits.mul_(mask)
+
+
+def gpu_steps() -> Any:
+    """The module `kernels.steps`: whole sparsifier steps as CUDA graphs. It needs Triton, so it is imported when asked for."""
+    from . import steps
+
+    return steps

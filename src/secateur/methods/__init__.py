@@ -9,12 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 from .._tree import nearest
+from .allocate import greedy_sparsities, squares
 from .dropgrow import drop_and_grow
+from .gates import METHODS, Gate, Seen
+from .measure import Measured, Probe, mean, ratio
 from .ranking import rank
 from .seam import Amount, LayerProblem, Method, Solution
 from .sparsegpt import sparsegpt
+from .straight_through import SoftMasks, without_soft_masks
+from .walk import STREAMED, solve_all, write_
 
-__all__ = ["Amount", "LayerProblem", "Method", "Solution", "drop_and_grow", "rank", "sparsegpt"]
+__all__ = [
+    "Amount", "LayerProblem", "Method", "Solution", "drop_and_grow", "rank", "sparsegpt",
+    "as_method", "STREAMED", "solve_all", "write_", "SoftMasks", "without_soft_masks",  # for plans, pruning and io
+    "METHODS", "Gate", "Seen", "Measured", "Probe", "greedy_sparsities", "mean", "ratio", "squares",  # for activations
+]  # fmt: skip
 
 _NAMED = {"rank": rank, "sparsegpt": sparsegpt}
 

@@ -35,7 +35,7 @@ class Path:
     weight: float = 1.0
 
 
-def allocate(
+def greedy_sparsities(
     model: nn.Module, sizes: Mapping[str, int], put: Put, batches: Sequence[Any], asked: float, step: float = STEP
 ) -> dict[str, float]:
     """A sparsity for each layer, such that `asked` of all the weights (`sizes`) are skipped and the output changes least.

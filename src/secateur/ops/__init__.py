@@ -6,6 +6,7 @@
 from . import arithmetic, indexing, views  # noqa: F401  (importing them registers their operators)
 from .arithmetic import SPATIAL
 from .flops import flop_formula
+from .integers import argument, in_formula, reads, view_sizes
 from .record import (
     Attention,
     Axes,
@@ -17,6 +18,7 @@ from .record import (
     arguments_of,
     elementwise,
     lookup,
+    lookup_function,
     name_of,
     operator,
     register,
@@ -27,6 +29,11 @@ __all__ = [
     "register",
     "operator",
     "lookup",
+    "lookup_function",
+    "reads",
+    "in_formula",
+    "argument",
+    "view_sizes",
     "Operator",
     "Contraction",
     "Convolution",

@@ -81,6 +81,7 @@ class Operator:
     `spatial`: how many spatial dims it works on; a batch dim before the channels may be sampled.
     `flops`: the FLOPs, as a function of shapes, as `torch.utils.flop_counter` has them.
     `shapes`: outputs of the right shape without computing them.
+    `integers`: which integers in the arguments of a Python function are sizes (`ops/integers.py`).
     """
 
     axes: AxisRule | None = None
@@ -98,6 +99,7 @@ class Operator:
     spatial: int = 0
     flops: Callable[..., int] | None = None
     shapes: Callable[..., Any] | None = None
+    integers: Callable[..., None] | None = None
 
 
 UNKNOWN = Operator()
@@ -149,6 +151,11 @@ def lookup(func: Any) -> Operator:
     if found is None:
         found = _found[func] = _lookup(func)
     return found
+
+
+def lookup_function(name: str) -> Operator:
+    """The record of a Python function, by its `__name__`."""
+    return OPERATORS.get(f"python::{name}", UNKNOWN)
 
 
 def _lookup(func: Any) -> Operator:

@@ -9,6 +9,8 @@ modules: `request` (the keywords, checked), `names` (groups by name), `budget`, 
 
 from ..edit import Attribute, Cuts, apply_cuts_
 from .calibrate import UnitCriterion, activation_variance, bn_scale, fpgm, reconstruction, unit_criterion
+from .cut import cuts_of
+from .exact import fold_
 from .pipeline import shrink, shrink_
 from .result import GroupCut, Shrunk
 from .verify import Verified
@@ -28,4 +30,6 @@ __all__ = [
     "bn_scale",
     "activation_variance",
     "reconstruction",
+    "cuts_of",
+    "fold_",
 ]

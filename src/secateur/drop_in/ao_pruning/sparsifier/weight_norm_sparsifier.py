@@ -109,14 +109,12 @@ class WeightNormSparsifier(BaseSparsifier):
             return None
         if self.norm_fn not in (_magnitude, _square):
             return None
-        from ....kernels.steps import Steps
-
         new = _OnGPU(there, self.norm_fn, [one.drop for one in there], None)
         held = _ON_GPU.pop(self, None)
         same = held is not None and held.norm is new.norm and [a.key for a in held.updates] == [a.key for a in there]
         steps = held.steps if held is not None and same else None
         del held  # frees its memory for the new one
-        _ON_GPU[self] = new = new._replace(steps=steps or Steps(new.jobs()))
+        _ON_GPU[self] = new = new._replace(steps=steps or kernels.gpu_steps().Steps(new.jobs()))
         return new
 
     def _scores(self, weight: Tensor, mask: Tensor | None) -> Scores:
@@ -232,11 +230,11 @@ class _OnGPU(NamedTuple):
     steps: Any
 
     def jobs(self) -> list[Any]:
-        from ....kernels.steps import Job
-
         power = 1 if self.norm is _magnitude else 2
         return [
-            Job(_matrix(one.weight.detach()), _matrix(one.mask), one.block, power, one.lose, one.drop < one.total)
+            kernels.gpu_steps().Job(
+                _matrix(one.weight.detach()), _matrix(one.mask), one.block, power, one.lose, one.drop < one.total
+            )
             for one in self.updates
         ]
 

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from .activation_sparsifier import ActivationSparsifier
 
 Aggregation = Callable[[Any, Tensor], Any]
 
@@ -21,7 +18,7 @@ Aggregation = Callable[[Any, Tensor], Any]
 class Aggregate:
     """Aggregates the inputs of a layer in its sparsifier."""
 
-    def __init__(self, sparsifier: ActivationSparsifier, name: str) -> None:
+    def __init__(self, sparsifier: Any, name: str) -> None:
         self.sparsifier, self.name = sparsifier, name
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:

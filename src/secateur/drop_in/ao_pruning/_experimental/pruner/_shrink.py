@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from .....axes import Atom, Expr, Group, atoms, keep_mask
 from .....edit import Cuts, apply_cuts_, run
-from .....surgery.cut import cuts_of
-from .....surgery.exact import fold_
+from .....surgery import cuts_of, fold_
 from .....trace import Trace, plan_counts, trace
 from ._observe import Observed, unit_of_index
 from .parametrization import SavedMasks, masked_modules, masked_tensors, remove_masks
