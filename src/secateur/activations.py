@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ._hints import hints
-from ._layers import features_axis
+from ._layers import features_axis, input_size
 from ._tree import nearest
 from .blocks import repeated_blocks
 from .display import Table
@@ -64,7 +64,7 @@ def gate_(
     _check(model, sparsity, method, spread, data)
     with torch.no_grad(), as_it_was(model):  # reading a computed weight may change it (spectral_norm)
         gates = {
-            name: Gate(name, method, float(sparsity), features_axis(module), _features(module), _weights(module))
+            name: Gate(name, method, float(sparsity), features_axis(module), input_size(module), _weights(module))
             for name, module in _layers(model, globs_of("at", at)).items()
         }
     made = gates
@@ -102,7 +102,7 @@ class Gates:
                 raise ValueError(f"the gates name {name!r}, which the model does not have.{nearest(name, known)}")
             _check_entry(name, entry)
             module = model.get_submodule(name)
-            if entry["features"] != (features := _features(module)) and None not in (entry["features"], features):
+            if entry["features"] != (features := input_size(module)) and None not in (entry["features"], features):
                 raise ValueError(f"{name!r} takes {features} features here, and {entry['features']} where its gate was made")
             _no_gate_yet(name, module)
         gates = {name: Gate(name=name, **dict(entry)) for name, entry in state.items()}
@@ -277,14 +277,6 @@ def _weights(module: nn.Module) -> int:
         return weight.numel()
     tensors = [*module.parameters(), *module.buffers()]
     return sum(tensor.numel() for tensor in tensors if tensor.ndim > 1) or 1
-
-
-def _features(module: nn.Module) -> int | None:
-    """The number of input features, where the layer has an attribute for it; else calibration counts them."""
-    for word in ("in_features", "in_channels"):
-        if isinstance(found := getattr(module, word, None), int):
-            return found
-    return None
 
 
 def _gate_of(module: nn.Module) -> Gate | None:

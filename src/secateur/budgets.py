@@ -74,6 +74,21 @@ def hold(
     return held(low)
 
 
+def cap(shares: Mapping[str, float], sizes: Mapping[str, int], most: float) -> dict[str, float]:
+    """Sparsities of at most `most` with the same total: tensors that would lose more lose `most`, and the others more."""
+    asked = sum(share * sizes[name] for name, share in shares.items())
+
+    def capped(shift: float) -> dict[str, float]:
+        return {name: min(most, share + shift) for name, share in shares.items()}
+
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        gone = sum(share * sizes[name] for name, share in capped(middle).items())
+        low, high = (middle, high) if gone < asked else (low, middle)
+    return capped(high)
+
+
 def _outliers(scores: Scores, times: float) -> float:
     total = sum(scores.each(lambda slab, *_: float(slab.sum(dtype=torch.float64))))
     bar = times * total / max(scores.numel, 1)

@@ -71,6 +71,7 @@ class Pruner:
         loss: Loss | None = None,
         spread: Spread | Mapping[str, Number] | None = None,
         method: Method | str | None = None,
+        floor: float = 0.0,
         grow: Criterion | Callable[..., Tensor] | str | None = None,
         swap: Callable[[int], float] | None = None,
         ste: bool = False,
@@ -78,7 +79,7 @@ class Pruner:
         keep_dense: bool = False,
     ):
         model = as_module(model)
-        recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread, method_of(method, grow, swap))
+        recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread, method_of(method, grow, swap), floor)
         needs = recipe.needs - STREAMED
         if data is not None or needs - {"grad", "grad_square"}:
             check_evidence(needs, data, loss)

@@ -35,6 +35,7 @@ def prune_(
     loss: Loss | None = None,
     spread: Spread | Mapping[str, Number] | None = None,
     method: Method | str | None = None,
+    floor: float = 0.0,
     keep_dense: bool = False,
 ) -> Plan:
     """Prunes a model in place, once, and returns the plan that was carried out. `print(plan)` shows a table of its layers.
@@ -46,9 +47,10 @@ def prune_(
     `count` the number of units to prune in each pool. `pattern` says what is pruned together ("unstructured", "2:4", "16x1",
     "out", ...) and `scope` which units compete: those of a "tensor" (the default), of a "row", or of all tensors ("global").
     `include`, `exclude` and `types` choose tensors. `data` and `loss` feed criteria and methods that need inputs or gradients.
-    `spread` gives each tensor its own sparsity. `method` is how the weights answer: `sc.methods.rank()` (the default) prunes
-    the lowest scores, `sc.methods.sparsegpt()` also corrects the weights that stay. `keep_dense=True` remembers what was
-    replaced, so that `plan.undo_(model)` restores it.
+    `spread` gives each tensor its own sparsity. `floor` is the fraction of each tensor that stays at least: with
+    `scope="global"` or a spread the other tensors lose more instead, so that the total is still exact. `method` is how the
+    weights answer: `sc.methods.rank()` (the default) prunes the lowest scores, `sc.methods.sparsegpt()` also corrects the
+    weights that stay. `keep_dense=True` remembers what was replaced, so that `plan.undo_(model)` restores it.
 
     When anything raises, the model is unchanged.
     """
@@ -66,5 +68,6 @@ def prune_(
         loss=loss,
         spread=spread,
         method=method,
+        floor=floor,
     )
     return made.apply_(model, keep_dense=keep_dense)

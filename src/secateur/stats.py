@@ -22,7 +22,8 @@ from torch.nn.utils import parametrize
 from ._dist import local, row_offset, sharded
 from ._layers import Layout
 from ._tree import Loose
-from .edit import eval_mode, why_failed
+from .edit import eval_mode, no_mha_fastpath, why_failed
+from .reads import listen
 from .targeting import Target
 
 Loss = Callable[[Any, Any], Tensor]
@@ -194,7 +195,7 @@ def _list(needs: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Sets evaluation mode inside, and restores the mode and the buffers afterwards."""
+    """Sets evaluation mode inside, without fused attention kernels, and restores the mode and the buffers afterwards."""
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -202,7 +203,7 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     try:
-        with eval_mode(model):
+        with eval_mode(model), no_mha_fastpath():
             yield
     finally:
         with torch.no_grad():
@@ -227,9 +228,8 @@ def _one_pass(
             stack.callback(parameter.requires_grad_, False)
             parameter.requires_grad_(True)
         if "input_norm" in needs:
-            for target in targets:
-                for owner, attribute in target.slot.owners:
-                    stack.enter_context(_input_squares(owner, attribute, target, table[target.name], listening))
+            sums = _InputSquares(table, listening)
+            stack.enter_context(listen(targets, sums.called, sums.passed))
         stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
         for batch in data:
             batches += 1
@@ -303,20 +303,26 @@ def _finish(target: Target, needs: frozenset[str], batches: int, entry: dict[str
         entry["input_norm"] = entry["input_norm"].sqrt_()
 
 
-@contextlib.contextmanager
-def _input_squares(
-    module: nn.Module, attribute: str, target: Target, entry: dict[str, Tensor], listening: Event
-) -> Iterator[None]:
-    """Adds up the squares of the inputs that each weight of the target is multiplied with, inside the context.
+@dataclass
+class _InputSquares:
+    """Adds up the squares of the inputs that each weight is multiplied with, in a table, while `listening` is set."""
 
-    For a layer that is linear in its weight, this sum is the derivative of its summed output by the weight, with squared
-    inputs. One output per group is enough. No layer type needs a branch here.
-    """
-    layout = target.layout
+    table: Table
+    listening: Event
 
-    def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
-        if not listening.is_set() or not any(is_float(value) for value in (*args, *kwargs.values())):
+    def called(self, target: Target, attribute: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Adds the inputs of one call of a layer.
+
+        For a layer that is linear in its weight, the sum is the derivative of its summed output by the weight, with squared
+        inputs. One output per group is enough, so no layer type needs a branch here. Matrices (in, out) are known to be
+        multiplied with the input itself.
+        """
+        layout = target.layout
+        if not self.listening.is_set() or not any(is_float(value) for value in (*args, *kwargs.values())):
             return  # a look-up by index multiplies nothing
+        if layout.product:
+            self.passed(target, slice(None), _only_float(target, args, kwargs))
+            return
         try:
             inputs = tuple(_squared(value) for value in args)
             named = {key: _squared(value) for key, value in kwargs.items()}
@@ -328,14 +334,18 @@ def _input_squares(
         except Exception as error:
             kind = type(module).__name__
             raise ValueError(f"the input norm of {target.name!r} cannot be measured: {kind} is not linear in it") from error
-        matrix = Layout(tuple(probe.shape), layout.flip, layout.groups).matrix(squares)
-        entry["input_norm"] = entry["input_norm"] + matrix if "input_norm" in entry else matrix
+        self._add(target, slice(None), Layout(tuple(probe.shape), layout.flip, layout.groups).matrix(squares))
 
-    handle = module.register_forward_hook(see, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    def passed(self, target: Target, groups: slice, x: Tensor) -> None:
+        """Adds one input of a product with groups of the rows of a weight."""
+        if self.listening.is_set():
+            self._add(target, groups, _squared(x).reshape(-1, target.layout.cols).sum(0))
+
+    def _add(self, target: Target, groups: slice, squares: Tensor) -> None:
+        entry = self.table[target.name]
+        if "input_norm" not in entry:
+            entry["input_norm"] = squares.new_zeros(target.layout.groups, target.layout.cols)
+        entry["input_norm"][groups] += squares
 
 
 def bare_layer(module: nn.Module, parameters: dict[str, Tensor]) -> nn.Module:
@@ -354,6 +364,14 @@ def _own_graph() -> torch.autograd.graph.saved_tensors_hooks:
 
 def is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _only_float(target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    found = [value for value in (*args, *kwargs.values()) if is_float(value)]
+    if len(found) != 1 or found[0].shape[-1:] != (target.layout.cols,):
+        shapes = [tuple(value.shape) for value in found]
+        raise ValueError(f"{target.name!r} takes one input with {target.layout.cols} features, not tensors of shape {shapes}")
+    return found[0]
 
 
 def _squared(value: Any) -> Any:

@@ -30,21 +30,26 @@ def eval_mode(*models: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def no_mha_fastpath() -> Iterator[None]:
+    """Disables torch's fused kernels of attention and encoder layers, which read weights without calling their layers."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
 def plain_kernels() -> Iterator[None]:
     """Disables fused kernels of whole layers (LSTM, encoder layers), so that torch runs the operators they consist of."""
-    fast, onednn, cudnn = (
-        torch.backends.mha.get_fastpath_enabled(),
-        torch._C._get_mkldnn_enabled(),
-        torch._C._get_cudnn_enabled(),
-    )
-    torch.backends.mha.set_fastpath_enabled(False)
+    onednn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     torch._C._set_cudnn_enabled(False)
     try:
-        with fresh_casts():
+        with no_mha_fastpath(), fresh_casts():
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
         torch._C._set_mkldnn_enabled(onednn)
         torch._C._set_cudnn_enabled(cudnn)
 
