@@ -306,6 +306,19 @@ def test_models_without_numbers_of_their_own_are_refused_in_our_words():
         sc.shrink(plain, x, sc.random, channels=0.5)
 
 
+def test_a_shuffle_of_shuffled_channels_beside_others_is_exact():
+    def shuffled(x):
+        return x.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2)
+
+    model = Lam(
+        lambda s, x: s.o(shuffled(torch.cat([s.b(shuffled(s.a(x))), shuffled(s.a(x))], -1))),
+        a=nn.Linear(12, 8),
+        b=nn.Linear(8, 4),
+        o=nn.Linear(12, 5),
+    )
+    exact(model, tokens())
+
+
 # ---------------------------------------------------------------- tensors that the model changes while it runs
 
 

@@ -32,7 +32,7 @@ from ..axes import (
     Role,
     SizeUse,
     atoms,
-    collapse,
+    closed,
     factors,
     families,
     flag,
@@ -312,8 +312,7 @@ class Tracer(TorchDispatchMode):
         for d, e in enumerate(axes):
             for fam in () if isinstance(e, Atom) else families(e):
                 if not any(norm(fam.key) is f for other in axes for f in factors(other)) or len(factors(e)) > 1:
-                    collapse(fam)
-                    axes[d] = norm(axes[d])
+                    axes[d] = closed(axes[d])
                 else:
                     self.equal_counts(fam.parts)
         if id(out) in self.owned:  # a tensor of the model, written in place, keeps its number; others are a new value
