@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := test
-.PHONY: demo test lint imports bench clean .venv
+.PHONY: demo test test-oldest test-newest lint imports bench clean .venv
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -16,6 +16,10 @@ demo: $(STAMP)
 # One thread per worker: two workers keep two cores busy without fighting over them.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# The same with the oldest and the newest torch that pyproject.toml names as tested, each in an environment of its own.
+test-oldest test-newest: test-%: .venv-%/.stamp
+	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest -n 2
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -41,6 +45,16 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) -e '.[dev]'
 	touch $@
 
+TORCH_oldest := 2.11.0
+TORCH_newest := 2.15.0
+
+.venv-oldest/.stamp .venv-newest/.stamp: .venv-%/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-$*
+	sed 's/^torch==.*/torch==$(TORCH_$*)/' constraints.txt > .venv-$*/constraints.txt
+	.venv-$*/bin/python -m pip install -q --disable-pip-version-check -c .venv-$*/constraints.txt torch
+	.venv-$*/bin/python -m pip install -q --disable-pip-version-check -c .venv-$*/constraints.txt -e '.[dev]'
+	touch $@
+
 clean:
-	rm -rf .venv build dist out .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-oldest .venv-newest build dist out .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -71,6 +71,7 @@ def compare(batch: int, length: int, rounds: int, bandwidth: float) -> None:
         step()
     plain, ours, theirs = interleaved(*steps, rounds=rounds)
     pruner.verify()
+    pruner.detach()  # an attached pruner refuses steps by hand
     restoring = median([seconds(pruner.step) for _ in range(21)])
     weights = pruner.masks.total
     bandwidth = max(bandwidth, copy_bandwidth())  # the better of before and after, in case the machine was busy

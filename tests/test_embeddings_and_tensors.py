@@ -166,3 +166,47 @@ def test_what_is_no_tensor_to_prune_is_refused(given, error, message):
 def test_evidence_from_data_needs_a_model():
     with pytest.raises(TypeError, match="running a model"):
         sc.prune_({"w": torch.randn(4, 4)}, sc.wanda, sparsity=0.5, data=[torch.randn(2, 4)])
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        lambda model: model.state_dict(),
+        lambda model: dict(model.state_dict()),
+        lambda model: dict(model.named_parameters()),
+        lambda model: dict(nn.Linear(4, 4).named_parameters()),
+        lambda model: {name: t for name, t in model.state_dict().items() if "bias" not in name and "running" not in name},
+    ],
+    ids=["state dict", "plain dict", "parameters", "one layer", "weights and scales"],
+)
+def test_a_state_dict_is_not_taken_for_tensors_of_their_own(mapping):
+    """Every entry was a target, so BatchNorm statistics and biases of the live model became zero."""
+    model = normed()
+    given = mapping(model)
+    before = {name: tensor.clone() for name, tensor in given.items()}
+    for prune in (sc.prune_, sc.plan, sc.Pruner):
+        with pytest.raises(ValueError, match="Pass the model itself, or name the tensors to prune in include="):
+            prune(given, sparsity=0.5)
+    assert all(torch.equal(given[name], tensor) for name, tensor in before.items())
+
+
+def test_named_tensors_of_a_state_dict_are_pruned_and_vectors_are_left():
+    """`include=` matched statistics and biases too."""
+    model = normed()
+    plan = sc.prune_(model.state_dict(), sparsity=0.5, include="*")
+    assert sorted(plan.masks) == ["0.weight", "3.weight"]
+    assert "statistics" in plan.skipped["1.running_var"]
+    assert int((model[3].weight == 0).sum()) == 16
+    assert (model[1].running_var == 1).all()
+    assert list(sc.plan(model.state_dict(), sparsity=0.5, include="1.weight").masks) == ["1.weight"]
+
+
+def test_a_plan_for_a_model_is_applied_to_its_state_dict():
+    model = normed()
+    plan = sc.plan(model, sparsity=0.5)
+    plan.apply_(model.state_dict())
+    assert plan.masks == sc.Masks({name: model.get_parameter(name) != 0 for name in plan.masks})

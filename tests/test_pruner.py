@@ -245,6 +245,20 @@ def test_gradients_are_averaged_since_the_last_masks(criterion):
         assert int((~mask).sum()) == mask.numel() // 2
 
 
+def test_gradients_from_before_the_last_masks_are_forgotten():
+    layer = nn.Linear(6, 4, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    pruner = sc.Pruner(layer, abs(sc.grad), sparsity=sc.linear(0.5, start=0, end=2, every=1)).attach(optimizer)
+    first, second = (torch.randn(4, 6, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    for gradient in (100 * first, second):
+        before = frozen(pruner.masks)["weight"]
+        layer.weight.grad = gradient.clone()
+        optimizer.step()
+    assert int(before.sum()) == 18
+    wanted = before & (second.abs() > second.abs()[before].sort().values[5])
+    assert torch.equal(pruner.masks["weight"], wanted)
+
+
 def test_a_tensor_without_a_gradient_is_named():
     model = net()
     model[0].weight.requires_grad_(False)
@@ -331,6 +345,17 @@ def test_rigl_drops_the_smallest_and_grows_the_steepest():
     for at in comes:
         wanted[at] = True
     assert torch.equal(pruner.masks["weight"], wanted)
+
+
+def test_the_number_of_swapped_weights_is_rounded():
+    layer = nn.Linear(20, 10, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    pruner = sc.Pruner(layer, sparsity=0.5, grow=abs(sc.grad), swap=sc.one_shot(0.29, at=1)).attach(optimizer)
+    before = frozen(pruner.masks)["weight"]
+    layer.weight.grad = (~before).float()  # nothing that is dropped comes straight back
+    optimizer.step()
+    assert 0.29 * int(before.sum()) < 29  # in floating point
+    assert int((pruner.masks["weight"] & ~before).sum()) == int((before & ~pruner.masks["weight"]).sum()) == 29
 
 
 def test_growing_at_random_goes_on_finding_new_places():

@@ -1,5 +1,7 @@
 """Evidence: collected once, over the batches, and the model comes out as it went in."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -81,6 +83,28 @@ def test_a_buffer_that_the_forward_pass_replaces_is_put_back():
     model = Counts()
     sc.plan(model, sc.wanda, sparsity=0.5, data=[torch.randn(2, 3)])
     assert float(model.seen) == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_buffer_that_the_forward_pass_writes_to_is_put_back(fails):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            self.seen += 1
+            if fails:
+                raise RuntimeError("broken")
+            return self.fc(x)
+
+    model = Counts()
+    seen = model.seen
+    with pytest.raises(ValueError, match="broken") if fails else contextlib.nullcontext():
+        sc.plan(model, sc.wanda, sparsity=0.5, data=[torch.randn(2, 3)])
+    assert model.seen is seen
+    assert float(seen) == 0
 
 
 def test_the_users_own_hooks_see_only_what_the_data_makes_them_see():

@@ -4,7 +4,11 @@ allows, and store the result as masks outside the model."""
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import methods
+from . import (
+    methods,
+    torch_ops,  # noqa: F401 - registers torch.ops.secateur, which exported programs call
+)
+from ._tree import nearest
 from .activations import Gates, gate_
 from .budgets import erk, owl, uniform
 from .criteria import (
@@ -29,13 +33,15 @@ from .criteria import (
 from .masks import Masks
 from .patterns import Pattern
 from .plans import Plan, plan
-from .pruning import Pruner, prune_
+from .pruner import Pruner
+from .pruning import prune_
 from .schedules import Schedule, cosine, cubic, exponential, join, linear, one_shot
 from .targeting import targets
 
 if TYPE_CHECKING:
     from .execute import bench, compress_, decompress_
     from .io import dense_state_dict, load, save
+    from .summaries import summary
     from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
 
 __version__ = "0.1.0"
@@ -84,6 +90,7 @@ __all__ = [
     "shrink",
     "shrink_",
     "snip",
+    "summary",
     "synflow",
     "targets",
     "taylor",
@@ -97,6 +104,7 @@ _LATER = {
     **dict.fromkeys(("shrink", "shrink_", "activation_variance", "bn_scale", "fpgm", "reconstruction"), "surgery"),
     **dict.fromkeys(("save", "load", "dense_state_dict"), "io"),
     **dict.fromkeys(("compress_", "decompress_", "bench"), "execute"),
+    "summary": "summaries",
 }
 _MOVED = {"input_first": "secateur.layers.input_first"}
 
@@ -105,7 +113,11 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         globals()[name] = getattr(import_module(f".{_LATER[name]}", __name__), name)
         return globals()[name]
-    hint = f"; it is now {_MOVED[name]}" if name in _MOVED else ""
+    hint = f". It is now {_MOVED[name]}." if name in _MOVED else ""
+    if f"{name}_" in __all__:
+        hint = f". {name}_ changes the model in place." + (" plan only computes what it would do." if name == "prune" else "")
+    elif not hint and not name.startswith("_"):
+        hint = f".{nearest(name, __all__)}"
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 

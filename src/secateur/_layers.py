@@ -1,23 +1,60 @@
-"""Layer types: how the weight of each is read as a matrix (outputs, inputs x kernel), and which attributes hold its sizes.
+"""Layer types: which parameters are weights, how each is read as a matrix (outputs, inputs x kernel), which attributes hold
+its sizes.
 
-Ranking, folding and evidence work on that matrix.
+Ranking, folding and evidence work on that matrix. A layer type of another library is given by its full name, so that the
+library is not imported.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+Kind = type[nn.Module] | str
+
+CONV1D = "transformers.pytorch_utils.Conv1D"  # GPT-2's linear layer: x @ weight + bias, with the weight as (in, out)
+
+# The layer types that are pruned by default.
+DEFAULT_TYPES: tuple[Kind, ...] = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    CONV1D,
+    nn.MultiheadAttention,
+)
+
+# Layer types with several weights: the attribute of each, and the number of equal parts whose rows read different inputs.
+_WEIGHTS: dict[Kind, dict[str, int]] = {
+    nn.MultiheadAttention: {"in_proj_weight": 3, "q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1},
+}
+
 # Layer types whose weight does not have its outputs on axis 0 and its inputs on axis 1.
-_INPUT_FIRST: set[type[nn.Module]] = {nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d}
+_INPUT_FIRST: set[Kind] = {nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, CONV1D}
+
+
+def is_kind(layer: nn.Module | type[nn.Module], kinds: Iterable[Kind]) -> bool:
+    """Whether a layer, or a class of layers, is one of these types or of a type derived from them."""
+    cls = layer if isinstance(layer, type) else type(layer)
+    names = {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}
+    return any(
+        kind in names if isinstance(kind, str) else issubclass(cls, kind) or (cls is not layer and isinstance(layer, kind))
+        for kind in kinds
+    )
 
 
 def input_first(*types: type[nn.Module]) -> None:
-    """Declares that these layer types store their weight as (in, out, ...), like `nn.ConvTranspose2d`."""
+    """Declares that these layer types store their weight as (in, out, ...), like `nn.ConvTranspose2d`.
+
+    A type with a matrix (in, out) is expected to compute x @ weight, with or without a bias.
+    """
     _INPUT_FIRST.update(types)
 
 
@@ -26,7 +63,7 @@ class Layout:
     """How one tensor maps to its matrix, and back.
 
     Each input channel has `span` columns (the kernel size). The rows form `groups` equal parts that read different inputs
-    (grouped convolution). A vector is one row, or one column if it is `tall`.
+    (grouped convolution; queries, keys and values of an attention layer). A vector is one row, or one column if it is `tall`.
     """
 
     shape: tuple[int, ...]
@@ -64,22 +101,47 @@ class Layout:
         per_group = matrix.reshape(self.groups, self.shape[1], self.shape[0] // self.groups, self.span)
         return per_group.transpose(1, 2).reshape(self.shape)
 
+    @property
+    def product(self) -> bool:
+        """Whether the layer computes x @ W (+ bias), as all types do that store a matrix as (in, out)."""
+        return self.flip and len(self.shape) == 2
+
     def probe(self, tensor: Tensor) -> Tensor:
         """The tensor with one output per group, which is enough to read every input once."""
         return tensor[:, :1] if self.flip else tensor[: self.groups]
 
 
-def layout_of(module: nn.Module, shape: tuple[int, ...], *, tall: bool = False) -> Layout:
+def layout_of(module: nn.Module, shape: tuple[int, ...], attribute: str = "weight", *, tall: bool = False) -> Layout:
     """The layout of a parameter of this shape in this module; `tall` for a vector that is sharded along it."""
-    flip = len(shape) > 1 and any(isinstance(module, kind) for kind in _INPUT_FIRST)
-    groups = vars(module).get("groups", 1)
-    return Layout(tuple(shape), flip, groups if isinstance(groups, int) and len(shape) > 2 else 1, tall and len(shape) == 1)
+    flip = len(shape) > 1 and is_kind(module, _INPUT_FIRST)
+    groups = vars(module).get("groups", 1) if len(shape) > 2 else _several(module).get(attribute, 1)
+    return Layout(tuple(shape), flip, groups if isinstance(groups, int) else 1, tall and len(shape) == 1)
+
+
+def _several(module: nn.Module) -> dict[str, int]:
+    return next((weights for kind, weights in _WEIGHTS.items() if is_kind(module, (kind,))), {})
+
+
+def is_weight(module: nn.Module, attribute: str) -> bool:
+    """Whether a parameter is one that the layer multiplies its inputs with, as far as its type says so."""
+    return attribute in (_several(module) or (attribute,))
+
+
+def passes_its_weights(module: nn.Module) -> bool:
+    """Whether the layer passes its weights to a function, so that its own call is not linear in any of them."""
+    return bool(_several(module))
 
 
 def features_axis(module: nn.Module) -> int:
     """The axis of a layer's input that holds the features: the last, or the one before the axes of a convolution's kernel."""
     weight = getattr(module, "weight", None)
     return 1 - max(weight.ndim, 2) if isinstance(weight, Tensor) else -1
+
+
+def input_size(module: nn.Module) -> int | None:
+    """The number of input features, where the layer has an attribute for it."""
+    names = ("nx",) if is_kind(module, (CONV1D,)) else ("in_features", "in_channels")
+    return next((size for name in names if isinstance(size := getattr(module, name, None), int)), None)
 
 
 Sizes = dict[str, Callable[[Any], Any]]
@@ -121,7 +183,8 @@ _NORMED: Sizes = {"normalized_shape": lambda m: None if m.weight is None else tu
 
 
 # Layer type -> attribute -> the value it has for the weights that the layer holds.
-SIZES: dict[type[nn.Module], Sizes] = {
+SIZES: dict[Kind, Sizes] = {
+    CONV1D: {"nx": lambda m: m.weight.shape[0], "nf": lambda m: m.weight.shape[1]},
     nn.Linear: {"in_features": lambda m: m.weight.shape[1], "out_features": lambda m: m.weight.shape[0]},
     nn.Bilinear: {
         "in1_features": lambda m: m.weight.shape[1],
@@ -149,6 +212,6 @@ def right_sizes(module: nn.Module) -> list[tuple[str, Callable[[Any], Any]]]:
     """The size attributes that match the layer's weights and must be recomputed after a cut, and how to read them."""
     found: list[tuple[str, Callable[[Any], Any]]] = []
     for kind, sizes in SIZES.items():
-        if isinstance(module, kind):
+        if is_kind(module, (kind,)):
             found += [(name, read) for name, read in sizes.items() if vars(module).get(name) == read(module)]
     return [(name, read) for name, read in found if read(module) is not None]

@@ -29,11 +29,24 @@ class Slot:
 
 
 class Loose(nn.Module):
-    """A module that holds tensors of no module as parameters, so that all other code sees a model."""
+    """A module that holds tensors of no module as parameters, so that all other code sees a model.
+
+    `state` says whether they are the state dict of a model, or its parameters, and not tensors of their own.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         super().__init__()
         self._parameters.update(tensors)  # type: ignore[arg-type]  # the same objects, which an optimizer may hold
+        one_layer = {"weight", "bias"} <= tensors.keys()
+        self.state = hasattr(tensors, "_metadata") or one_layer or any(_is_of_module(*item) for item in tensors.items())
+
+
+def _is_of_module(name: str, tensor: Tensor) -> bool:
+    """Whether a name and a shape are those of a buffer, a bias or a scale in some layer of a model."""
+    path, _, last = name.rpartition(".")
+    return last in ("running_mean", "running_var", "num_batches_tracked") or (
+        bool(path) and last in ("weight", "bias") and tensor.ndim < 2
+    )
 
 
 class Packed(nn.Module):
@@ -102,6 +115,14 @@ def slots(model: nn.Module) -> Iterator[Slot]:
     for (name, module, attribute), *others in found.values():
         owners = {(id(owner), own): (owner, own) for _, owner, own in ((name, module, attribute), *others)}
         yield Slot(name, module, attribute, tuple(other for other, _, _ in others), tuple(owners.values()))
+
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def bare_name(name: str) -> str:
+    """A name in a model without what wrappers (torch.compile, checkpoint_wrapper, FSDP) add to it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

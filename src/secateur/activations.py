@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._layers import features_axis
+from ._hints import hints
+from ._layers import features_axis, input_size
 from ._tree import nearest
 from .blocks import repeated_blocks
 from .display import Table
 from .methods import METHODS, Gate, Measured, Probe, Seen, greedy_sparsities, mean, ratio, squares
-from .stats import as_it_was, check_evidence, split_batch
+from .stats import as_it_was, check_evidence, on_batch, split_batch
 from .targeting import Globs, globs_of
 
 SPREADS = ("uniform", "greedy")
@@ -39,6 +40,7 @@ _SHOWN = 12  # names shown in an error
 _REPLAYED = 8  # spread="greedy" runs so many batches of the data again and again
 
 
+@hints
 def gate_(
     model: nn.Module,
     *,
@@ -62,7 +64,7 @@ def gate_(
     _check(model, sparsity, method, spread, data)
     with torch.no_grad(), as_it_was(model):  # reading a computed weight may change it (spectral_norm)
         gates = {
-            name: Gate(name, method, float(sparsity), features_axis(module), _features(module), _weights(module))
+            name: Gate(name, method, float(sparsity), features_axis(module), input_size(module), _weights(module))
             for name, module in _layers(model, globs_of("at", at)).items()
         }
     made = gates
@@ -100,7 +102,7 @@ class Gates:
                 raise ValueError(f"the gates name {name!r}, which the model does not have.{nearest(name, known)}")
             _check_entry(name, entry)
             module = model.get_submodule(name)
-            if entry["features"] != (features := _features(module)) and None not in (entry["features"], features):
+            if entry["features"] != (features := input_size(module)) and None not in (entry["features"], features):
                 raise ValueError(f"{name!r} takes {features} features here, and {entry['features']} where its gate was made")
             _no_gate_yet(name, module)
         gates = {name: Gate(name=name, **dict(entry)) for name, entry in state.items()}
@@ -277,14 +279,6 @@ def _weights(module: nn.Module) -> int:
     return sum(tensor.numel() for tensor in tensors if tensor.ndim > 1) or 1
 
 
-def _features(module: nn.Module) -> int | None:
-    """The number of input features, where the layer has an attribute for it; else calibration counts them."""
-    for word in ("in_features", "in_channels"):
-        if isinstance(found := getattr(module, word, None), int):
-            return found
-    return None
-
-
 def _gate_of(module: nn.Module) -> Gate | None:
     return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Gate)), None)
 
@@ -328,7 +322,8 @@ def _calibrated(
         try:
             for batch in data:
                 args, kwargs, _ = split_batch(batch)
-                model(*args, **kwargs)
+                with on_batch(model, args, kwargs, unchanged=(TypeError, ValueError)):  # those of the gates themselves
+                    model(*args, **kwargs)
                 batches += 1
                 if spread == "greedy" and len(first) < _REPLAYED:
                     first.append(batch)

@@ -53,6 +53,7 @@ def owl(strength: float = 0.08, outlier: float = 5.0) -> Spread:
         extra = {name: 2 * strength * (s - low) / (high - low) for name, s in share.items()}
         return _at_least_dense(sizes, sparsity, lambda name, shift: shift + extra[name], additive=True)
 
+    spread.__qualname__ = f"owl({strength}, {outlier})"  # a pruner's state names its spread
     return spread
 
 
@@ -71,6 +72,21 @@ def hold(
         gone = sum(share * sizes[name] for name, share in held(middle).items())
         low, high = (middle, high) if gone > asked else (low, middle)
     return held(low)
+
+
+def cap(shares: Mapping[str, float], sizes: Mapping[str, int], most: float) -> dict[str, float]:
+    """Sparsities of at most `most` with the same total: tensors that would lose more lose `most`, and the others more."""
+    asked = sum(share * sizes[name] for name, share in shares.items())
+
+    def capped(shift: float) -> dict[str, float]:
+        return {name: min(most, share + shift) for name, share in shares.items()}
+
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        gone = sum(share * sizes[name] for name, share in capped(middle).items())
+        low, high = (middle, high) if gone < asked else (low, middle)
+    return capped(high)
 
 
 def _outliers(scores: Scores, times: float) -> float:

@@ -7,14 +7,15 @@ float64 on the device of the layer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ._layers import Layout, features_axis
+from .reads import listen
 from .stats import bare_layer, is_float
 from .targeting import Target
 
@@ -54,6 +55,28 @@ class Products:
         return whole if whole.shape[0] > 1 else whole[0]
 
 
+@dataclass
+class _Sums:
+    """The products of one weight: a sum for each range of its groups of rows that had inputs in common."""
+
+    groups: int
+    parts: dict[tuple[int, int], Products] = field(default_factory=dict)
+
+    def add(self, groups: slice, u: Tensor, v: Tensor) -> None:
+        first, last, _ = groups.indices(self.groups)
+        self.parts.setdefault((first, last), Products()).add(u, v)
+
+    def total(self) -> Tensor:
+        if len(self.parts) == 1 and (0, self.groups) in self.parts:
+            whole = self.parts[0, self.groups].total()
+            return whole if whole.ndim == 3 or self.groups == 1 else whole.expand(self.groups, *whole.shape)
+        found = [(first, last, part.total()) for (first, last), part in self.parts.items()]
+        whole = found[0][2].new_zeros(self.groups, *found[0][2].shape[-2:])
+        for first, last, total in found:
+            whole[first:last] += total
+        return whole
+
+
 class Moments:
     """Collects `gram` (sum of x x') and `cross` (sum of x° x') of layers, while `listen` is active and the model runs.
 
@@ -63,18 +86,12 @@ class Moments:
     def __init__(self, targets: Sequence[Target], needs: frozenset[str]):
         self.targets, self.needs = targets, needs
         self.dense = False
-        self._sums = {target.name: {kind: Products() for kind in needs} for target in targets}
+        self._sums = {target.name: {kind: _Sums(target.layout.groups) for kind in needs} for target in targets}
         self._inputs: dict[str, list[Tensor]] = {target.name: [] for target in targets}  # of the dense run, in order
 
-    @contextlib.contextmanager
-    def listen(self) -> Iterator[None]:
-        """Hooks the layers; the model comes out without the hooks."""
-        with contextlib.ExitStack() as stack:
-            for target in self.targets:
-                for owner, attribute in target.slot.owners:
-                    hook = self._hook(target, attribute)
-                    stack.callback(owner.register_forward_hook(hook, with_kwargs=True).remove)
-            yield
+    def listen(self) -> contextlib.AbstractContextManager[None]:
+        """Collects inside this context; the model comes out without hooks."""
+        return listen(self.targets, self._called, self._add)
 
     def next_batch(self) -> None:
         """Forgets what the dense run of the batch before left."""
@@ -83,27 +100,28 @@ class Moments:
 
     def table(self) -> dict[str, dict[str, Tensor]]:
         """The sums, by layer and kind; the collector holds them no longer."""
-        if unseen := [name for name, sums in self._sums.items() if not all(one.number for one in sums.values())]:
+        if unseen := [name for name, sums in self._sums.items() if not all(one.parts for one in sums.values())]:
             raise ValueError(f"{unseen[0]!r} saw no input while the data ran through; exclude it, or use another method")
         sums, self._sums = self._sums, {}
         return {name: {kind: one.total() for kind, one in own.items()} for name, own in sums.items()}
 
-    def _hook(self, target: Target, attribute: str) -> Any:
-        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
-            x = self._read(module, attribute, target, args, kwargs)
-            if self.dense:
-                self._inputs[target.name].append(x)
-                return
-            sums = self._sums[target.name]
-            if "gram" in sums:
-                sums["gram"].add(x, x)
-            if "cross" in sums:
-                before = self._inputs[target.name]
-                if not before or before[0].shape != x.shape:
-                    raise ValueError(f"{target.name!r} read inputs of another number or shape in the dense model")
-                sums["cross"].add(before.pop(0), x)
+    def _called(self, target: Target, attribute: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._add(target, slice(None), self._read(module, attribute, target, args, kwargs))
 
-        return see
+    def _add(self, target: Target, groups: slice, x: Tensor) -> None:
+        """Adds inputs (groups, number, columns), or one input that some groups of rows have in common."""
+        x = x if x.ndim == 3 and groups == slice(None) else _wide(x).reshape(1, -1, target.layout.cols)
+        if self.dense:
+            self._inputs[target.name].append(x)
+            return
+        sums = self._sums[target.name]
+        if "gram" in sums:
+            sums["gram"].add(groups, x, x)
+        if "cross" in sums:
+            before = self._inputs[target.name]
+            if not before or before[0].shape != x.shape:
+                raise ValueError(f"{target.name!r} read inputs of another number or shape in the dense model")
+            sums["cross"].add(groups, before.pop(0), x)
 
     def _read(self, module: nn.Module, attribute: str, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         try:
@@ -118,10 +136,10 @@ def layer_inputs(module: nn.Module, attribute: str, layout: Layout, args: tuple[
 
     A layer that is linear in its weight returns exactly that when the identity is its weight (for a convolution: the unfolded
     patches), so no layer type needs code of its own here. Layers that multiply their input with a matrix are spared that
-    product: `nn.Linear`, and types that were declared with `input_first`.
+    product: `nn.Linear`, and types that store a matrix as (in, out).
     """
     inputs = [value for value in (*args, *kwargs.values()) if is_float(value)]
-    if len(layout.shape) == 2 and (isinstance(module, nn.Linear) or layout.flip) and len(inputs) == 1:
+    if (layout.product or (len(layout.shape) == 2 and isinstance(module, nn.Linear))) and len(inputs) == 1:
         return _wide(inputs[0]).reshape(1, -1, layout.cols)
     outputs = layout.groups * layout.cols
     shape = (layout.shape[0], layout.cols, *layout.shape[2:]) if layout.flip else (outputs, *layout.shape[1:])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,10 +15,12 @@ from torch import Tensor, nn
 from . import kernels
 from ._dist import Comm, comm_of, like, local, reshard_, sharded
 from ._dist import count as count_true
-from ._tree import Prunable, as_module, check_unpacked, slots
+from ._hints import hints
+from ._tree import Prunable, as_module, bare_name, check_unpacked, slots
 from .budgets import Spread
 from .criteria import Criterion, magnitude
 from .display import Table, notes_by_reason
+from .edit import forget_, record_
 from .masks import Masks
 from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, write_
 from .patterns import Pattern
@@ -25,6 +29,8 @@ from .schedules import Number
 from .stats import Loss, TensorEvidence, check_evidence, collect
 from .stats import Table as EvidenceTable
 from .targeting import Globs, Target, targets
+
+_HEAD = 4096
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,7 @@ class Plan:
             if name in new:
                 write_(tensor, new[name])
             kernels.zero_(tensor, local(self.masks[name]))
+        record_(as_module(model), ("prune", self.recipe))
         return self
 
     def undo_(self, model: Prunable) -> None:
@@ -76,6 +83,7 @@ class Plan:
             else:
                 tensor[~local(self.masks[name])] = self.dense[name].to(tensor)
         self.dense = {}
+        forget_(as_module(model), ("prune", self.recipe))
 
     def _replaced(self, name: str, tensor: Tensor) -> Tensor:
         """The values of a tensor that the plan replaces: all of them, or those that become zero."""
@@ -91,6 +99,8 @@ class Plan:
         model = as_module(model)
         reshard_(model)
         found = {slot.name: slot.tensor for slot in slots(model)}
+        bare = {bare_name(name): tensor for name, tensor in found.items()}  # plan and model may differ in torch.compile
+        found |= {name: bare[bare_name(name)] for name in self.masks if name not in found and bare_name(name) in bare}
         if missing := [name for name in self.masks if name not in found]:
             check_unpacked(model, f"this plan changes {missing[0]!r}")
             raise ValueError(f"the model has no {missing}; this plan was made for another model")
@@ -107,6 +117,23 @@ class Plan:
     def layers(self) -> list[Layer]:
         """The counts of each tensor."""
         return [Layer(name, tuple(mask.shape), count_true(mask), mask.numel()) for name, mask in self.masks.items()]
+
+    @cached_property
+    def empty(self) -> list[str]:
+        """The tensors of which nothing is left, so that their layers pass nothing on (layer collapse)."""
+        if any(sharded(mask) for mask in self.masks.values()):
+            return [layer.name for layer in self.layers if not layer.kept]
+        # The first elements of nearly every mask show that it is not empty, and few masks have to be read whole.
+        heads = {name: mask.reshape(-1)[:_HEAD].any() for name, mask in self.masks.items() if mask.numel()}
+        by_device: dict[torch.device, list[str]] = {}
+        for name, head in heads.items():
+            by_device.setdefault(head.device, []).append(name)
+        seen = {
+            name: any_kept
+            for names in by_device.values()
+            for name, any_kept in zip(names, torch.stack([heads[name] for name in names]).tolist(), strict=True)
+        }
+        return [name for name, any_kept in seen.items() if not any_kept and not bool(self.masks[name].any())]
 
     def metrics(self) -> dict[str, Any]:
         """The counts as plain numbers, in all and for each tensor."""
@@ -128,20 +155,24 @@ class Plan:
         return {"recipe": self.recipe, **self.metrics(), "skipped": dict(self.skipped)}
 
     def _table(self) -> Table:
+        empty = self.empty
+
         def row(layer: Layer) -> tuple[str, ...]:
             shape = "x".join(map(str, layer.shape))
-            return layer.name, shape, f"{layer.kept:,}", f"{layer.total:,}", f"{layer.sparsity:.2%}"
+            flag = ("empty" if layer.name in empty else "",) if empty else ()
+            return layer.name, shape, f"{layer.kept:,}", f"{layer.total:,}", f"{layer.sparsity:.2%}", *flag
 
         whole = self.metrics()
         total = ("in all", "", f"{whole['kept']:,}", f"{whole['total']:,}", f"{whole['sparsity']:.2%}")
+        flags = notes_by_reason("empty", dict.fromkeys(empty, "nothing is left (layer collapse); floor= prevents it"))
         changed = [f"the weights that stay were changed too, in {len(self.weights)} tensors"] if self.weights else []
         return Table(
-            ("tensor", "shape", "kept", "of", "sparsity"),
+            ("tensor", "shape", "kept", "of", "sparsity", *([""] if empty else [])),
             [row(layer) for layer in self.layers],
-            [total],
+            [(*total, *([""] if empty else []))],
             right=range(2, 5),
             title=self.recipe,
-            notes=[*changed, *notes_by_reason("left alone", self.skipped)],
+            notes=[*flags, *changed, *notes_by_reason("left alone", self.skipped)],
         )
 
     def __str__(self) -> str:
@@ -151,6 +182,7 @@ class Plan:
         return self._table().html(f"{len(self.skipped)} left alone", self.skipped.items())
 
 
+@hints
 def plan(
     model: Prunable,
     criterion: Criterion | Callable[..., Tensor] | str = magnitude,
@@ -166,10 +198,11 @@ def plan(
     loss: Loss | None = None,
     spread: Spread | Mapping[str, Number] | None = None,
     method: Method | str | None = None,
+    floor: float = 0.0,
 ) -> Plan:
     """What `prune_` with the same arguments would do. The model is not touched."""
     model = as_module(model)
-    recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread, method)
+    recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread, method, floor)
     if recipe.scheduled:
         raise TypeError(f"{recipe.scheduled[0]} changes with the step; use sc.Pruner for it, and a number to prune once")
     if recipe.method.revives:
@@ -211,6 +244,7 @@ def make_plan(
         scores = {name: recipe.criterion.scores(one) for name, one in evidence.items()}
         held = {t.name: t.layout.matrix(local(previous[t.name])) for t in found} if previous is not None else None
         amounts = recipe.amounts(scores, step, held, comm)
+        to_be_empty = {name for name, one in amounts.items() if (one.sparsity if one.ranked is None else recipe.at(step)) == 1}
 
         def solve(target: Target, streamed: Mapping[str, Tensor]) -> Solution:
             name = target.name
@@ -228,11 +262,35 @@ def make_plan(
         solutions = solve_all(model, found, recipe.method.needs, data, solve)
     masks = Masks({t.name: like(solutions[t.name].mask, t.tensor) for t in found})
     weights = {name: solution.weight for name, solution in solutions.items() if solution.weight is not None}
-    return Plan(masks, skipped, recipe.describe(step), weights=weights)
+    made = Plan(masks, skipped, recipe.describe(step), weights=weights)
+    _warn_of_collapse(made, to_be_empty, previous)
+    return made
+
+
+def _warn_of_collapse(made: Plan, asked: Set[str], previous: Masks | None) -> None:
+    """Warns, once, of all tensors of which nothing is left now, unless a sparsity of 1 was asked for them."""
+    new = [name for name in made.empty if name not in asked and (previous is None or bool(local(previous[name]).any()))]
+    if new:
+        shown = ", ".join(map(repr, new[:8])) + (f" and {len(new) - 8} more" if len(new) > 8 else "")
+        warnings.warn(
+            f"nothing is left of {shown}, so the outputs of such a layer no longer depend on its inputs; pass floor= (0.01 "
+            "keeps at least 1 % of every tensor), exclude it, or prune less",
+            stacklevel=_frames_inside(),
+        )
+
+
+def _frames_inside() -> int:
+    """The `stacklevel` with which a warning of the caller points at the code that called this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __name__.partition(".")[0]:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _check_sharded(recipe: Recipe, found: Sequence[Target], comm: Comm) -> None:
     """Raises, on every process alike, where masks cannot be decided from the rows of each process."""
+    if recipe.floor:
+        raise NotImplementedError("floor= counts the weights of whole tensors, and these are sharded; prune before sharding")
     if not recipe.criterion.elementwise or recipe.pattern.unit == "in" or callable(recipe.spread):
         raise NotImplementedError(
             f"{recipe.criterion} with pattern {str(recipe.pattern)!r} looks at whole tensors, and these are sharded by rows; "

@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
+from typing import Any
 
 from torch import Tensor
 
 from ._dist import Comm
 from ._tree import nearest
-from .budgets import Spread, hold, owl
+from .budgets import Spread, cap, hold, owl
 from .criteria import Criterion, criterion, magnitude
-from .methods import Amount, Method, as_method
+from .methods import Amount, Method, as_method, drop_and_grow
 from .patterns import Pattern
 from .schedules import AnySchedule, Number, as_schedule
 from .scores import Scores
@@ -31,6 +32,7 @@ class Recipe:
     count: int | None
     spread: Spread | Mapping[str, Number] | None
     method: Method
+    floor: float = 0.0
 
     @staticmethod
     def of(
@@ -41,6 +43,7 @@ class Recipe:
         count: int | None,
         spread: Spread | Mapping[str, Number] | None,
         method: Method | str | None = None,
+        floor: float = 0.0,
     ) -> Recipe:
         """The recipe that these arguments describe. Raises where they contradict each other, and says what to do."""
         shape = Pattern.parse(pattern)
@@ -68,9 +71,24 @@ class Recipe:
                 f"{how} chooses weights by itself and would not use the criterion {by}; drop one of them, or let "
                 'the criterion spread the budget over layers with scope="global" or spread='
             )
-        made = Recipe(by, shape, scope or "tensor", sparsity, count, spread, how)
+        made = Recipe(by, shape, scope or "tensor", sparsity, count, spread, how, _checked_floor(floor))
+        made._check_reach()
         how.check(made.pattern, made.scope, made.scheduled)
         return made
+
+    def _check_reach(self) -> None:
+        """Raises where the budget, at the end of its schedule, prunes more than `floor` leaves."""
+        if self.pattern.keep and self.floor > self.pattern.keep[0] / self.pattern.keep[1]:
+            raise ValueError(f"pattern {str(self.pattern)!r} keeps less than floor={self.floor:g} of each tensor; lower floor=")
+        spread = self.spread if isinstance(self.spread, Mapping) else {}
+        for number in (self.sparsity, *spread.values()):
+            self._check_share(_at(number, number.end if isinstance(number, AnySchedule) else 0))
+
+    def _check_share(self, share: float | None, of: str = "each tensor") -> None:
+        if share is not None and share > 1 - self.floor + 1e-9:
+            raise ValueError(
+                f"sparsity {share:g} leaves {1 - share:.4g} of {of}, and floor={self.floor:g} keeps more; lower one of them"
+            )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -96,16 +114,23 @@ class Recipe:
     ) -> float | dict[str, float] | None:
         """The sparsity of each tensor, or one number for all. What is `pruned` already stays pruned, and counts."""
         sparsity = self.at(step)
+        self._check_share(sparsity)
         if self.pattern.keep or self.count is not None or self.spread is None:
             return sparsity
         if isinstance(self.spread, Mapping):
-            return _by_name({glob: _at(share, step) for glob, share in self.spread.items()}, list(scores), sparsity)
+            named = _by_name({glob: _at(share, step) for glob, share in self.spread.items()}, list(scores), sparsity)
+            for name, share in named.items():
+                self._check_share(share, repr(name))
+            return named
         assert sparsity is not None
         shares = self.spread(scores, sparsity)
         if not isinstance(shares, Mapping) or shares.keys() != scores.keys():
             raise ValueError(f"spread= must give a mapping of every tensor's name to its sparsity; it gave {shares!r}")
         own = {name: _at(_fraction(f"the spread= of {name!r}", share), step) or 0.0 for name, share in shares.items()}
-        return own if pruned is None else hold(own, pruned, {name: one.numel for name, one in scores.items()}, sparsity)
+        sizes = {name: one.numel for name, one in scores.items()}
+        if any(share > 1 - self.floor for share in own.values()):
+            own = cap(own, sizes, 1 - self.floor)
+        return own if pruned is None else hold(own, pruned, sizes, sparsity)
 
     def amounts(
         self, scores: Mapping[str, Scores], step: int, held: Mapping[str, Tensor] | None, comm: Comm
@@ -116,20 +141,58 @@ class Recipe:
             pruned = {name: 1 - float(mask.float().mean()) for name, mask in held.items()}
         shares = self.shares(scores, step, pruned)
         if self.scope == "global":
-            kept = select(scores, self.pattern, scope="global", sparsity=shares, count=self.count, previous=held, comm=comm)
+            kept = select(
+                scores,
+                self.pattern,
+                scope="global",
+                sparsity=shares,
+                count=self.count,
+                previous=held,
+                comm=comm,
+                floor=self.floor,
+            )
             return {name: Amount(ranked=mask, comm=comm) for name, mask in kept.items()}
         each = shares if isinstance(shares, Mapping) else dict.fromkeys(scores, shares)
-        return {name: Amount(self.scope, each[name], self.count, comm=comm) for name in scores}
+        return {name: Amount(self.scope, each[name], self.count, comm=comm, floor=self.floor) for name in scores}
 
     def describe(self, step: int = 0) -> str:
         """The recipe in one line, with the sparsity at a step."""
         by = str(self.criterion) if self.method.ranks else str(self.method)
         how = f", {self.method}" if self.method.ranks and self.method != as_method(None) else ""
+        how = f", floor {self.floor:g}{how}" if self.floor else how
         if self.pattern.keep:
             return f"{by}, {self.pattern}{how}"
         budget = f"count {self.count}" if self.count is not None else f"sparsity {self.at(step)}"
         budget = "sparsity by name" if self.sparsity is None and self.count is None else budget
         return f"{by}, {self.pattern}, {budget}, scope {self.scope}{how}"
+
+
+def method_of(method: Method | str | None, grow: Any, swap: Any) -> Method | str | None:
+    """The method that `grow=` and `swap=` stand for, or the one that was given."""
+    if grow is None and swap is not None:
+        raise ValueError("swap= goes with grow=, the criterion by which pruned weights come back")
+    if grow is None:
+        return method
+    if method is not None:
+        raise ValueError("grow= is short for method=sc.methods.drop_and_grow(grow, swap); give one of the two")
+    return drop_and_grow(grow, swap)
+
+
+def check_ste(recipe: Recipe, ste: bool, every: int) -> None:
+    """Raises where `ste=` and `every=` of a `Pruner` contradict each other or the recipe."""
+    falling = [number for number in recipe.scheduled if number.falls]
+    if falling and not (ste or recipe.method.revives):
+        raise ValueError(
+            f"{falling[0]} falls, and what was pruned stays pruned; use ste=True or grow= for weights that come back"
+        )
+    if ste and recipe.method.revives:
+        raise ValueError("grow= and ste=True are two ways for pruned weights to come back; choose one")
+    if ste and recipe.method.rewrites:
+        raise ValueError(f"{recipe.method} changes weights, and ste=True goes on training the dense ones; choose one")
+    if not isinstance(every, int) or every < 1 or (every > 1 and (not ste or recipe.scheduled)):
+        raise ValueError(
+            f"every={every!r} is how often soft masks are made anew: 1 or more steps, with ste=True and no schedule"
+        )
 
 
 def _checked_spread(
@@ -148,6 +211,12 @@ def _checked_spread(
     if not callable(spread):
         raise TypeError(f"spread= is sc.uniform, sc.erk, sc.owl() or a mapping of name to sparsity, not {spread!r}")
     return spread
+
+
+def _checked_floor(floor: object) -> float:
+    if not isinstance(floor, Real) or isinstance(floor, bool) or not 0 <= float(floor) < 1:
+        raise ValueError(f"floor={floor!r} must be a fraction from 0 to below 1: how much of each tensor stays at least")
+    return float(floor)
 
 
 def _at(number: Number | None, step: int) -> float | None:

@@ -35,12 +35,14 @@ def select(
     count: int | Mapping[str, int] | None = None,
     previous: Mapping[str, Tensor] | None = None,
     comm: Comm | None = None,
+    floor: float = 0.0,
 ) -> dict[str, Tensor]:
     """Returns a bool matrix for each tensor, True where an element is kept.
 
     `sparsity` is the fraction of all elements to prune, `count` the number of units to prune in each pool; a mapping gives
     each tensor its own number. With n:m the pattern itself sets the budget. Elements that are False in `previous` stay pruned
-    and count toward the budget.
+    and count toward the budget. At least a fraction `floor` of each tensor is kept: in a pool of several tensors the others
+    lose more instead, and a budget for each tensor or row, rounded to whole units, is rounded down where it has to be.
     """
     comm = comm or Comm()
     if not comm.alone:
@@ -54,10 +56,11 @@ def select(
     elif scope == "row":
         for name, one in scores.items():
             units = fold(one, pattern)
-            kept[name] = _keep_each(name, units, units.layout.cols, _row_budget(name, one.layout, pattern, sparsity, count))
+            budget = _row_budget(name, one.layout, pattern, sparsity, count, floor)
+            kept[name] = _keep_each(name, units, units.layout.cols, budget)
     else:
         for pool in [scores] if scope == "global" else [{name: one} for name, one in scores.items()]:
-            kept |= _keep_units(pool, pattern, sparsity, count, comm)
+            kept |= _keep_units(pool, pattern, sparsity, count, comm, floor)
     masks = {name: _elements(name, scores[name], pattern, units) for name, units in kept.items()}
     return masks if previous is None else {name: mask & previous[name] for name, mask in masks.items()}
 
@@ -120,10 +123,23 @@ def _keep_units(
     sparsity: float | Mapping[str, float] | None,
     count: int | Mapping[str, int] | None,
     comm: Comm,
+    floor: float,
 ) -> Mapping[str, Tensor | None]:
     """Returns the kept units of one pool as bool grids, or None for every tensor if no unit is kept."""
     (total,) = comm.sum(sum(math.prod(pattern.grid(one.layout)) for one in pool.values()))
-    units = functools.cache(lambda: {name: fold(one, pattern) for name, one in pool.items()})
+    most = total
+
+    @functools.cache
+    def units() -> Mapping[str, Scores]:
+        nonlocal most
+        folded = {name: fold(one, pattern) for name, one in pool.items()}
+        if floor:
+            caps = {name: _most_units(one, folded[name], pattern, floor) for name, one in pool.items()}
+            most = sum(caps.values())
+            if len(pool) > 1:
+                folded = {name: _protected(name, one, caps[name]) for name, one in folded.items()}
+        return folded
+
     first = next(iter(pool))
     if count is not None:
         drop = count[first] if isinstance(count, Mapping) else count
@@ -135,9 +151,45 @@ def _keep_units(
         assert sparsity is not None
         share = sparsity[first] if isinstance(sparsity, Mapping) else sparsity
         drop = round(share * total) if pattern.elementwise else _units_to_drop(pool, pattern, share, total, units, comm)
+    if floor:
+        units()  # sets `most`
+        if drop > most and (len(pool) > 1 or count is not None):
+            raise ValueError(
+                f"floor={floor:g} lets {most} of the {total} units in {', '.join(map(repr, list(pool)[:3]))} go, and {drop} "
+                "were asked; lower floor=, or prune less"
+            )
+        drop = min(drop, most)  # a share of one tensor, rounded to whole units
     if pattern.lose is not None and drop == total:  # every block loses elements, so blocks need no ranking
         return dict.fromkeys(pool)
     return keep_pool(units(), drop, comm)
+
+
+def least_kept(elements: int, floor: float) -> int:
+    """Returns how many of so many elements are kept at least."""
+    return math.ceil(floor * elements - 1e-9)
+
+
+def _most_units(scores: Scores, units: Scores, pattern: Pattern, floor: float) -> int:
+    """Returns how many units of a tensor, those with the lowest scores, can go if a fraction `floor` of its elements stays."""
+    spare = scores.numel - least_kept(scores.numel, floor)
+    sizes = pattern.sizes(scores.layout).reshape(-1)
+    if bool((sizes == sizes[0]).all()):
+        return min(spare // int(sizes[0]), sizes.numel())
+    order = units.rows(0, units.layout.rows).reshape(-1).cpu().sort(stable=True).indices
+    return int((sizes[order].cumsum(0) <= spare).sum())
+
+
+def _protected(name: str, units: Scores, cap: int) -> Scores:
+    """Returns the scores with all but the `cap` lowest set to infinity, above all others."""
+    (kept,) = keep_pool({name: units}, cap, Comm()).values()
+
+    def rows(first: int, last: int) -> Tensor:
+        slab = units.rows(first, last)
+        if bool((slab == torch.inf).any()):  # infinite scores that are not protected must rank below those that are
+            slab = slab.double().clamp(max=torch.finfo(torch.float64).max)
+        return slab.masked_fill(kept[first:last], torch.inf)
+
+    return replace(units, rows=rows, magnitude_of=None, under=None)
 
 
 def _units_to_drop(
@@ -175,14 +227,20 @@ def _row_budget(
     pattern: Pattern,
     sparsity: float | Mapping[str, float] | None,
     count: int | Mapping[str, int] | None,
+    floor: float,
 ) -> Callable[[int], int]:
     """Returns the function that tells how many units a row of a given number of units loses."""
+    elements = layout.rows * layout.cols
+    largest = int(pattern.sizes(layout).max()) if elements else 1
+    most = (elements - least_kept(elements, floor)) // max(pattern.grid(layout)[0] * largest, 1)
 
     def budget(size: int) -> int:
         if count is not None:
             asked = count[name] if isinstance(count, Mapping) else count
             if not 0 <= asked <= size:
                 raise ValueError(f"count={asked} cannot be pruned from each row of {name!r}, which has {size} units")
+            if floor and asked > most:
+                raise ValueError(f"floor={floor:g} lets {most} units of each row of {name!r} go, and count={asked} was asked")
             return asked
         assert sparsity is not None
         share = sparsity[name] if isinstance(sparsity, Mapping) else sparsity
@@ -190,7 +248,7 @@ def _row_budget(
         drop = round(share * size / reach)
         if drop > size:
             raise ValueError(f"pattern {str(pattern)!r} cannot make each row of {name!r} {share:g} sparse")
-        return drop
+        return min(drop, most) if floor else drop
 
     return budget
 

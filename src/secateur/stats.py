@@ -6,6 +6,7 @@ Collecting restores the model's mode, gradients, buffers and hooks. Where eviden
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,8 @@ from torch.nn.utils import parametrize
 from ._dist import local, row_offset, sharded
 from ._layers import Layout
 from ._tree import Loose
-from .edit import eval_mode
+from .edit import eval_mode, no_mha_fastpath, why_failed
+from .reads import listen
 from .targeting import Target
 
 Loss = Callable[[Any, Any], Tensor]
@@ -109,13 +111,44 @@ def check_evidence(needs: frozenset[str], data: object, loss: object, of: str = 
         raise TypeError(f"data= is an iterable of batches, not one {type(data).__name__}; pass [batch]")
     if not isinstance(data, Iterable):
         raise TypeError(f"data= is an iterable of batches, not {type(data).__name__}")
+    if isinstance(data, tuple | list) and _is_one_pair(data):
+        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in data)
+        raise TypeError(
+            f"data= is an iterable of batches, and these two tensors of shapes {shapes} would be two batches of inputs; pass "
+            "inputs and target as one batch: data=[(inputs, target)]"
+        )
     if needs & {"grad", "grad_square"} and loss is None:
         raise ValueError(
             f"{of} needs {_list(needs)}, so pass loss= (a function of the model's output and the target, "
             "such as torch.nn.functional.cross_entropy)"
         )
-    if loss is not None and not callable(loss):
+    if loss is not None:
+        _check_loss(loss)
+
+
+def _is_one_pair(data: Sequence[Any]) -> bool:
+    """Whether data= is a pair (inputs, target): two tensors that cannot both be inputs of one model."""
+    if len(data) != 2 or not all(isinstance(each, Tensor) for each in data):
+        return False
+    return data[0].ndim != data[1].ndim or data[0].dtype != data[1].dtype
+
+
+def _check_loss(loss: Any) -> None:
+    """Raises unless loss= can be called with the model's output and the target."""
+    if isinstance(loss, type):
+        raise TypeError(f"loss={loss.__name__} is a class; pass an instance of it: loss={loss.__name__}()")
+    if not callable(loss):
         raise TypeError(f"loss={loss!r} must be a function of the model's output and the target")
+    try:
+        inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(None, None)
+    except TypeError as error:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise TypeError(
+            f"loss={name} is called with two arguments, the model's output and the target (or the batch itself where it has "
+            f"no target), and does not take them: {error}"
+        ) from None
+    except ValueError:  # some functions written in C have no signature
+        pass
 
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -135,17 +168,24 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
 
 
 @contextlib.contextmanager
-def on_batch(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+def on_batch(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    unchanged: tuple[type[Exception], ...] = (ValueError,),
+) -> Iterator[None]:
     """Re-raises ValueError unchanged, and wraps other errors of a run on data with the shapes of the batch."""
     try:
         yield
-    except ValueError:
+    except unchanged:
         raise
     except Exception as error:
-        shapes = [tuple(v.shape) for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        shapes = [tuple(tensor.shape) for tensor in tensors]
         raise ValueError(
-            f"{type(model).__name__} does not run on a batch of data= (tensors of shape {shapes}): {type(error).__name__}: "
-            f"{error}. A batch is a tensor, a mapping of keyword arguments, or a pair (inputs, target). The model is unchanged."
+            f"{type(model).__name__} does not run on a batch of data= (tensors of shape {shapes}): "
+            f"{why_failed(error, model, tensors)}. data= is an iterable of batches. A batch is a tensor, a mapping of keyword "
+            "arguments, or a pair (inputs, target). The model is unchanged."
         ) from error
 
 
@@ -155,7 +195,7 @@ def _list(needs: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Sets evaluation mode inside, and restores the mode and the buffers afterwards."""
+    """Sets evaluation mode inside, without fused attention kernels, and restores the mode and the buffers afterwards."""
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -163,7 +203,7 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     try:
-        with eval_mode(model):
+        with eval_mode(model), no_mha_fastpath():
             yield
     finally:
         with torch.no_grad():
@@ -188,9 +228,8 @@ def _one_pass(
             stack.callback(parameter.requires_grad_, False)
             parameter.requires_grad_(True)
         if "input_norm" in needs:
-            for target in targets:
-                for owner, attribute in target.slot.owners:
-                    stack.enter_context(_input_squares(owner, attribute, target, table[target.name], listening))
+            sums = _InputSquares(table, listening)
+            stack.enter_context(listen(targets, sums.called, sums.passed))
         stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
         for batch in data:
             batches += 1
@@ -201,7 +240,9 @@ def _one_pass(
             listening.clear()  # checkpointed layers run again in the backward pass
             if gradients:
                 assert loss is not None
-                value = _differentiable(loss(output, target_value))
+                with _on_loss(model, output, batch, target_value):
+                    value = loss(output, target_value)
+                value = _differentiable(value)
                 found = torch.autograd.grad(value, parameters, allow_unused=True)
                 for one, gradient in zip(targets, found, strict=True):
                     if gradient is None:
@@ -214,9 +255,31 @@ def _one_pass(
         _finish(target, needs, batches, table[target.name])
 
 
+@contextlib.contextmanager
+def _on_loss(model: nn.Module, output: Any, batch: Any, target: Any) -> Iterator[None]:
+    """Wraps errors of loss= with what it was called with."""
+    try:
+        yield
+    except Exception as error:
+        if target is batch or (isinstance(batch, list | tuple) and len(batch) == 1):
+            second = f"the batch itself ({_described(target)}), because this batch of data= has no target"
+            hint = "; if the loss needs a target, let data= give pairs (inputs, target)"
+        else:
+            second, hint = f"the target ({_described(target)})", ""
+        why = why_failed(error, model, [target] if isinstance(target, Tensor) else [])
+        raise ValueError(
+            f"loss= fails when it is called with the model's output ({_described(output)}) and {second}: {why}{hint}. The "
+            "model is unchanged."
+        ) from error
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
 def _differentiable(value: Any) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-        given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        given = _described(value) if isinstance(value, Tensor) else repr(value)
         raise ValueError(f"loss= must give one number that depends on the weights; it gave {given}")
     return value
 
@@ -240,20 +303,26 @@ def _finish(target: Target, needs: frozenset[str], batches: int, entry: dict[str
         entry["input_norm"] = entry["input_norm"].sqrt_()
 
 
-@contextlib.contextmanager
-def _input_squares(
-    module: nn.Module, attribute: str, target: Target, entry: dict[str, Tensor], listening: Event
-) -> Iterator[None]:
-    """Adds up the squares of the inputs that each weight of the target is multiplied with, inside the context.
+@dataclass
+class _InputSquares:
+    """Adds up the squares of the inputs that each weight is multiplied with, in a table, while `listening` is set."""
 
-    For a layer that is linear in its weight, this sum is the derivative of its summed output by the weight, with squared
-    inputs. One output per group is enough. No layer type needs a branch here.
-    """
-    layout = target.layout
+    table: Table
+    listening: Event
 
-    def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
-        if not listening.is_set() or not any(is_float(value) for value in (*args, *kwargs.values())):
+    def called(self, target: Target, attribute: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Adds the inputs of one call of a layer.
+
+        For a layer that is linear in its weight, the sum is the derivative of its summed output by the weight, with squared
+        inputs. One output per group is enough, so no layer type needs a branch here. Matrices (in, out) are known to be
+        multiplied with the input itself.
+        """
+        layout = target.layout
+        if not self.listening.is_set() or not any(is_float(value) for value in (*args, *kwargs.values())):
             return  # a look-up by index multiplies nothing
+        if layout.product:
+            self.passed(target, slice(None), _only_float(target, args, kwargs))
+            return
         try:
             inputs = tuple(_squared(value) for value in args)
             named = {key: _squared(value) for key, value in kwargs.items()}
@@ -265,14 +334,18 @@ def _input_squares(
         except Exception as error:
             kind = type(module).__name__
             raise ValueError(f"the input norm of {target.name!r} cannot be measured: {kind} is not linear in it") from error
-        matrix = Layout(tuple(probe.shape), layout.flip, layout.groups).matrix(squares)
-        entry["input_norm"] = entry["input_norm"] + matrix if "input_norm" in entry else matrix
+        self._add(target, slice(None), Layout(tuple(probe.shape), layout.flip, layout.groups).matrix(squares))
 
-    handle = module.register_forward_hook(see, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    def passed(self, target: Target, groups: slice, x: Tensor) -> None:
+        """Adds one input of a product with groups of the rows of a weight."""
+        if self.listening.is_set():
+            self._add(target, groups, _squared(x).reshape(-1, target.layout.cols).sum(0))
+
+    def _add(self, target: Target, groups: slice, squares: Tensor) -> None:
+        entry = self.table[target.name]
+        if "input_norm" not in entry:
+            entry["input_norm"] = squares.new_zeros(target.layout.groups, target.layout.cols)
+        entry["input_norm"][groups] += squares
 
 
 def bare_layer(module: nn.Module, parameters: dict[str, Tensor]) -> nn.Module:
@@ -291,6 +364,14 @@ def _own_graph() -> torch.autograd.graph.saved_tensors_hooks:
 
 def is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _only_float(target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    found = [value for value in (*args, *kwargs.values()) if is_float(value)]
+    if len(found) != 1 or found[0].shape[-1:] != (target.layout.cols,):
+        shapes = [tuple(value.shape) for value in found]
+        raise ValueError(f"{target.name!r} takes one input with {target.layout.cols} features, not tensors of shape {shapes}")
+    return found[0]
 
 
 def _squared(value: Any) -> Any:
@@ -314,7 +395,7 @@ def _linearised(model: nn.Module, targets: Sequence[Target], batch: Any, table: 
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     leaves = [state[names[id(target.tensor)]].requires_grad_() for target in targets]
     args, kwargs, _ = split_batch(batch)
-    with torch.enable_grad():
+    with torch.enable_grad(), on_batch(model, args, kwargs):
         output = functional_call(model, state, tuple(map(ones, args)), {key: ones(value) for key, value in kwargs.items()})
         gradients = torch.autograd.grad(_total(output), leaves, allow_unused=True)
     for target, gradient in zip(targets, gradients, strict=True):

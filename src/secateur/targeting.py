@@ -11,19 +11,10 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from ._dist import local, reshard_, sharded
-from ._layers import Layout, layout_of
+from ._layers import DEFAULT_TYPES, Kind, Layout, is_kind, is_weight, layout_of
 from ._tree import Loose, Prunable, Slot, as_module, nearest, packed_layers, slots
 from .scores import RANKED
 
-DEFAULT_TYPES: tuple[type[nn.Module], ...] = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
 Globs = str | Iterable[str] | None
 
 
@@ -59,14 +50,21 @@ def targets(
     """Returns the targets of a model, and the reason why each other parameter is skipped.
 
     `include` and `exclude` are globs over parameter and module names ("encoder.*", "*.bias", "head"). By default the weights of
-    linear and convolution layers are targets. `types` names other layer types, and an `include` without a wildcard selects a
-    parameter or a module of any type. Tied parameters are one target. In a mapping of names to tensors, which can stand for a
-    model, all tensors are targets.
+    linear layers (GPT-2's `Conv1D` included), convolutions and `nn.MultiheadAttention` are targets. `types` names other layer
+    types, and an `include` without a wildcard selects a parameter or a module of any type. Tied parameters are one target. In
+    a mapping of names to tensors, which can stand for a model, all tensors are targets; in the state dict of a model only
+    those that `include` names, because which of them are weights, and of what layers, is known to the model alone.
     """
     model = as_module(model)
     include, exclude = globs_of("include", include), globs_of("exclude", exclude)
     kinds = DEFAULT_TYPES if types is None else _kinds(types)
     reshard_(model)
+    if isinstance(model, Loose) and model.state and not include:
+        raise ValueError(
+            "this mapping is the state dict of a model: it holds biases or statistics beside the weights, and does not say "
+            "which layers the weights belong to. Pass the model itself, or name the tensors to prune in include=, whose axis 0 "
+            "is then taken as the outputs."
+        )
     everything = list(slots(model))
     packed = {name: Slot(f"{name}.weight" if name else "weight", m, "weight") for name, m in packed_layers(model).items()}
     kind = "the mapping" if isinstance(model, Loose) else type(model).__name__
@@ -80,7 +78,7 @@ def targets(
         reason = _reason(slot, include, exclude, kinds)
         if reason is None:
             shape = tuple(local(slot.tensor).shape)
-            found.append(Target(slot, layout_of(slot.module, shape, tall=sharded(slot.tensor))))
+            found.append(Target(slot, layout_of(slot.module, shape, slot.attribute, tall=sharded(slot.tensor))))
         else:
             skipped |= dict.fromkeys((slot.name, *slot.also), reason)
     if not found:
@@ -133,15 +131,13 @@ def _under(slot: Slot, globs: Sequence[str]) -> bool:
     return _matches(slot, globs) or any(fnmatchcase(parent, glob) for glob in globs for parent in parents)
 
 
-def _why_packed(
-    name: str, slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[type[nn.Module], ...]
-) -> str:
+def _why_packed(name: str, slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[Kind, ...]) -> str:
     """Why a compressed layer is skipped. Raises for one that would be a target, because it has no weight to prune."""
     if _under(slot, exclude):
         return "excluded"
     if include and not _under(slot, include):
         return "not included"
-    if not _named(slot, include) and not issubclass(slot.module.stood, kinds):  # type: ignore[arg-type]
+    if not _named(slot, include) and not is_kind(slot.module.stood, kinds):  # type: ignore[arg-type]
         return f"compressed, and {slot.module.stood.__name__} is not among the types"  # type: ignore[union-attr]
     raise ValueError(
         f"{name!r} is compressed, so it has no weight to prune. Call sc.decompress_(model) first, and sc.compress_ again "
@@ -154,7 +150,7 @@ def _named(slot: Slot, include: Sequence[str]) -> bool:
     return any(not set(glob) & set("*?[") and _under(slot, [glob]) for glob in include)
 
 
-def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[type[nn.Module], ...]) -> str | None:
+def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[Kind, ...]) -> str | None:
     """Why a parameter is skipped, or None if it is a target."""
     tensor = slot.tensor
     if _under(slot, exclude):
@@ -175,12 +171,14 @@ def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: t
     if include and not _under(slot, include):
         return "not included"
     if isinstance(slot.module, Loose):
+        if slot.module.state and tensor.ndim < 2 and not _named(slot, include):
+            return "a vector (bias, scale or statistics); name it in include= to prune it"
         return "empty" if tensor.numel() == 0 else None
-    strangers = [type(owner).__name__ for owner, _ in slot.owners if not isinstance(owner, kinds)]
+    strangers = [type(owner).__name__ for owner, _ in slot.owners if not is_kind(owner, kinds)]
     if strangers and not _named(slot, include):
         tied = "tied: " if len(slot.owners) > 1 else ""
         return f"{tied}{strangers[0]} is not among the types; pass types= or name it in include="
-    if tensor.ndim < 2 and slot.name not in include:
+    if (tensor.ndim < 2 or not is_weight(slot.module, slot.attribute)) and slot.name not in include:
         return "a vector (bias or scale); name it in include= to prune it"
     if tensor.numel() == 0:
         return "empty"

@@ -63,6 +63,16 @@ def test_every_format_computes_what_dense_does(
         assert near(y, x, matrix, bias, dtype)
 
 
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"sparse24_mma", "cusparselt"}))
+def test_every_format_stores_the_smallest_weights(name):
+    dtype = torch.bfloat16 if name in ("pairs", "amx_tiles") else torch.float32
+    matrix = pruned(64, 128, "2:4", 0.5, dtype)
+    for size in (1e-7, 1e-30, torch.finfo(dtype).smallest_normal):
+        small = torch.where(matrix == 0, 0, matrix.sign() * torch.linspace(size, 3 * size, 128).to(dtype))
+        options = {"pairs": (1, 0), "tiled": (4,), "panels": (16,), "dense_blocks": (16,)}.get(name, ())
+        assert torch.equal(FORMATS[name].unpack(FORMATS[name].pack(small, options), 64, 128, options), small)
+
+
 @LAWS
 @given(
     rows=st.sampled_from([1, 8, 100, 144]), columns=st.sampled_from([4, 12, 128, 300]), batch=st.sampled_from([0, 8, 33, 70]),

@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -83,6 +85,37 @@ def test_exports(ids, expected):
     with torch.no_grad():
         program = torch.export.export(compressed(), (ids,))
         close(program.module()(ids), expected)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_an_exported_program_loads_in_a_process_that_only_imported_secateur(grad, ids, expected, tmp_path):
+    with torch.set_grad_enabled(grad):
+        torch.export.save(torch.export.export(compressed(), (ids,)), tmp_path / "program.pt2")
+    torch.save(ids, tmp_path / "ids.pt")
+    code = """
+import sys, torch, secateur
+assert "secateur.execute" not in sys.modules
+folder = sys.argv[1]
+module = torch.export.load(f"{folder}/program.pt2").module()
+with torch.set_grad_enabled(sys.argv[2] == "True"):
+    output = module(torch.load(f"{folder}/ids.pt"))
+if output.requires_grad:
+    output.sum().backward()
+torch.save((output.detach(), {name: one.grad for name, one in module.named_parameters()}), f"{folder}/output.pt")
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path), str(grad)], check=True)
+    output, gradients = torch.load(tmp_path / "output.pt")
+    close(output, expected)
+    if grad:
+        dense = Net()
+        dense(ids).sum().backward()
+        close(gradients["linear.bias"], dense.linear.bias.grad)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the exporter with dynamo=True needs the package onnxscript
+def test_export_to_onnx_names_decompress(ids):
+    with pytest.raises(RuntimeError, match=r"ONNX has no operator .* call secateur.decompress_\(model\)"):
+        torch.onnx.export(compressed(), (ids,), io.BytesIO(), dynamo=False)
 
 
 def test_operators_keep_the_rules_of_torch(ids):

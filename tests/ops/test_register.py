@@ -54,11 +54,13 @@ def test_a_custom_linear_operator_is_cut_exactly_and_its_flops_are_counted():
 
 @pytest.mark.usefixtures("library")
 def test_an_operator_without_a_record_is_left_whole():
-    with pytest.raises(ValueError, match="recordtest::linear has no axis rule"):
+    with pytest.raises(ValueError, match="recordtest::linear has no record"):
         sc.shrink(Custom(), torch.randn(2, 8), channels=0.5)
 
 
 def test_facts_that_no_operator_has_are_refused():
     with pytest.raises(TypeError, match="flopz"):
         register("recordtest::linear", flopz=1)
+    with pytest.raises(ValueError, match="values='element-wise' is not known; use one of"):
+        register("recordtest::linear", values="element-wise")
     assert "recordtest::linear" not in OPERATORS

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import secateur as sc
 from secateur.trace.run import trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trace"))
@@ -48,6 +49,20 @@ def test_rms_norm_over_fewer_units(rms):
 def test_a_norm_that_is_used_twice_is_scaled_once(rms):
     parts = {"a": nn.Linear(12, 16, bias=False), "c": nn.Linear(12, 16, bias=False), "n": rms, "b": nn.Linear(16, 5)}
     check(Lam(lambda s, x: s.b(s.n(s.a(x)) - 2 * s.n(s.c(x))), **parts), tokens())
+
+
+@pytest.mark.parametrize("rms", [nn.RMSNorm(16, eps=1e-2), Rms(16)])
+def test_a_norm_over_constants_is_reported_and_not_scaled(rms):
+    """Removed units with a bias are constants, which count in the mean of squares: no factor makes up for them."""
+    m = Lam(lambda s, x: s.b(s.n(s.a(x))), a=nn.Linear(12, 16), n=rms, b=nn.Linear(16, 5)).double().eval()
+    with torch.no_grad():
+        m.n.weight.copy_(torch.arange(1.0, 17))
+    eps = {name: value for name, value in vars(m.n).items() if "eps" in name}
+    small, plan = sc.shrink(m, tokens().double(), channels=0.5)
+    assert plan.groups[0].why is not None
+    kept = plan.cuts.tensors["n.weight"][0]
+    assert torch.equal(small.n.weight, m.n.weight[kept])
+    assert eps == {name: value for name, value in vars(small.n).items() if "eps" in name}
 
 
 def test_the_weight_of_a_norm_that_is_used_beside_it_is_reported():

@@ -216,6 +216,7 @@ CASES = {
     "index_select": (lambda a: a.index_select(1, LONG[0]), [x(2, 6)], [2]),
     "index": (lambda a: a[:, LONG[0]], [x(2, 6, 3)], [2, 3]),
     "index apart": (lambda a: a[LONG[0] % 2, :, LONG[0]], [x(2, 6, 3)], [6]),
+    "index apart and not first": (lambda a: a[:, LONG[0] % 2, :, LONG[0]], [x(4, 2, 6, 3)], [4, 6]),
     "index boolean": (lambda a: a[torch.tensor([True, False, True])], [x(3, 6)], [6]),
     "index_put": (lambda a, v: a.index_put((LONG[0],), v), [x(4, 6), x(3, 6)], [6]),
     "gather": (lambda a: a.gather(1, LONG[:, :2]), [x(2, 6)], []),
@@ -263,6 +264,23 @@ def test_linear_rule_for_backends_that_do_not_decompose_it():
     assert norm(out[1]) is norm(weight[0]) is norm(bias[0])
 
 
+@pytest.mark.parametrize(
+    ("func", "rest"),
+    [
+        (A.native_batch_norm.default, (None, None, None, None, False, 0.1, 1e-5)),
+        (A._batch_norm_no_update.default, (None, None, None, None, 0.1, 1e-5)),
+    ],
+    ids=str,
+)
+def test_batch_norm_without_running_statistics_uses_the_batch(func, rest):
+    """The rule alone: on some devices torch reads memory that is not there when it runs this call."""
+    tracer, given = Tracer(Journal()), x(4, 6, 2)
+    tracer.own("x", given)
+    out = A.native_batch_norm(given, None, None, None, None, True, 0.1, 1e-5)
+    OPERATORS[func.name().partition(".")[0]].axes(Call(tracer, func, (given, *rest), {}, out))
+    assert [sorted(a.flags) for e in tracer.axes_of(given) for a in atoms(closed(e))] == [["norm"], [], ["norm"]]
+
+
 def test_registered_names_exist_in_torch():
     gone = [n for n in OPERATORS if n.startswith("aten::") and not hasattr(A, n.removeprefix("aten::"))]
     assert not gone
@@ -298,7 +316,8 @@ def test_operator_without_a_rule_freezes_its_axes_and_is_named(library):
     t = trace(Net(library), torch.randn(2, 6))
     assert t.unknown == {"graphtest::gate": 1}
     assert not t.prunable
-    assert t.skipped["a.weight[0]"] == "graphtest::gate has no axis rule; register a rule or mark it element-wise"
+    call = "secateur.ops.register('graphtest::gate', values='elementwise')"
+    assert t.skipped["a.weight[0]"] == f"graphtest::gate has no record; if it is element-wise, call {call}"
 
 
 def test_users_mark_an_operator_elementwise_in_one_line(library):

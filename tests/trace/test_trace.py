@@ -239,7 +239,7 @@ def test_steps_record_the_run():
     before = next(s for s in t.steps if relu.args[0].number in s.outs)
     (group,) = t.prunable
     assert group.atom in t.axes[relu.outs[0]]
-    assert before.func in (torch.ops.aten.view.default, torch.ops.aten.addmm.default)
+    assert before.name in ("aten::view", "aten::_unsafe_view", "aten::addmm")  # which one depends on torch's version
     turned = next(s for s in t.steps if s.name == "aten::t")
     assert turned.weights
     assert t.names[turned.args[0].number] == "0.weight"

@@ -158,6 +158,8 @@ class LnStructured(theirs.LnStructured, BasePruningMethod):
         amount = int(self.amount) if isinstance(self.amount, bool) else self.amount
         drop = count(amount, count_channels(t, self.dim))
         norm = theirs._compute_norm(t.detach(), self.n, self.dim)
+        if norm.shape != (t.shape[self.dim],):  # torch 2.15 computes the nuclear norm of the whole tensor
+            raise RuntimeError(f"n={self.n!r} gives no norm for each channel; expected a number, 'fro' or infinity")
         if drop == 0:
             return default_mask
         return spread(keep(self, norm, drop), t, self.dim, default_mask)

@@ -2,6 +2,7 @@
 
 - `tensors`: which tensors a model owns, stand-ins for them during a run, new contents for one of them.
 - `cuts`: a cut as plain data, the check that a model fits it, its application, and the record of it in the model.
+- `provenance`: the record, in a model, of what was done to it.
 - `configs`: config objects, their numbers, and models built from them without memory for weights.
 - `copies`: deep copies with hooks.
 - `guards`: all or nothing, evaluation mode, RNG state, plain kernels, and runs that leave the model as it was.
@@ -31,11 +32,14 @@ from .guards import (
     all_or_nothing,
     eval_mode,
     fresh_casts,
+    no_mha_fastpath,
     plain_kernels,
     preserve_rng,
     run,
     split_inputs,
+    why_failed,
 )
+from .provenance import Step, forget_, record_, restore_steps_, steps_of
 from .tensors import OWN, Slot, StandIns, owned_tensors, put_, states, tensors_inside
 
 __all__ = [
@@ -61,6 +65,12 @@ __all__ = [
     "select_indices",
     "without",
     "write_attribute",
+    # provenance
+    "Step",
+    "forget_",
+    "record_",
+    "restore_steps_",
+    "steps_of",
     # configs
     "Place",
     "built_from",
@@ -77,8 +87,10 @@ __all__ = [
     "all_or_nothing",
     "eval_mode",
     "fresh_casts",
+    "no_mha_fastpath",
     "plain_kernels",
     "preserve_rng",
     "run",
     "split_inputs",
+    "why_failed",
 ]

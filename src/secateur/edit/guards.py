@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -30,21 +30,26 @@ def eval_mode(*models: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def no_mha_fastpath() -> Iterator[None]:
+    """Disables torch's fused kernels of attention and encoder layers, which read weights without calling their layers."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
 def plain_kernels() -> Iterator[None]:
     """Disables fused kernels of whole layers (LSTM, encoder layers), so that torch runs the operators they consist of."""
-    fast, onednn, cudnn = (
-        torch.backends.mha.get_fastpath_enabled(),
-        torch._C._get_mkldnn_enabled(),
-        torch._C._get_cudnn_enabled(),
-    )
-    torch.backends.mha.set_fastpath_enabled(False)
+    onednn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     torch._C._set_cudnn_enabled(False)
     try:
-        with fresh_casts():
+        with no_mha_fastpath(), fresh_casts():
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
         torch._C._set_mkldnn_enabled(onednn)
         torch._C._set_cudnn_enabled(cudnn)
 
@@ -158,3 +163,12 @@ def run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], unde
 
     with torch.no_grad(), preserve_rng(), fresh_casts(), StandIns(model, stand_in), under or nullcontext():
         return model(*args, **kwargs)
+
+
+def why_failed(error: Exception, model: nn.Module, tensors: Iterable[Tensor]) -> str:
+    """The error of a run on these tensors. Where the model is on another device, says that instead."""
+    own = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
+    given = {str(tensor.device) for tensor in tensors}
+    if not own or given <= own:
+        return f"{type(error).__name__}: {error}"
+    return f"the inputs are on {' and '.join(sorted(given))} and the model on {' and '.join(sorted(own))}; move one of them"

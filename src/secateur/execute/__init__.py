@@ -3,7 +3,7 @@
 from . import amx_tiles, csr, gpu, pairs, single, tiled
 from .choose import compress_
 from .find import zeros_of
-from .formats import FORMATS, find_format
+from .formats import FORMATS, OPERATORS, find_format
 from .layers import Compressed, why_not
 from .restore import decompress_, places, same_bits, ties
 from .result import Compression
@@ -13,4 +13,5 @@ __all__ = [
     "Bench", "Compressed", "Compression", "amx_tiles", "bench", "compress_", "csr", "decompress_", "gpu", "pairs", "single",
     "tiled",
     "FORMATS", "find_format", "places", "same_bits", "ties", "why_not", "zeros_of",  # for secateur.io
+    "OPERATORS",  # for secateur.torch_ops
 ]  # fmt: skip

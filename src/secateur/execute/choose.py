@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .._layers import DEFAULT_TYPES, is_kind, layout_of
 from .._tree import nearest
 from .find import Zeros, zeros_of
 from .formats import FORMATS, Format, Use, as_matrix
@@ -69,7 +70,8 @@ def compress_(
     """Replaces pruned layers, in place, by layers in the sparse format that measures fastest (or smallest) on these inputs.
 
     Args:
-        model: a model with pruned `Linear`, `Conv1d`, `Conv2d` or `Embedding` layers. Other layers stay as they are.
+        model: a model with pruned `Linear`, `Conv1d`, `Conv2d` or `Embedding` layers. Other layers stay as they are, and the
+            table says why.
         example_inputs: a tensor, a tuple of arguments or a mapping of keyword arguments. Formats are timed at the shapes
             that these produce in each layer, in alternation with the dense layer.
         objective: "speed" takes the fastest format, "size" the one with the fewest bytes. A layer stays dense if no format
@@ -84,8 +86,7 @@ def compress_(
     If anything raises, the model is left unchanged.
     """
     _check(model, objective, threads, store)
-    kinds = tuple(KINDS)  # subclasses of these stay dense, but have a row in the table
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    layers = {name: module for name, module in model.named_modules() if _has_row(module)}
     modes = {name: layer.training for name, layer in layers.items()}
     with for_inference(model, threads):
         seen = _record(model, example_inputs, layers)
@@ -99,6 +100,11 @@ def compress_(
             choices[name] = FormatChoice(choices[name].row.left("the model reads its weight without calling the layer"))
     used = {name: new for name, new in built.items() if id(new) not in ignored}
     return _result(model, layers, choices, used, objective, threads or torch.get_num_threads())
+
+
+def _has_row(module: nn.Module) -> bool:
+    """Whether the table has a row for a layer. Layers that are pruned by default and cannot be compressed have one too."""
+    return is_kind(module, KINDS) or ("weight" in module._parameters and is_kind(module, DEFAULT_TYPES))
 
 
 def _choose_all(
@@ -199,7 +205,7 @@ def _choose(name: str, layer: Any, seen: RecordedInputs, tied: tuple[str, ...], 
     before = layer.weight.nbytes if "weight" in layer._parameters else 0
     row = LayerResult(name, type(layer).__name__, before=before, after=before)
     if reason := why_not(layer):
-        return FormatChoice(row.left(reason))
+        return FormatChoice((row if type(layer) in KINDS else _with_zeros(row, layer)).left(reason))
     weight = layer.weight.detach()
     matrix = as_matrix(weight, getattr(layer, "groups", 1))
     found = zeros_of(weight.flatten(1))
@@ -217,6 +223,14 @@ def _choose(name: str, layer: Any, seen: RecordedInputs, tied: tuple[str, ...], 
         return FormatChoice(twin.row.as_twin(row), twin.form, twin.options)
     request.twins[key] = choice = _measure(row, layer, matrix, found, use, seen, request)
     return choice
+
+
+def _with_zeros(row: LayerResult, layer: Any) -> LayerResult:
+    """The row with the zeros of a layer of another type, where they can be counted."""
+    weight = layer._parameters.get("weight")
+    if weight is None or not weight.is_floating_point() or weight.layout != torch.strided or not weight.numel():
+        return row
+    return row.found(zeros_of(layout_of(layer, tuple(weight.shape)).matrix(weight.detach())))
 
 
 def _measure(

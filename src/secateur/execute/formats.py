@@ -1,4 +1,4 @@
-"""The `Format` record, the table of all formats, and the operators (`torch.ops.secateur`) that run them.
+"""The `Format` record, the table of all formats, and the functions of the operators (`torch.ops.secateur`) that run them.
 
 A format packs a matrix into named plain tensors and computes with those. The operators, the modules and the chooser know
 formats only through the table `FORMATS`, so adding a format means adding one entry.
@@ -124,19 +124,6 @@ def as_weight(matrix: Tensor, shape: Sequence[int], groups: int = 1) -> Tensor:
 
 
 # ---------------------------------------------------------------- operators
-
-_LIBRARY = torch.library.Library("secateur", "DEF")
-_HELD = "str format, int rows, int columns, int[] options"
-for _signature in (
-    f"linear(Tensor x, Tensor[] buffers, Tensor? bias, {_HELD}) -> Tensor",
-    f"conv(Tensor x, Tensor[] buffers, Tensor? bias, {_HELD}, int[] window) -> Tensor",
-    # Versions with gradients for x and bias are separate operators, because autograd's overhead is as long as a small layer.
-    f"linear_grad(Tensor x, Tensor[] buffers, Tensor? bias, {_HELD}) -> Tensor",
-    f"conv_grad(Tensor x, Tensor[] buffers, Tensor? bias, {_HELD}, int[] window) -> Tensor",
-    f"embedding(Tensor x, Tensor[] buffers, {_HELD}) -> Tensor",
-    f"unpack(Tensor[] buffers, {_HELD}) -> Tensor",
-):
-    _LIBRARY.define(_signature, tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def linear(
@@ -267,18 +254,24 @@ def _conv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return (x, [None] * len(ctx.saved_tensors), grad.sum((0, 2, 3)) if ctx.bias else None, *_no_gradients(ctx.rest))
 
 
-for _name, _body, _fake in (
-    ("linear", linear, _linear_fake),
-    ("conv", conv, _conv_fake),
-    ("linear_grad", linear, _linear_fake),
-    ("conv_grad", conv, _conv_fake),
-    ("embedding", _embedding, _embedding_fake),
-    ("unpack", _unpack, _unpack_fake),
-):
-    _LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"secateur::{_name}", _fake, lib=_LIBRARY)
-torch.library.register_autograd("secateur::linear_grad", _linear_backward, setup_context=_remember, lib=_LIBRARY)
-torch.library.register_autograd("secateur::conv_grad", _conv_backward, setup_context=_remember, lib=_LIBRARY)
+@dataclass(frozen=True)
+class Operator:
+    """The functions behind one operator of `torch.ops.secateur`, which `secateur.torch_ops` registers."""
+
+    run: Callable[..., Tensor]
+    fake: Callable[..., Tensor]
+    backward: Callable[..., tuple[Any, ...]] | None = None
+    setup_context: Callable[..., None] = _remember
+
+
+OPERATORS = {
+    "linear": Operator(linear, _linear_fake),
+    "conv": Operator(conv, _conv_fake),
+    "linear_grad": Operator(linear, _linear_fake, _linear_backward),
+    "conv_grad": Operator(conv, _conv_fake, _conv_backward),
+    "embedding": Operator(_embedding, _embedding_fake),
+    "unpack": Operator(_unpack, _unpack_fake),
+}
 
 
 @register_flop_formula(

@@ -86,6 +86,11 @@ class Compressed(Packed):
             return linear(input, held, bias, *shape)
         if not torch.compiler.is_compiling() and (transformed() or input.is_nested):
             return self._dense(input)
+        if exports_to_onnx():
+            raise RuntimeError(
+                "this layer is compressed, and ONNX has no operator for its format; call secateur.decompress_(model) and "
+                "export the dense model, whose zeros stay zeros"
+            )
         # torch.jit.trace checks a trace made with gradients by running it again without, so it needs the same operator.
         ops, grad = torch.ops.secateur, torch.is_grad_enabled() or _TRACER() is not None
         if self.kind == "linear":
@@ -257,6 +262,11 @@ def autocast(x: Tensor) -> Tensor:
 def transformed() -> bool:
     """Returns True inside vmap, a torch.func transform or forward-mode differentiation."""
     return _LEVEL() is not None or forward_ad._current_level >= 0
+
+
+def exports_to_onnx() -> bool:
+    """Returns True if torch.onnx.export runs this call."""
+    return (_TRACER() is not None or torch.compiler.is_exporting()) and torch.onnx.is_in_onnx_export()
 
 
 def arguments_of(layer: nn.Module) -> dict[str, Any]:

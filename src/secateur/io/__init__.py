@@ -25,7 +25,19 @@ from torch import Tensor, nn
 from .._dist import sharded
 from .._layers import layout_of
 from .._tree import nearest
-from ..edit import Cuts, Passing, all_or_nothing, apply_cuts_, history, is_cut, owned_tensors, remember_
+from ..edit import (
+    Cuts,
+    Passing,
+    Step,
+    all_or_nothing,
+    apply_cuts_,
+    history,
+    is_cut,
+    owned_tensors,
+    remember_,
+    restore_steps_,
+    steps_of,
+)
 from ..execute import Compressed, decompress_, zeros_of
 from ..methods import without_soft_masks
 from ..plans import Plan
@@ -45,12 +57,15 @@ _FEW = 0.01  # a smaller fraction of zeros is taken for chance
 def save(
     model: nn.Module, path: str | os.PathLike[str], *, packed: bool = False, plan: Plan | Shrunk | None = None
 ) -> dict[str, Any]:
-    """Writes the model to the folder `path`, and returns the entry `about` of the manifest (model, recipe, versions).
+    """Writes the model to the folder `path`, and returns the entry `about` of the manifest (model, history, versions).
 
     `packed`: stores tensors with many zeros as a bit for each element and the values. Without it the file holds the state dict
     as it is, including zeros; only the weights of compressed layers are always packed. A model that `shrink` made stores its
-    cuts, and `load` cuts a fresh model by them. `plan` is needed only for a model that was rebuilt by other means, or to put
-    the recipe of `prune_` into the manifest. A model that is being pruned with `ste=True` is saved with its masks applied.
+    cuts, and `load` cuts a fresh model by them. `plan` is needed only for a model that was rebuilt by other means. A model that
+    is being pruned with `ste=True` is saved with its masks applied.
+
+    The entry "history" lists what was done to the model, the first thing first: `["shrink", recipe]`, `["prune", recipe]`.
+    "recipe" is that of `plan`, or the last one. `load` restores the history, and `sc.summary` shows it.
 
     For a Hugging Face model, `config.json` is written with the sizes of the small model. If a config can describe it (all
     layers cut alike), plain `from_pretrained(path)` loads the folder. The entry "from_pretrained" of the result is True then;
@@ -69,7 +84,8 @@ def save(
     cuts = _cuts(model, plan)
     layers = compressed.listed(model)
     listed, entries = _described(model, tensors, packed)
-    said = about(model, plan.recipe if plan is not None else next((c.recipe for c in reversed(cuts) if c.recipe), None))
+    steps = _steps(model, plan)
+    said = about(model, plan.recipe if plan is not None else steps[-1][1] if steps else None, steps)
     against = "is packed; save it without packed=True" if packed else "has compressed layers; decompress_ it first"
     extra, note = hf.files(model, against if packed or layers else None)
     if note is not None:
@@ -112,6 +128,7 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
                 for cuts in manifest.cuts:
                     apply_cuts_(model, cuts)
             remember_(model, manifest.cuts)
+            restore_steps_(model, manifest.steps)
             fill_(model, manifest, file, {} if as_ == "dense" else manifest.layers)
     return given
 
@@ -124,6 +141,13 @@ def dense_state_dict(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> d
     """
     if isinstance(source, Mapping):
         return _unpacked(source)
+    if isinstance(source, nn.Module):
+        raise TypeError(
+            f"dense_state_dict reads a folder that sc.save wrote, or a state dict, not a model ({type(source).__name__}); for "
+            "the dense weights of a model call sc.decompress_(copy.deepcopy(model)).state_dict()"
+        )
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(f"dense_state_dict reads a folder that sc.save wrote, or a state dict, not {type(source).__name__}")
     with _opened(Path(source)) as (manifest, file):
         found = {name: read(file, name, stored) for name, stored in manifest.tensors.items()}
         found |= {other: found[name] for other, name in manifest.tied.items()}
@@ -173,6 +197,14 @@ def _cuts(model: nn.Module, plan: Plan | Shrunk | None) -> list[Cuts]:
         return known
     _check_cut(model, plan.cuts)
     return [*known, plan.cuts]
+
+
+def _steps(model: nn.Module, plan: Plan | Shrunk | None) -> list[Step]:
+    """What was done to the model, with the given plan at the end if the model has no record of it."""
+    steps = steps_of(model)
+    if plan is not None and plan.recipe not in [recipe for _, recipe in steps]:
+        steps.append(("prune" if isinstance(plan, Plan) else "shrink", plan.recipe))
+    return steps
 
 
 def _check_cut(model: nn.Module, cuts: Cuts) -> None:

@@ -6,12 +6,15 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from ..edit import Attribute, Cuts
+import safetensors
+import torch
+
+from ..edit import Attribute, Cuts, Step
 from .files import DTYPES, BadFile, Tensors, Written, counts, names_of, read_json
 from .packed import BITMASK, PARTS, SHAPE, VALUES
 from .packed import check as check_bits
@@ -57,6 +60,13 @@ class Manifest:
     about: dict[str, Any] = field(default_factory=dict)
     layers: dict[str, Layer] = field(default_factory=dict)
     file: str = TENSOR_FILES[0]
+
+    @property
+    def steps(self) -> list[Step]:
+        """What was done to the model. Files of earlier versions list the cuts only."""
+        if "history" in self.about:
+            return [(what, recipe) for what, recipe in self.about["history"]]
+        return [("shrink", cuts.recipe) for cuts in self.cuts if cuts.recipe]
 
 
 def stored_names(name: str, stored: Stored) -> tuple[str, ...]:
@@ -190,7 +200,16 @@ def _from_data(data: dict[str, Any], sizes: Mapping[str, int]) -> Manifest:
     cuts = [_cuts_from_data(entry, room) for entry in _of(data, "cuts", list)]
     layers = _layers(_of(data, "layers", dict), {*tensors, *tied}) if "layers" in data else {}
     written = Written(size, _of(file, "header", str), digests)
-    return Manifest(tensors, tied, cuts, written, _of(data, "about", dict), layers, file["name"])
+    return Manifest(tensors, tied, cuts, written, _about(data), layers, file["name"])
+
+
+def _about(data: dict[str, Any]) -> dict[str, Any]:
+    found = _of(data, "about", dict)
+    steps = found.get("history", [])
+    pairs = isinstance(steps, list) and all(isinstance(step, list) and len(step) == 2 for step in steps)
+    if not pairs or not all(isinstance(text, str) for step in steps for text in step):
+        raise BadFile("the history of the model must be a list of pairs of strings")
+    return found
 
 
 def _layers(data: dict[str, Any], names: set[str]) -> dict[str, Layer]:
@@ -303,10 +322,11 @@ def _parts_fit(file: Tensors, name: str, stored: Stored) -> bool:
     return (bits, bits_shape, sizes, sizes_shape) == right and len(values_shape) == 1
 
 
-def about(model: Any, recipe: str | None) -> dict[str, Any]:
-    """The origin of a file: the class of the model, the recipe, the versions of the libraries."""
-    versions = {name: _version(name) for name in ("secateur", "torch", "safetensors")}
-    return {"model": type(model).__name__, "recipe": recipe, **versions}
+def about(model: Any, recipe: str | None, steps: Sequence[Step]) -> dict[str, Any]:
+    """The origin of a file: the class of the model, the recipe, what was done to it, the versions of the libraries."""
+    versions = {"torch": str(torch.__version__), "safetensors": safetensors.__version__}  # with the build, such as +cu132
+    done = [list(step) for step in steps]
+    return {"model": type(model).__name__, "recipe": recipe, "history": done, "secateur": _version("secateur"), **versions}
 
 
 def _version(package: str) -> str:

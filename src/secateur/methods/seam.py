@@ -14,7 +14,7 @@ from .._dist import Comm
 from ..patterns import Pattern
 from ..schedules import AnySchedule
 from ..scores import Scores
-from ..select import select
+from ..select import least_kept, select
 from ..stats import TensorEvidence
 
 
@@ -64,8 +64,8 @@ class Amount:
     """How much of one layer to prune, and which units compete for it.
 
     `scope` is "tensor" or "row". `count` is a number of units to prune in each pool, `sparsity` a fraction of the elements; an
-    n:m pattern needs neither. With `scope="global"` the criterion has ranked the units of all layers together: `ranked` is the
-    mask that gave this layer, and fixes how many units it loses.
+    n:m pattern needs neither. At least a fraction `floor` of the elements stays. With `scope="global"` the criterion has ranked
+    the units of all layers together: `ranked` is the mask that gave this layer, and fixes how many units it loses.
     """
 
     scope: str = "tensor"
@@ -73,6 +73,7 @@ class Amount:
     count: int | None = None
     ranked: Tensor | None = None
     comm: Comm = field(default_factory=Comm)
+    floor: float = 0.0
 
     def keep(self, name: str, scores: Scores, pattern: Pattern, previous: Tensor | None) -> Tensor:
         """The mask that prunes the lowest of these scores, exactly as many as asked."""
@@ -85,6 +86,7 @@ class Amount:
             count=count,
             previous=None if previous is None else {name: previous},
             comm=self.comm,
+            floor=self.floor,
         ).values()
         return mask
 
@@ -95,7 +97,8 @@ class Amount:
         if self.count is not None:
             return self.count
         assert self.sparsity is not None
-        return round(self.sparsity * (shape[1] if self.scope == "row" else shape[0] * shape[1]))
+        pool = shape[1] if self.scope == "row" else shape[0] * shape[1]
+        return min(round(self.sparsity * pool), pool - least_kept(pool, self.floor))
 
     @cached_property
     def _pruned(self) -> int:

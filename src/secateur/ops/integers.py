@@ -257,6 +257,12 @@ def _diff(s: SizeUses, name: str, a: tuple[Any, ...], k: dict[str, Any], out: An
             freeze(axis, "compared with what diff prepends or appends")
 
 
+@reads("slice slice_copy")
+def _slice(s: SizeUses, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
+    d = int(argument(a, k, 1, "dim", default=0))
+    _bounds(s, name, slice(argument(a, k, 2, "start"), argument(a, k, 3, "end")), s.axes(a[0])[d])
+
+
 @reads("slice_scatter")
 def _slice_scatter(s: SizeUses, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
     d = int(argument(a, k, 2, "dim", default=0))

@@ -54,6 +54,7 @@ class Attention:
 
 
 Product = Contraction | Convolution | Attention
+_VALUES = ("elementwise", "moves", "computes", "max pooling", "batch normalisation", None)
 Values = Literal["elementwise", "moves", "computes", "max pooling", "batch normalisation"] | Product | None
 
 
@@ -118,12 +119,15 @@ def register(names: str, **facts: Any) -> None:
 
     Raises:
         TypeError: For a fact that is not a field of `Operator`.
+        ValueError: For `values` that are not known.
     """
     unknown = facts.keys() - {field.name for field in fields(Operator)}
     if unknown:
         raise TypeError(f"{sorted(unknown)} are no facts of an operator; known are {[f.name for f in fields(Operator)]}")
-    _found.clear()
     values = facts.get("values")
+    if not isinstance(values, Product) and values not in _VALUES:
+        raise ValueError(f"values={values!r} is not known; use one of {_VALUES}, or a Contraction, Convolution or Attention")
+    _found.clear()
     default = elementwise if values == "elementwise" else contraction if isinstance(values, Contraction) else None
     for name in names.split():
         full = name if "::" in name else f"aten::{name}"

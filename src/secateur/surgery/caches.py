@@ -120,4 +120,10 @@ def _same(after: Any, before: Any, equal: Any) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    return isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, equal_nan=True)
+    """Equal up to rounding: a cache may be older than a cast of the model."""
+    if not isinstance(a, Tensor) or a.shape != b.shape or a.is_floating_point() != b.is_floating_point():
+        return False
+    if a.dtype == b.dtype or not a.is_floating_point():
+        return torch.allclose(a, b.to(a.dtype), equal_nan=True)
+    coarse = max(torch.finfo(a.dtype).eps, torch.finfo(b.dtype).eps)
+    return torch.allclose(a.double(), b.double(), 4 * coarse, 4 * coarse, equal_nan=True)

@@ -25,7 +25,7 @@ class CutModel(NamedTuple):
 
 
 def mask_(model: nn.Module, trace: Trace, keep: Keep) -> nn.Module:
-    """Set the weights that produce the removed units to zero, in place. Sizes and biases stay."""
+    """Set the weights that produce the removed units to zero, in place, and their biases where no constant can be folded."""
     tensors = dict(owned_tensors(model).values())
     with torch.no_grad():
         for name, places in masked_places(trace, keep).items():

@@ -50,7 +50,22 @@ def check_globs(trace: Trace, argument: str, globs: Iterable[str], groups: Itera
 def excluded(trace: Trace, globs: Iterable[str]) -> dict[Group, str]:
     """The groups with a member that is excluded: every dim of an excluded tensor keeps its size."""
     globs = tuple(globs)
-    return {g: "excluded" for g in trace.prunable if any(matches(m.tensor, globs) for m in g.members)}
+    return {g: why for g in trace.prunable if (why := _why_excluded(g, globs))}
+
+
+def _why_excluded(group: Group, globs: tuple[str, ...]) -> str:
+    """Why a group is excluded; "" if it is not. Names the members that no glob matches, since they are frozen with it."""
+    members = {f"{m.tensor}[{m.dim}]": [glob for glob in globs if matches(m.tensor, [glob])] for m in group.members}
+    named = [name for name, found in members.items() if found]
+    others = [name for name, found in members.items() if not found]
+    if not named or not others:
+        return "excluded" if named else ""
+    glob = members[named[0]][0]
+    return f"excluded: exclude={glob!r} keeps the size of {named[0]}, and {_several(others)} have the same units"
+
+
+def _several(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def ratios_by_group(trace: Trace, ratios: Mapping[str, float]) -> dict[Group, float]:

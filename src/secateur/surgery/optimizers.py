@@ -1,14 +1,19 @@
-"""Cuts the state of an optimizer like its parameters, and points its groups at the parameters of the small model."""
+"""Cuts the state of an optimizer like its parameters, and points its groups at the parameters of the small model.
+
+A `Pruner` that is attached to the optimizer follows too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..edit import Cuts, owned_tensors, select_indices, without
+from ..edit import Cuts, Indices, owned_tensors, select_indices, without
+from ..following import hook_owners
+from ..pruner import Pruner
 
 
 def sliced_state(optimizer: torch.optim.Optimizer, model: nn.Module, cuts: Cuts) -> dict[str, dict[str, Any]]:
@@ -71,6 +76,47 @@ def follow_(
 
 def _same_layer(bias: str, name: str) -> bool:
     return bias.rpartition(".")[0] == name.rpartition(".")[0] and name.rpartition(".")[2] == "weight"
+
+
+class CutPruner(NamedTuple):
+    """A pruner that follows the cut, and for each of its tensors that is left: the parameter, its name, the kept indices."""
+
+    pruner: Pruner
+    left: dict[str, tuple[Tensor, str | None, Indices]]
+
+
+def cut_pruners(optimizer: torch.optim.Optimizer | None, model: nn.Module, cuts: Cuts, *, in_place: bool) -> list[CutPruner]:
+    """The pruners that are attached to the optimizer. Raises ValueError, before anything has changed, if one cannot follow."""
+    if optimizer is None:
+        return []
+    names, gone, found = _names(model, cuts), dropped(model, cuts), []
+    for pruner in hook_owners(optimizer, Pruner):
+        pruner.check_cut(blocks=bool(cuts.drop))
+        if not in_place and getattr(pruner.model, "_orig_mod", pruner.model) is not model:
+            raise ValueError(
+                "a pruner that is attached to optimizer= was made for another module than the one to shrink, so it cannot "
+                "move to the small copy. Use shrink_, or call the pruner's finish() first. Nothing has changed."
+            )
+        left = {}
+        for name, tensor in pruner.tensors().items():
+            new = names.get(id(tensor))
+            if id(tensor) not in gone:
+                left[name] = tensor, new, cuts.tensors.get(new, {}) if new is not None else {}
+        if not left:
+            raise ValueError(
+                "the cut removes every tensor of a pruner that is attached to optimizer=; call its finish() first. Nothing "
+                "has changed."
+            )
+        found.append(CutPruner(pruner, left))
+    return found
+
+
+def move_pruners_(pruners: list[CutPruner], small: nn.Module | None) -> None:
+    """Lets the pruners continue: with their own model, which was cut in place, or with `small`, a copy."""
+    new = {} if small is None else dict(small.named_parameters(remove_duplicate=False))
+    for pruner, left in pruners:
+        moved = {name: (new.get(own or "", tensor), kept) for name, (tensor, own, kept) in left.items()}
+        pruner.follow_cut_(pruner.model if small is None else small, moved)
 
 
 def dropped(model: nn.Module, cuts: Cuts) -> set[int]:

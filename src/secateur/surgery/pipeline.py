@@ -8,13 +8,13 @@ Everything happens on copies. Only the end of `shrink_` changes the given model,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import nn
 
-from .._tree import nearest
+from .._hints import hints, unknown_argument
 from ..axes import Group
 from ..criteria import magnitude
 from ..edit import (
@@ -26,6 +26,7 @@ from ..edit import (
     history,
     owned_tensors,
     preserve_rng,
+    record_,
     remember_,
     select_indices,
     split_inputs,
@@ -40,7 +41,7 @@ from .depth import RemovedBlocks, remove_blocks
 from .leftovers import drop_leftovers_
 from .masked import CutModel, make
 from .names import check_globs, check_ratios, excluded, names_of, renamed
-from .optimizers import dropped, follow_, sliced_state
+from .optimizers import cut_pruners, dropped, follow_, move_pruners_, sliced_state
 from .request import AnyCriterion, ShrinkOptions, ShrinkRequest, check_model, check_request
 from .result import GroupCut, Shrunk
 from .runs import check_runs
@@ -49,6 +50,7 @@ from .sizes import SizeModel, flops_of, params_of
 from .verify import tied
 
 
+@hints
 def shrink(
     model: nn.Module,
     example_inputs: Any,
@@ -122,10 +124,12 @@ def shrink(
     )
     with preserve_rng() as rng:
         small, plan, state, _ = _shrunk(model, example_inputs, request, rng)
-    remember_(small, (*history(model), plan.cuts))
+    pruners = cut_pruners(optimizer, model, plan.cuts, in_place=False)
+    _remember_(small, history(model), plan)
     _carry_gradients(model, small, plan.cuts)
     if optimizer is not None:
         follow_(optimizer, model, small, state, plan.cuts, dropped(model, plan.cuts))
+        move_pruners_(pruners, small)
     return small, plan
 
 
@@ -143,20 +147,22 @@ def shrink_(
     the original weights, so that `plan.undo_()` restores them bit for bit.
     """
     if unknown := sorted(options.keys() - _DEFAULTS.keys()):
-        raise TypeError(f"shrink_ has no argument {unknown[0]!r}.{nearest(unknown[0], (*_DEFAULTS, 'keep_dense'))}")
+        raise unknown_argument("shrink_", unknown[0], (*_DEFAULTS, "criterion", "keep_dense"))
     request = ShrinkRequest(criterion=criterion, **{**_DEFAULTS, **options})
     if keep_dense and request.optimizer is not None:
         raise ValueError("keep_dense=True cannot undo the changes to optimizer=; leave one of them out")
     with preserve_rng() as rng:
         small, plan, state, caches = _shrunk(model, example_inputs, request, rng)
     gone, past = dropped(model, plan.cuts), history(model)
+    pruners = cut_pruners(request.optimizer, model, plan.cuts, in_place=True)
     with all_or_nothing(model) as before:
         apply_cuts_(model, plan.cuts, dict(owned_tensors(small).values()))
         drop_leftovers_(model, small)
         empty_caches_(model, caches)
-        remember_(model, (*past, plan.cuts))
+        _remember_(model, past, plan)
     if request.optimizer is not None:
         follow_(request.optimizer, model, model, state, plan.cuts, gone)
+        move_pruners_(pruners, None)
     plan.small, plan.original = model, None
     plan.restore_ = before.restore_ if keep_dense else None
     return model, plan
@@ -353,6 +359,12 @@ def _nothing_left(traced: Trace, left: Mapping[Group, str]) -> str:
     reasons = list(dict.fromkeys((*left.values(), *traced.skipped.values())))
     shown = "; ".join(reasons[:6]) or "no tensor has units"
     return f"no group of {type(traced.model).__name__} is left to cut ({shown}). The model is unchanged."
+
+
+def _remember_(small: nn.Module, past: Sequence[Cuts], plan: Shrunk) -> None:
+    """Store the cuts in the small model, and add the cut to the record of what was done to it."""
+    remember_(small, (*past, plan.cuts))
+    record_(small, ("shrink", plan.recipe))
 
 
 def _carry_gradients(model: nn.Module, small: nn.Module, cuts: Cuts) -> None:

@@ -28,7 +28,8 @@ class Verified:
     """Relative differences between the small model and the masked one: `max_error` for the small model as it is now.
 
     The masked model is the original with removed blocks skipped and with the weights that produce removed units set to zero;
-    biases are kept. `moved`: whether masking changed the output at all; if not, equality proves nothing.
+    biases are kept where they can be folded into the layers that read the units. `moved`: whether masking changed the output
+    at all; if not, equality proves nothing.
 
     `groups` and `recut` are measured by `verify(groups=True)`. `groups`: the error of each group when it is cut alone (with the
     groups that its count is tied to). `recut`: the error of the same cut made again, without later changes such as a refit or

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from .._layers import right_sizes
 from ..axes import (
     Arithmetic,
     Atom,
@@ -175,11 +176,11 @@ def _guards_by_attribute(guards: Iterable[Guard]) -> dict[AttrId, list[Guard]]:
 
 
 def _candidates(model: nn.Module, plan: Blueprint) -> Iterable[_Candidate]:
-    """Yields attributes of modules, except torch's own layers, which follow their weights; then the numbers of the config."""
+    """Yields attributes of modules, except sizes of layers, which follow their weights; then the numbers of the config."""
     modules = dict(model.named_modules())
     for (path, key), source in plan.attributes.items():
         module = modules.get(path)
-        if module is None or type(module).__module__.startswith("torch.nn."):
+        if module is None or type(module).__module__.startswith("torch.nn.") or key[0] in dict(right_sizes(module)):
             continue
         value = vars(module).get(key[0])
         try:

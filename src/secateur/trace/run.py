@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from .. import _dist
 from ..axes import atoms, bound_axes, build_groups, closed, constraints, flag_sizes_in_formulas, freeze, is_literal
-from ..edit import Slot, StandIns, owned_tensors, plain_kernels, preserve_rng, split_inputs, states, tensors_inside
+from ..edit import Slot, StandIns, owned_tensors, plain_kernels, preserve_rng, split_inputs, states, tensors_inside, why_failed
 from ..ops import Axes
 from .constructor import blueprint, uses_of_compared_attributes
 from .layer_sizes import replace_size_attributes_
@@ -103,10 +103,11 @@ def _plain_run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         try:
             model(*_cloned(args), **_cloned(kwargs))
         except Exception as error:
-            shapes = [tuple(t.shape) for t in tensors_inside((args, kwargs))]
+            tensors = tensors_inside((args, kwargs))
+            shapes = [tuple(t.shape) for t in tensors]
             raise ValueError(
                 f"{type(model).__name__} does not run on the example inputs (tensors of shape {shapes}): "
-                f"{type(error).__name__}: {error}. The model is as it was."
+                f"{why_failed(error, model, tensors)}. The model is as it was."
             ) from error
 
 

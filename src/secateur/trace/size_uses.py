@@ -33,7 +33,7 @@ class SizeUseMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "").partition(".")[0]  # of torch.ops.aten.slice.Tensor: slice
         self.tracer.literal_sizes, self.tracer.literal_index = _literals(name, args, kwargs), _listed(name, args)
         if name in recurrent.LAYERS:
             with torch._C.DisableTorchFunction():

@@ -341,7 +341,7 @@ class Tracer(TorchDispatchMode):
         name = name_of(func)
         if rule is None:
             self.record.unknown[name] += 1
-            why = f"{name} has no axis rule; register a rule or mark it element-wise"
+            why = f"{name} has no record; if it is element-wise, call secateur.ops.register({name!r}, values='elementwise')"
         else:
             why = f"{name}: its axis rule does not cover this call"
         for info in self.now.values():

@@ -138,7 +138,10 @@ def unit_scores(
     by = criterion(by)
     carrying = {group: carriers(group, parameters) for group in groups}
     names = list(dict.fromkeys(m.tensor for members in carrying.values() for m in members))
-    targets = {name: Target(owners[name], layout_of(owners[name].module, tuple(parameters[name].shape))) for name in names}
+    targets = {
+        name: Target(owner, layout_of(owner.module, tuple(parameters[name].shape), owner.attribute))
+        for name, owner in ((name, owners[name]) for name in names)
+    }
     with preserve_rng():
         table = collect(model, list(targets.values()), by.needs, data, loss)
     wanted: dict[str, set[int]] = {}

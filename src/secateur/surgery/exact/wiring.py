@@ -1,10 +1,11 @@
 """Decides which weights are set to zero to mask the removed units of a group.
 
 Masking zeroes the weights that produce a unit and keeps its bias. The bias, and what follows it (the shift of a
-normalisation, an activation of zero), make the unit a constant, which is folded into its consumers. The bias is zeroed as well
-where a constant cannot be folded: for units that feed themselves (recurrent layers, a layer applied twice) and for units that
-are multiplied with each other (queries and keys). Units that depend on the inputs all the same (a query head that shares its
-values with other heads) are masked in the weights that read them.
+normalisation, an activation of zero), make the unit a constant, which is folded into its consumers. The bias is zeroed as well,
+with the scale and shift of normalisations, where a constant cannot be folded: for units that feed themselves (recurrent layers,
+a layer applied twice), for units that are multiplied with each other (queries and keys), and for channels that a convolution
+with zero padding reads, where a constant would be lost at the border only. Units that depend on the inputs all the same (a
+query head that shares its values with other heads) are masked in the weights that read them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...axes import Atom, Cat, Expr, Group, atoms, norm
-from ...ops import Attention, Contraction, lookup
+from ...ops import Attention, Contraction, Convolution, lookup
 from ...trace import Step, Trace
 from .values import arguments, operands
 from .weights import Keep
@@ -69,6 +70,38 @@ class Wiring:
                 left, right = map(self.trace.atoms_of, pair)
                 found |= (left & right) - self.trace.atoms_of(step.outs[0])
         return frozenset(found)
+
+    def meets_padding(self, group: Group) -> bool:
+        """Whether a convolution reads these units in which a constant would depend on position. A depthwise one does not: its
+        own weights for these units are masked."""
+        made = {(m.tensor, m.dim) for m in group.members if m.role == "produce"}
+        read = {(m.tensor, m.dim) for m in group.members if m.role == "consume" and m.tensor in self._uneven}
+        return not read <= made
+
+    @cached_property
+    def _uneven(self) -> frozenset[str]:
+        """The weights of convolutions that give another result for a constant at the border than inside: those that pad, that
+        read a padded tensor, or that are transposed."""
+        found, padded = frozenset[str](), set[int]()
+        for step in self.trace.steps:
+            values, given = lookup(step.func).values, arguments(step)
+            if isinstance(values, Convolution):
+                data, weight = operands(step, values.left, values.right)
+                kernel = self.trace.axes[weight][2:] if weight is not None else ()
+                spreads = given["transposed"] and any(e.size > 1 for e in kernel)
+                if weight is not None and (any(given["padding"]) or spreads or data in padded):
+                    found |= self.roots.get(weight, frozenset())
+            elif self._pads(step) or (not isinstance(values, Contraction | Attention) and not padded.isdisjoint(step.inputs)):
+                padded.update(step.outs)
+        return found
+
+    def _pads(self, step: Step) -> bool:
+        """Whether a step gives a constant another value at the border: padding of dims after the first two, or an average that
+        counts its padding."""
+        given = arguments(step)
+        if step.name in _AVERAGES:
+            return given["count_include_pad"] and any(given["padding"])
+        return step.name in _PADS and any(given["pad"][: 2 * (len(self.trace.axes[step.inputs[0]]) - 2)])
 
     def _factors(self, step: Step) -> tuple[int, int] | None:
         """The two operands of a product of activations; None for any other step."""
@@ -161,8 +194,9 @@ def masked_places(trace: Trace, keep: Keep) -> dict[str, list[tuple[int, Atom]]]
     parameters = {name for name, _ in trace.model.named_parameters()}
     found: dict[str, list[tuple[int, Atom]]] = {}
     for group in (g for g in trace.groups if g.atom in keep):
-        biases_too = wiring.feeds_itself(group) or group.atom in wiring.multiplied
-        consumers_too = biases_too or wiring.depends_on_inputs(group)  # a learned initial state is read, too
+        meet = wiring.feeds_itself(group) or group.atom in wiring.multiplied
+        biases_too = meet or wiring.meets_padding(group)
+        consumers_too = meet or wiring.depends_on_inputs(group)  # a learned initial state is read, too
         for m in group.members:
             zero = m.role in ("produce", "elementwise") or (consumers_too and m.role == "consume")
             if zero and m.tensor in parameters and m.tensor not in directions and (ranks[m.tensor] > 1 or biases_too):
@@ -170,6 +204,8 @@ def masked_places(trace: Trace, keep: Keep) -> dict[str, list[tuple[int, Atom]]]
     return found
 
 
+_PADS = frozenset({"aten::constant_pad_nd", "aten::pad"})
+_AVERAGES = frozenset({"aten::avg_pool1d", "aten::avg_pool2d", "aten::avg_pool3d"})
 _WEIGHT_NORMS = frozenset({"aten::_weight_norm", "aten::_weight_norm_interface"})
 
 

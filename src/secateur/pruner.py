@@ -1,0 +1,446 @@
+"""`Pruner`: pruning while a model trains. The weights hold zeros, the pruner holds the masks.
+
+Beside it: `following` (the optimizers), `resuming` (states), `holding` (zeros that are there already).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from . import kernels
+from ._dist import like, local, reshard_, sharded
+from ._hints import hints
+from ._tree import Prunable, as_module, bare_name
+from .budgets import Spread
+from .criteria import Criterion, magnitude
+from .edit import Indices, Step, forget_, record_
+from .following import Followed, after_cut, innermost, warn_of_others
+from .holding import HeldZeros, zeros_there
+from .masks import Masks
+from .methods import STREAMED, Method, SoftMasks, write_
+from .patterns import Pattern
+from .plans import Plan, check_streamed, make_plan
+from .recipe import Recipe, check_ste, method_of
+from .resuming import VERSION, by_own_names, check_shapes, check_state, described
+from .schedules import Number
+from .stats import Loss, Table, add_gradient, check_evidence, collect
+from .targeting import Globs, Target, targets
+
+
+class Pruner:
+    """Prunes a model while it trains.
+
+    The arguments are those of `prune_`, and `sparsity` may be a schedule::
+
+        pruner = Pruner(model, magnitude, sparsity=cubic(0.9, start=1_000, end=10_000, every=100))
+        pruner.attach(optimizer)      # the training loop stays yours
+        ...
+        print(pruner.finish())
+
+    A hook that runs after each `optimizer.step` puts the zeros back and, when the schedule says so, makes new masks. What was
+    pruned stays pruned. Criteria that need gradients use those of the training itself, averaged since the last masks, unless
+    `data` and `loss` are given. `Pruner.hold(model)` makes a pruner that only keeps the zeros that a model has.
+
+    `grow` and `swap` are short for `method=sc.methods.drop_and_grow(grow, swap)`, dynamic sparse training: whenever the
+    schedule `swap` is due, that fraction of the kept weights is dropped and as many of the pruned ones that score highest by
+    `grow` come in (`abs(grad)`: RigL; `random()`: SET). `ste=True` keeps training the dense weights and masks them only in the
+    forward pass, with gradients passed straight through; on a constant budget the masks are made anew every `every` steps, so
+    that a weight can come back. `keep_dense=True` remembers what the zeros replaced, for `undo_`.
+    """
+
+    @hints
+    def __init__(
+        self,
+        model: Prunable,
+        criterion: Criterion | Callable[..., Tensor] | str = magnitude,
+        *,
+        sparsity: Number | None = None,
+        count: int | None = None,
+        pattern: str | Pattern = "unstructured",
+        scope: str | None = None,
+        include: Globs = (),
+        exclude: Globs = (),
+        types: Sequence[type[nn.Module]] | None = None,
+        data: Iterable[Any] | None = None,
+        loss: Loss | None = None,
+        spread: Spread | Mapping[str, Number] | None = None,
+        method: Method | str | None = None,
+        floor: float = 0.0,
+        grow: Criterion | Callable[..., Tensor] | str | None = None,
+        swap: Callable[[int], float] | None = None,
+        ste: bool = False,
+        every: int = 1,
+        keep_dense: bool = False,
+    ):
+        model = as_module(model)
+        recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread, method_of(method, grow, swap), floor)
+        needs = recipe.needs - STREAMED
+        if data is not None or needs - {"grad", "grad_square"}:
+            check_evidence(needs, data, loss)
+        check_ste(recipe, ste, every)
+        found, skipped = targets(model, include=include, exclude=exclude, types=types)
+        check_streamed(recipe, found, data, loss)
+        if ste and any(sharded(target.tensor) for target in found):
+            raise NotImplementedError("ste=True puts a mask into the forward pass, which FSDP2 does not see; use it unsharded")
+        self._begin(model, recipe, found, skipped, data, loss, ste, every, keep_dense)
+
+    @classmethod
+    def hold(
+        cls, model: Prunable, *, include: Globs = (), exclude: Globs = (), types: Sequence[type[nn.Module]] | None = None
+    ) -> Pruner:
+        """A pruner that keeps the zeros which the model has now, whatever made them, while the model is fine-tuned::
+
+            pruner = sc.Pruner.hold(model).attach(optimizer)
+
+        It takes all parameters with two or more dims that have zeros. Vectors, and tensors in which everything is zero (they
+        may be waiting for training), are held only if `include` names them.
+        """
+        model = as_module(model)
+        found, masks, skipped = zeros_there(model, include, exclude, types)
+        held = cls.__new__(cls)
+        held._begin(model, HeldZeros.make(), found, skipped)
+        held._masks = masks
+        return held
+
+    def _begin(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        found: list[Target],
+        skipped: dict[str, str],
+        data: Iterable[Any] | None = None,
+        loss: Loss | None = None,
+        ste: bool = False,
+        every: int = 1,
+        keep_dense: bool = False,
+    ) -> None:
+        """Sets everything to the beginning of a run."""
+        self.model, self.recipe, self._targets, self.skipped = model, recipe, found, skipped
+        self._data, self._loss, self._ste, self._every = data, loss, ste, every
+        self._needs = recipe.needs - STREAMED
+        self._sharded = any(sharded(target.tensor) for target in found)
+        self._gathers = bool(self._needs) and data is None  # gradients come from the training loop
+        self._gathered: Table = {target.name: {} for target in self._targets}
+        self._batches = 0
+        self._step = 0
+        self._due = self.recipe.due(0)  # masks are wanted and not made yet
+        self._pruned_by_attach = False
+        self._begun = False  # attached or stepped
+        self._ended = ""  # the call that ended it
+        self._recorded: Step | None = None  # the entry of this pruner in the record of the model
+        self._masks = Masks({t.name: like(torch.ones_like(t.weight, dtype=torch.bool), t.tensor) for t in self._targets})
+        self._keep_dense = keep_dense
+        self._dense: dict[str, Tensor] = {t.name: t.weight.clone() for t in self._targets} if keep_dense and not ste else {}
+        self._followed = Followed()
+        self._soft = SoftMasks(self._targets, self._masks) if ste else None
+
+    # --- training ----------------------------------------------------------------------------------------------------
+    def attach(self, *optimizers: Optimizer) -> Pruner:
+        """Follows these optimizers: puts zeros back after a step of any, and advances the schedule with the first.
+
+        Masks that are due at the start are made now, so that training begins with them. To replace an optimizer, delete it or
+        call `detach` with it, and attach the new one: the schedule continues.
+        """
+        self._check_running("attach()")
+        optimizers = tuple(innermost(optimizer) for optimizer in optimizers)
+        self._followed.check_new(optimizers, self.tensor_ids())
+        warn_of_others(self, optimizers, {id(target.tensor): target.name for target in self._targets})
+        if self._due and not (self._gathers and self.recipe.criterion.needs):
+            self._update()
+            self._pruned_by_attach = any(bool((~local(mask)).any()) for mask in self._masks.values())
+        for optimizer in optimizers:
+            self._followed.add(optimizer, self._after_step)
+            self._begun = True
+        return self
+
+    def detach(self, *optimizers: Optimizer) -> Pruner:
+        """Stops following these optimizers, or all if none is given. Masks and step stay, and `attach` continues from them."""
+        self._followed.remove([innermost(optimizer) for optimizer in optimizers] or list(self._followed))
+        return self
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are pruned, by name."""
+        return {target.name: target.tensor for target in self._targets}
+
+    def tensor_ids(self) -> set[int]:
+        """The ids of the pruned tensors."""
+        return set(map(id, self.tensors().values()))
+
+    def _check_running(self, call: str) -> None:
+        if self._ended:
+            raise RuntimeError(
+                f"{call} came after {self._ended}, which ended this pruner at step {self._step}. Make a new Pruner to prune "
+                "further, or sc.Pruner.hold(model) to keep the zeros in training."
+            )
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        overflow = getattr(optimizer, "found_inf", None)  # on overflow a fused optimizer changes nothing
+        if overflow is not None and bool(overflow):
+            return
+        if self._followed.leads(optimizer, self.tensor_ids()):
+            self._advance()
+        else:
+            self.apply_()
+
+    def step(self) -> None:
+        """Records that a training step is done: gathers gradients, puts the zeros back, and makes masks that are due.
+
+        An attached pruner does this by itself, and raises RuntimeError here.
+        """
+        self._check_running("pruner.step()")
+        if kinds := [type(optimizer).__name__ for optimizer in self._followed]:
+            raise RuntimeError(
+                f"this pruner is attached to {' and '.join(kinds)} and steps after each optimizer.step() by itself; "
+                "pruner.step() would count the step twice. Leave it out, or call pruner.detach() first."
+            )
+        self._advance()
+
+    def _advance(self) -> None:
+        self._check_sizes()
+        self._step += 1
+        self._pruned_by_attach, self._begun = False, True
+        if self._gathers:
+            self._gather()
+        self.apply_()
+        soft = self._soft is not None and not self.recipe.scheduled and self._step % self._every == 0
+        if self._due or soft or self.recipe.due(self._step) or self.recipe.method.due(self._step):
+            self._update()
+
+    @torch.no_grad()
+    def apply_(self) -> None:
+        """Puts the zeros back into the weights."""
+        if self._sharded:
+            reshard_(self.model)
+        self._check_sizes()
+        if self._soft is None:
+            for target in self._targets:
+                kernels.zero_(target.weight, local(self._masks[target.name]))
+
+    def _check_sizes(self) -> None:
+        for target in self._targets:
+            if target.tensor.shape != self._masks[target.name].shape:
+                raise RuntimeError(
+                    f"{target.name!r} is {tuple(target.tensor.shape)} and its mask {tuple(self._masks[target.name].shape)}: "
+                    "the model was cut after this pruner was made. Pass shrink_ the attached optimizer as optimizer=, and the "
+                    "pruner follows the cut; or make a new Pruner for the small model."
+                )
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        for target in self._targets:
+            if target.tensor.grad is not None:  # layers that did not run in this step have none
+                add_gradient(target, target.tensor.grad, self._needs, self._gathered[target.name])
+        self._batches += 1
+
+    def _evidence(self) -> Table:
+        if not self._gathers:
+            return collect(self.model, self._targets, self._needs, self._data, self._loss)
+        if self._batches == 0:  # the first masks are made without gradients
+            return self._gathered
+        if frozen := [t.name for t in self._targets if not self._gathered[t.name] and not t.tensor.requires_grad]:
+            raise RuntimeError(f"{frozen} had no gradient, being frozen, and the criterion needs it; exclude them")
+        for target in self._targets:
+            if not self._gathered[target.name]:  # has not run since the last masks
+                add_gradient(target, torch.zeros_like(target.tensor), self._needs, self._gathered[target.name])
+        return {name: {kind: value / self._batches for kind, value in entry.items()} for name, entry in self._gathered.items()}
+
+    def _update(self) -> None:
+        table = self._evidence()
+        held = self._masks if self._soft is None else None
+        made = make_plan(
+            self.model, self.recipe, self._targets, self.skipped, table, data=self._data, step=self._step, previous=held
+        )
+        for target in self._targets:
+            if target.name in self._dense:  # follows a weight while it is kept, and stays where it was pruned
+                kept = local(self._masks[target.name])
+                self._dense[target.name] = torch.where(kept, target.weight, self._dense[target.name])
+            if target.name in made.weights:
+                write_(target.weight, made.weights[target.name])
+        self._masks = made.masks
+        if self._soft is not None:
+            self._soft.set(made.masks)
+        self.apply_()
+        self._due, self._batches = False, 0
+        self._gathered = {name: {} for name in self._gathered}
+        self._record()
+
+    def _record(self) -> None:
+        """Puts what was pruned so far into the record of the model, for `sc.save` and `sc.summary`."""
+        if all(bool(local(mask).all()) for mask in self._masks.values()):
+            return
+        step = "prune", self.recipe.describe(self._step)
+        record_(self.model, step, self._recorded)
+        self._recorded = step
+
+    def check_cut(self, *, blocks: bool) -> None:
+        """Raises ValueError if this pruner cannot follow a cut of its model. `blocks`: whether the cut renames tensors."""
+        if self._keep_dense:
+            why = "keeps dense values for undo_()"
+        elif self._soft is not None:
+            why = "masks the forward pass (ste=True)"
+        elif blocks and isinstance(self.recipe.spread, Mapping):
+            why = "has a spread= by name, and removing blocks changes names"
+        else:
+            return
+        raise ValueError(
+            f"a pruner that is attached to optimizer= {why}, so it cannot follow the cut. Call its finish() first, and make a "
+            "new one for the small model. Nothing has changed."
+        )
+
+    @torch.no_grad()
+    def follow_cut_(self, model: nn.Module, moved: Mapping[str, tuple[Tensor, Indices]]) -> None:
+        """Continues with `model` after a cut. `moved`: for each target that is left, its parameter and the kept indices.
+
+        Masks and gathered gradients are sliced like the weights. Where units of the pattern may have been torn apart (n:m,
+        blocks), masks are made anew at the next step, and what was pruned stays pruned.
+        """
+        self.model = model
+        self._targets, self._masks, self._gathered = after_cut(model, self._targets, self._masks, self._gathered, moved)
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self.skipped = {name: why for name, why in self.skipped.items() if name in names}
+        structured = bool(self.recipe.pattern.keep) or not self.recipe.pattern.elementwise
+        self._due |= structured and not self.recipe.method.revives
+        self.apply_()
+
+    # --- looking, saving, ending -------------------------------------------------------------------------------------
+    @property
+    def masks(self) -> Masks:
+        """The current masks (True = kept)."""
+        return self._masks
+
+    @property
+    def sparsity(self) -> float:
+        """The fraction of the targets that is pruned now."""
+        return self._masks.sparsity
+
+    def plan(self) -> Plan:
+        """What has been pruned so far, as a plan to print or to apply to a copy of the model."""
+        dense = {name: self._dense[name][~local(self._masks[name])] for name in self._dense}
+        return Plan(self._masks, self.skipped, self.recipe.describe(self._step), dense)
+
+    @torch.no_grad()
+    def verify(self) -> None:
+        """Raises unless every pruned weight is zero. A step of an optimizer that is not attached can change that."""
+        if not self._begun and self._due:
+            warnings.warn(self._not_begun(), stacklevel=2)
+        if self._soft is not None:
+            return
+        if self._sharded:
+            reshard_(self.model)
+        self._check_sizes()
+        alive = {t.name: int((t.weight[~local(self._masks[t.name])] != 0).sum()) for t in self._targets}
+        if broken := {name: number for name, number in alive.items() if number}:
+            raise RuntimeError(
+                f"pruned weights are not zero: {broken}. Something changed them after the last pruner.step(): an "
+                "optimizer that is not attached, one that steps in the backward pass, or a checkpoint. Attach it, or call "
+                "pruner.apply_()."
+            )
+
+    def finish(self) -> Plan:
+        """Stops following the optimizers, leaves plain weights with exact zeros in the model, and returns the plan.
+
+        Warns if the schedule has not reached its end.
+        """
+        end = max((schedule.end for schedule in self.recipe.scheduled), default=0)
+        if not self._ended and (self._due or self._step < end):
+            now = f"this is step {self._step}, and the last masks are due at {end}" if self._begun else self._not_begun()
+            warnings.warn(f"pruning is not finished: {now}", stacklevel=2)
+        self._release("finish()")
+        self.apply_()
+        return self.plan()
+
+    def _not_begun(self) -> str:
+        return (
+            "this pruner has made no masks, because no optimizer was attached and step() was never called. Call "
+            "pruner.attach(optimizer) before training."
+        )
+
+    def undo_(self) -> None:
+        """Stops following the optimizers and puts back what the zeros replaced. Needs `keep_dense=True`."""
+        if not self._keep_dense:
+            raise ValueError("this pruner kept no dense values; make it with keep_dense=True to be able to undo it")
+        soft = self._soft is not None  # soft masks replace nothing
+        self._release("undo_()")
+        if not soft:
+            self.plan().undo_(self.model)
+        if self._recorded is not None:
+            forget_(self.model, self._recorded)
+            self._recorded = None
+        self._masks = Masks({name: torch.ones_like(mask) for name, mask in self._masks.items()})
+
+    def _release(self, call: str) -> None:
+        self.detach()
+        self._ended = self._ended or call
+        if self._soft is not None:
+            self._soft.remove()
+            self._soft = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that is needed to resume: plain tensors, numbers and text, with one bit per mask element."""
+        gathered = {name: {k: v.clone() for k, v in entry.items()} for name, entry in self._gathered.items()}
+        return {
+            "version": VERSION,
+            "recipe": described(self.recipe, self._step, **self._options()),
+            "step": self._step,
+            "due": self._due,
+            "masks": {bare_name(name): mask for name, mask in self._masks.pack().items()},
+            "gathered": {bare_name(name): entry for name, entry in gathered.items()},
+            "batches": self._batches,
+            "recorded": self._recorded and self._recorded[1],
+            "dense": {bare_name(name): dense.clone() for name, dense in self._dense.items()},
+        }
+
+    def _options(self) -> dict[str, Any]:
+        return {"ste": self._ste, "every": self._every}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resumes from a state of a pruner with the same recipe, on a model with the same tensors. Load first, then attach.
+
+        Either model may be compiled (torch.compile) or wrapped in DistributedDataParallel.
+        """
+        self._check_running("load_state_dict()")
+        check_state(state, self.recipe, self._options())
+        masks = Masks(by_own_names(Masks.unpack(state["masks"]), self._masks, "the state"))
+        check_shapes(masks, self._masks)
+        gathered = by_own_names(state["gathered"], self._masks, "the state")
+        if self._dense and not state["dense"]:
+            raise ValueError("the state holds no dense values; it is of a pruner without keep_dense=True")
+        dense = by_own_names(state["dense"], self._dense, "the dense values of the state") if self._dense else {}
+        if self._pruned_by_attach:
+            raise RuntimeError(
+                "attach() has pruned this model already; load the model's and the pruner's state first, then attach"
+            )
+        self._masks = Masks({t.name: like(masks[t.name].to(t.weight.device), t.tensor) for t in self._targets})
+        for target in self._targets:
+            device = target.weight.device
+            self._gathered[target.name] = {k: v.to(device, copy=True) for k, v in gathered[target.name].items()}
+            if target.name in self._dense:
+                self._dense[target.name] = dense[target.name].to(device, copy=True)
+        self._step, self._due, self._batches = state["step"], state["due"], state["batches"]
+        if self._soft is not None:
+            self._soft.set(self._masks)
+        self.apply_()
+        if state["recorded"]:
+            self._recorded = "prune", state["recorded"]
+            record_(self.model, self._recorded, self._recorded)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy follows no optimizer until it is attached, because copies of optimizers have no hooks."""
+        return {**self.__dict__, "_followed": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _followed=Followed())
+
+    def __repr__(self) -> str:
+        share = "sharded" if self._sharded else f"{self.sparsity:.2%} sparse"  # every process would have to count
+        kinds = [type(optimizer).__name__ for optimizer in self._followed]
+        where = f"attached to {' and '.join(kinds)}" if kinds else f"ended by {self._ended}" if self._ended else "not attached"
+        now = f"step {self._step}, {len(self._targets)} tensors, {share}, {where}"
+        return f"Pruner({self.recipe.describe(self._step)}; {now})"
