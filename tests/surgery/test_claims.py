@@ -304,3 +304,50 @@ def test_models_without_numbers_of_their_own_are_refused_in_our_words():
         sc.shrink(plain, x, channels=0.5)
     with pytest.raises(TypeError, match=r"write random\(\)"):
         sc.shrink(plain, x, sc.random, channels=0.5)
+
+
+def test_a_shuffle_of_shuffled_channels_beside_others_is_exact():
+    def shuffled(x):
+        return x.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2)
+
+    model = Lam(
+        lambda s, x: s.o(shuffled(torch.cat([s.b(shuffled(s.a(x))), shuffled(s.a(x))], -1))),
+        a=nn.Linear(12, 8),
+        b=nn.Linear(8, 4),
+        o=nn.Linear(12, 5),
+    )
+    exact(model, tokens())
+
+
+# ---------------------------------------------------------------- tensors that the model changes while it runs
+
+
+def _replaced(s, x):
+    s.state = 0.5 * s.state + s.a(x).detach().mean((0, 1))
+    return s.o(s.a(x) - s.state)
+
+
+def _added_to(s, x):
+    out = s.o(s.a(x) * s.state)
+    s.state.add_(1)
+    return out
+
+
+def _counted(s, x):
+    out = s.o(s.a(x).sigmoid() * s.state[0])
+    s.state = s.state + 1
+    return out
+
+
+@pytest.mark.parametrize("forward", [_replaced, _added_to, _counted])
+def test_what_a_buffer_holds_in_one_run_is_no_constant_of_the_next(forward):
+    model = two(forward)
+    model.register_buffer("state", torch.zeros(16))
+    plan = cut(model, tokens())
+    assert not plan.metrics()["exact"], plan
+
+
+def test_a_buffer_that_is_overwritten_before_it_is_read_stays_exact():
+    model = two(lambda s, x: s.o(s.a(x) - s.state.copy_(s.a(x).detach().mean((0, 1)))))
+    model.register_buffer("state", torch.zeros(16))
+    exact(model, tokens())

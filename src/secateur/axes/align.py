@@ -28,7 +28,10 @@ def closed(e: Expr) -> Expr:
     """Returns the expression without families, after collapsing those it has."""
     for fam in families(e):
         collapse(fam)
-    return norm(e)
+    if not families(e):
+        return norm(e)
+    # members that lose the same units may still be different expressions, such as (a*2 | 2) and (a | 1)*2
+    return norm(Prod(f.parts[0] if isinstance(f, Fam) else f for f in factors(e)))
 
 
 def unify(a: Expr, b: Expr) -> bool:

@@ -155,6 +155,8 @@ def _run(
             enter(SizeUseMode(tracer))
             result = model(*given, **named)
             after = states(model)
+            held = owned_tensors(model)
+            tracer.record.changed |= {info.number for key, info in tracer.owned.items() if key not in held}
             stack.pop_all().close()
         tracer.record.replaced = _replaced_states(tracer, states(model), after)
         _record_outputs(tracer, result, outputs)

@@ -32,7 +32,7 @@ from ..axes import (
     Role,
     SizeUse,
     atoms,
-    collapse,
+    closed,
     factors,
     families,
     flag,
@@ -116,6 +116,7 @@ class RunRecord:
     axes: list[Axes] = field(default_factory=list)  # by tensor number
     names: dict[int, str] = field(default_factory=dict)  # tensor number -> name, for the tensors that the model owns
     constants: dict[int, Tensor] = field(default_factory=dict)  # tensors that no module owns: constants of the code
+    changed: set[int] = field(default_factory=set)  # the model's tensors that the run wrote to or replaced
     non_floating: dict[int, torch.dtype] = field(default_factory=dict)  # dtypes of the tensors that are not floating point
     roles: dict[tuple[str, int], set[Role]] = field(default_factory=dict)  # (tensor, dim) -> roles
     size_uses: list[SizeUse] = field(default_factory=list)
@@ -291,6 +292,8 @@ class Tracer(TorchDispatchMode):
             if found is not None:
                 self.record.constants.pop(found.number, None)
                 found.origin = None
+                if found.number in self.record.names:
+                    self.record.changed.add(found.number)
 
     def refs(self, value: Any) -> Any:
         """Returns an argument as it is recorded, with a `Ref` for each tensor."""
@@ -309,8 +312,7 @@ class Tracer(TorchDispatchMode):
         for d, e in enumerate(axes):
             for fam in () if isinstance(e, Atom) else families(e):
                 if not any(norm(fam.key) is f for other in axes for f in factors(other)) or len(factors(e)) > 1:
-                    collapse(fam)
-                    axes[d] = norm(axes[d])
+                    axes[d] = closed(axes[d])
                 else:
                     self.equal_counts(fam.parts)
         if id(out) in self.owned:  # a tensor of the model, written in place, keeps its number; others are a new value

@@ -56,10 +56,18 @@ class State:
         if number not in self.found and self.weights.made_of_weights(number):
             self.found[number] = self._of_weights(number)
         if number not in self.found:
-            maker = self.trace.steps[self.weights.makers[number]] if number in self.weights.makers else None
-            why = f"is drawn at random, in {where(maker)}" if maker is not None and is_random(maker) else "is given"
-            return RemovedValue(varies=dict.fromkeys(self.cut_atoms(number), why))
+            return RemovedValue(varies=dict.fromkeys(self.cut_atoms(number), self._source(number)))
         return self.found[number]
+
+    def _source(self, number: int) -> str:
+        """Why the values of a tensor that no step of the propagation produced are not known."""
+        maker = self.trace.steps[self.weights.makers[number]] if number in self.weights.makers else None
+        if maker is not None and is_random(maker):
+            return f"is drawn at random, in {where(maker)}"
+        if maker is not None and maker.weights:
+            return f"depends on a tensor that the model changes while it runs, from {where(maker)} on"
+        name = self.trace.names.get(number)
+        return "is given" if name is None else f"depends on {name}, which the model changes while it runs"
 
     def _of_weights(self, number: int) -> RemovedValue:
         cut = self.cut_atoms(number)

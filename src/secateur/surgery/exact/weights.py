@@ -16,6 +16,7 @@ from .values import aliases, is_random
 Keep = Mapping[Atom, Tensor]
 _SLAB = 1 << 16  # elements that stay in the caches while they are worked with
 _PERMUTES = frozenset({"aten::t", "aten::transpose", "aten::permute", "aten::detach", "aten::alias", "aten::contiguous"})
+_OVERWRITES = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
 
 
 class MaskedWeights:
@@ -27,10 +28,11 @@ class MaskedWeights:
         self.trace, self.keep, self.tensors = trace, keep, tensors
         self.zeros = {name: set(places) for name, places in zeros.items()}
         self.integers = trace.record.non_floating  # dtypes of tensors that hold no fractions
-        self.origin: dict[int, frozenset[str]] = {number: frozenset({name}) for number, name in trace.names.items()}
-        self.origin |= dict.fromkeys(trace.record.constants, frozenset())
         self.makers: dict[int, int] = {}
-        drawn: set[int] = set()  # tensors that depend on random numbers
+        changed = set(filter(self._read_first, trace.record.changed))
+        self.origin: dict[int, frozenset[str]] = {n: frozenset({name}) for n, name in trace.names.items() if n not in changed}
+        self.origin |= dict.fromkeys(trace.record.constants, frozenset())
+        drawn = changed  # tensors that depend on random numbers, or on tensors that hold other values in the next run
         for i, step in enumerate(trace.steps):
             self.makers |= dict.fromkeys((n for n in step.outs if n not in trace.names), i)
             if is_random(step) or not drawn.isdisjoint(step.inputs):
@@ -41,6 +43,11 @@ class MaskedWeights:
         self.known: dict[tuple[int, int, Atom], bool] = {}
         self._removed: dict[tuple[Expr, Atom], Tensor] = {}
         self._unmasked: dict[tuple[int, int], Tensor] = {}
+
+    def _read_first(self, number: int) -> bool:
+        """Whether the run reads a tensor before it overwrites all of it."""
+        steps = [self.trace.steps[i] for i in self.readers.get(number, ())[:1]]
+        return any(s.name not in _OVERWRITES or s.inputs[0] != number or number in s.inputs[1:] for s in steps)
 
     @cached_property
     def readers(self) -> dict[int, list[int]]:
