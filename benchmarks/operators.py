@@ -143,6 +143,7 @@ class Between(nn.Module):
 
         self.call = call
         others = tuple(n for d, n in enumerate(carrier.shape) if d != case.dim)
+        self.convolves = op_name(case.op).startswith("nn.functional.conv") and case.tensor == 0
         self.places = nn.Parameter(torch.zeros(*others, FEATURES)) if case.fixed else None
         self.shape = () if case.fixed else others
         self.a = nn.Linear(FEATURES, carrier.shape[case.dim])
@@ -240,8 +241,31 @@ def examine(model: Any, inputs: Callable[..., Tensor], seed: int) -> tuple[str, 
     if kept is None:
         return WHOLE, "the plan cut something else"
     claims = plan.metrics()["exact"]
-    masked, gone = copy.deepcopy(model), len(model.a.weight) - len(kept)
-    masked.a.weight.data[[i for i in range(gone + len(kept)) if i not in set(kept)]] = 0
+    gone = len(model.a.weight) - len(kept)
+    removed = [i for i in range(gone + len(kept)) if i not in set(kept)]
+    verdict, worst, where, finite = _compare(model, small, inputs, removed, claims, biases=False)
+    if model.convolves and claims and verdict is None and not worst <= TOLERANCE:
+        # where a convolution pads its channels with zeros, masking zeroes their bias as well (docs/structured.md)
+        verdict, worst, where, finite = _compare(model, small, inputs, removed, claims, biases=True)
+    if verdict is not None:
+        return verdict, where
+    if not claims:
+        return TOLD, next((row.why for row in plan.groups if row.why), "") or ""
+    if reads_uninitialised(model, inputs(0)):
+        return WRONG, "the output is uninitialised memory"
+    if not worst <= TOLERANCE:
+        return WRONG, f"error {worst:.1e} ({where}; {gone} of {gone + len(kept)} units removed)"
+    return RIGHT, "" if finite else "not finite"
+
+
+def _compare(
+    model: Any, small: nn.Module, inputs: Callable[..., Tensor], removed: list[int], claims: bool, biases: bool
+) -> tuple[str | None, float, str, bool]:
+    """Compares the small model with a mask: a verdict if it fails at once; the largest error, where, whether it is finite."""
+    masked = copy.deepcopy(model)
+    masked.a.weight.data[removed] = 0
+    if biases:
+        masked.a.bias.data[removed] = 0
     worst, where, finite = 0.0, "", False
     for seed, times in [(0, 1), (1, 1), (2, 1), *([(3, 2)] if model.batched else [])]:
         try:
@@ -251,20 +275,15 @@ def examine(model: Any, inputs: Callable[..., Tensor], seed: int) -> tuple[str, 
         try:
             found = run(small, inputs(seed, times))
         except Exception as error:
-            return CRASH, f"the small model does not run on input {seed}: {place_of(error)}"
+            return CRASH, 0.0, f"the small model does not run on input {seed}: {place_of(error)}", finite
         if found.shape != expected.shape:
-            return (WRONG if claims else CRASH), f"shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
+            shapes = f"shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
+            return (WRONG if claims else CRASH), 0.0, shapes, finite
         error = difference(found, expected)
         finite |= bool(expected.isfinite().all())
         if not error <= worst:
             worst, where = error, f"input {seed}, batch times {times}"
-    if not claims:
-        return TOLD, next((row.why for row in plan.groups if row.why), "") or ""
-    if reads_uninitialised(model, inputs(0)):
-        return WRONG, "the output is uninitialised memory"
-    if not worst <= TOLERANCE:
-        return WRONG, f"error {worst:.1e} ({where}; {gone} of {gone + len(kept)} units removed)"
-    return RIGHT, "" if finite else "not finite"
+    return None, worst, where, finite
 
 
 def cut(model: nn.Module, x: Tensor, seed: int) -> tuple[nn.Module, Any]:

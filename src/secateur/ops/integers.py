@@ -248,6 +248,14 @@ def _pad(s: SizeUses, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any
             freeze(s.axes(a[0])[-1 - i], f"padded by position ({name})")
 
 
+@reads("kl_div cross_entropy cross_entropy_loss")
+def _mean_loss(s: SizeUses, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
+    """A loss that is averaged is divided by sizes, where this mode does not see it."""
+    for tensor in (v for v in a[:2] if isinstance(v, Tensor) and out.dim() == 0):
+        for axis in s.axes(tensor):
+            s.uses_size(axis, name)
+
+
 @reads("diff")
 def _diff(s: SizeUses, name: str, a: tuple[Any, ...], k: dict[str, Any], out: Any) -> None:
     """Torch compares the shapes of what is prepended and appended, even where it does not use it."""
