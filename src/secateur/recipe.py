@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._dist import Comm
 from ._tree import nearest
-from .budgets import Spread, cap, hold, owl
+from .budgets import Spread, cap, hold, owl, uniform
 from .criteria import Criterion, criterion, magnitude
 from .methods import Amount, Method, as_method, drop_and_grow
 from .patterns import Pattern
@@ -160,6 +160,8 @@ class Recipe:
         by = str(self.criterion) if self.method.ranks else str(self.method)
         how = f", {self.method}" if self.method.ranks and self.method != as_method(None) else ""
         how = f", floor {self.floor:g}{how}" if self.floor else how
+        if callable(self.spread) and self.spread is not uniform:
+            how = f", spread {getattr(self.spread, '__name__', self.spread)}{how}"
         if self.pattern.keep:
             return f"{by}, {self.pattern}{how}"
         budget = f"count {self.count}" if self.count is not None else f"sparsity {self.at(step)}"

@@ -296,3 +296,21 @@ def test_input_first_is_in_layers_and_the_old_name_says_so():
         sc.input_first
     assert "input_first" not in sc.__all__
     assert callable(input_first)
+
+
+def test_a_method_that_returns_no_solution_is_told():
+    """A bare mask once raised "'Tensor' object has no attribute 'mask'"."""
+
+    class Bare(sc.methods.Method):
+        def solve(self, problem, pattern, amount, previous):
+            return torch.ones_like(problem.W, dtype=torch.bool)
+
+    with pytest.raises(
+        TypeError, match=r"solve returned a Tensor for 'weight'; it must return Solution\(mask, weight or None\)"
+    ):
+        sc.plan(torch.nn.Linear(4, 3), sparsity=0.5, method=Bare())
+
+
+def test_the_recipe_names_the_spread():
+    plan = sc.plan(torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 8)), sparsity=0.8, spread=sc.erk)
+    assert "scope tensor, spread erk" in str(plan)

@@ -818,3 +818,20 @@ def test_inputs_as_tuple_and_as_mapping():
     two, plan = shrink(model, {"right": right, "left": left}, params=0.5)
     assert torch.equal(one(left, right)["logits"], two(left, right)["logits"])
     assert plan.verify((left + 1, right)).max_error < 1e-6
+
+
+def test_the_table_shortens_the_path_that_members_share_with_their_group():
+    """With full names the table of a Llama was 210 columns wide."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)})
+
+        def forward(self, x):
+            return self.mlp["down"](self.mlp["up"](x).relu())
+
+    model = nn.Sequential(Block())
+    plan = shrink(model, torch.randn(2, 8), channels=0.5)[1]
+    assert "0.mlp.up.weight[0]  …up.weight, …up.bias, …down.weight  " in str(plan)
+    assert plan.groups[0].members == ("0.mlp.up.weight", "0.mlp.up.bias", "0.mlp.down.weight")

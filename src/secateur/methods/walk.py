@@ -141,6 +141,9 @@ def write_(tensor: Tensor, values: Tensor) -> None:
 
 def checked(target: Target, solution: Solution) -> Solution:
     """The solution in the shape and dtype of the target, zero where it is pruned. Raises where it is not a solution."""
+    if not isinstance(solution, Solution):
+        given = type(solution).__name__
+        raise TypeError(f"solve returned a {given} for {target.name!r}; it must return Solution(mask, weight or None)")
     shape = (target.layout.rows, target.layout.cols)
     mask, weight = solution.mask, solution.weight
     if mask.dtype != torch.bool or mask.shape != shape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -108,7 +108,7 @@ class Shrunk:
             state = "whole" if group.after == group.before else "exact" if group.why is None else "not exact"
             if group.name in self.errors:
                 state += f", error {self.errors[group.name]:.1e}"
-            rows.append((group.name, _short(group.members), f"{group.before:,}", f"{group.after:,}", state))
+            rows.append((group.name, _short(group), f"{group.before:,}", f"{group.after:,}", state))
         totals = [
             (key, "", _number(before), _number(after), f"{after / before:.1%} remain" if before else "")
             for key, (before, after) in self.totals.items()
@@ -130,8 +130,11 @@ class Shrunk:
         return self._table().html(f"{len(self.skipped)} left alone")
 
 
-def _short(members: Sequence[str]) -> str:
-    return ", ".join(members[:3]) + (f" and {len(members) - 3} more" if len(members) > 3 else "")
+def _short(group: GroupCut) -> str:
+    """The first members of a group; "…" stands for the path that they share with its name."""
+    path = group.name.partition("[")[0].rpartition(".")[0].rpartition(".")[0] + "."
+    shown = [f"…{m[len(path) :]}" if len(path) > 1 and m.startswith(path) else m for m in group.members[:3]]
+    return ", ".join(shown) + (f" and {len(group.members) - 3} more" if len(group.members) > 3 else "")
 
 
 def _number(value: float) -> str:
