@@ -10,7 +10,7 @@ from torch import nn
 
 from secateur.axes.expressions import keep_mask
 from secateur.surgery.exact.fold import fold_
-from secateur.surgery.masked import mask_ as silence_
+from secateur.surgery.masked import mask_
 from secateur.trace.run import trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trace"))
@@ -39,7 +39,7 @@ def zero_weights_(model, t, keep):
     return model
 
 
-def cut_copy(model, t, keep, inputs, fold, mask=silence_):
+def cut_copy(model, t, keep, inputs, fold, mask=mask_):
     """Masked output, output of the cut model, and what folding reports."""
     one = copy.deepcopy(SimpleNamespace(model=model, trace=t, keep=keep))
     mask(one.model, one.trace, one.keep)
@@ -54,7 +54,7 @@ def cut_copy(model, t, keep, inputs, fold, mask=silence_):
     return masked, run(one.model, inputs), report
 
 
-def check(model, *inputs, only=None, constants=True, least=1, report=None, mask=silence_):
+def check(model, *inputs, only=None, constants=True, least=1, report=None, mask=mask_):
     """Three selections: exact after folding, wrong without it where constants are at stake, and the cut moves the output."""
     model = seeded(model)
     inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)

@@ -11,7 +11,7 @@ from torch import nn
 
 import secateur as sc
 from secateur.surgery.exact.fold import fold_
-from secateur.surgery.masked import mask_ as silence_
+from secateur.surgery.masked import mask_
 from secateur.trace.run import trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trace"))
@@ -68,7 +68,7 @@ def test_no_constant_adds_no_bias():
     x = (tokens().double(),)
     t = trace(m, x)
     keep = choose(t, t.prunable, 0)
-    silence_(m, t, keep)
+    mask_(m, t, keep)
     assert fold_(m, t, keep, x) == {}
     assert m[2].bias is None
 
@@ -340,7 +340,7 @@ def test_one_bad_group_does_not_spoil_the_others():
     t = trace(m, x)
     good = [g for g in t.prunable if g.size == 10]
     both = choose(t, t.prunable, 0)
-    silence_(m, t, both)
+    mask_(m, t, both)
     alone, together = copy.deepcopy(m), copy.deepcopy(m)
     assert [g.members[0].tensor for g in fold_(together, t, both, x)] == ["0.weight"]
     assert fold_(alone, t, {g.atom: both[g.atom] for g in good}, x) == {}

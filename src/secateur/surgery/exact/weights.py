@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ...axes import Atom, Expr, keep_mask
 from ...trace import Ref, Trace
+from ..cut import Keep
 from .values import aliases, is_random
 
-Keep = Mapping[Atom, Tensor]
 _SLAB = 1 << 16  # elements that stay in the caches while they are worked with
 _PERMUTES = frozenset({"aten::t", "aten::transpose", "aten::permute", "aten::detach", "aten::alias", "aten::contiguous"})
 _OVERWRITES = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
