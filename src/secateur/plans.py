@@ -24,8 +24,8 @@ from .edit import forget_, record_
 from .masks import Masks
 from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, write_
 from .patterns import Pattern
-from .recipe import Recipe
 from .schedules import Number
+from .settings import Settings
 from .stats import Loss, TensorEvidence, check_evidence, collect
 from .stats import Table as EvidenceTable
 from .targeting import Globs, Target, targets
@@ -202,7 +202,7 @@ def plan(
 ) -> Plan:
     """What `prune_` with the same arguments would do. The model is not touched."""
     model = as_module(model)
-    recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread, method, floor)
+    recipe = Settings.of(criterion, pattern, scope, sparsity, count, spread, method, floor)
     if recipe.scheduled:
         raise TypeError(f"{recipe.scheduled[0]} changes with the step; use sc.Pruner for it, and a number to prune once")
     if recipe.method.revives:
@@ -216,7 +216,7 @@ def plan(
     return make_plan(model, recipe, found, skipped, table, data=data)
 
 
-def check_streamed(recipe: Recipe, found: Sequence[Target], data: object, loss: object) -> None:
+def check_streamed(recipe: Settings, found: Sequence[Target], data: object, loss: object) -> None:
     """Raises unless the evidence that is taken block by block can be collected."""
     if streamed := recipe.needs & STREAMED:
         check_evidence(streamed, data, loss, of=str(recipe.method))
@@ -226,7 +226,7 @@ def check_streamed(recipe: Recipe, found: Sequence[Target], data: object, loss: 
 
 def make_plan(
     model: nn.Module,
-    recipe: Recipe,
+    recipe: Settings,
     found: Sequence[Target],
     skipped: dict[str, str],
     table: EvidenceTable,
@@ -291,7 +291,7 @@ def _frames_inside() -> int:
     return level
 
 
-def _check_sharded(recipe: Recipe, found: Sequence[Target], comm: Comm) -> None:
+def _check_sharded(recipe: Settings, found: Sequence[Target], comm: Comm) -> None:
     """Raises, on every process alike, where masks cannot be decided from the rows of each process."""
     if recipe.floor:
         raise NotImplementedError("floor= counts the weights of whole tensors, and these are sharded; prune before sharding")

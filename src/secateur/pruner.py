@@ -26,9 +26,9 @@ from .masks import Masks
 from .methods import STREAMED, Method, SoftMasks, write_
 from .patterns import Pattern
 from .plans import Plan, check_streamed, make_plan
-from .recipe import Recipe, check_ste, method_of
 from .resuming import VERSION, by_own_names, check_place, check_shapes, check_state, described
 from .schedules import Number
+from .settings import Settings, check_ste, method_of
 from .stats import Loss, Table, add_gradient, check_evidence, collect
 from .targeting import Globs, Target, targets
 
@@ -79,7 +79,7 @@ class Pruner:
         keep_dense: bool = False,
     ):
         model = as_module(model)
-        recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread, method_of(method, grow, swap), floor)
+        recipe = Settings.of(criterion, pattern, scope, sparsity, count, spread, method_of(method, grow, swap), floor)
         needs = recipe.needs - STREAMED
         if data is not None or needs - {"grad", "grad_square"}:
             check_evidence(needs, data, loss)
@@ -111,7 +111,7 @@ class Pruner:
     def _begin(
         self,
         model: nn.Module,
-        recipe: Recipe,
+        recipe: Settings,
         found: list[Target],
         skipped: dict[str, str],
         data: Iterable[Any] | None = None,
