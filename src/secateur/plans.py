@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import kernels
-from ._dist import Comm, comm_of, like, local, reshard_, sharded
+from ._dist import Comm, check_replicas, comm_of, like, local, refuse_stage, reshard_, sharded
 from ._dist import count as count_true
 from ._hints import hints
 from ._tree import Prunable, as_module, bare_name, check_unpacked, slots
@@ -236,6 +236,8 @@ def make_plan(
     previous: Masks | None = None,
 ) -> Plan:
     """The plan for these targets and this evidence, at a step of a schedule. What `previous` prunes stays pruned."""
+    if recipe.scope == "global":
+        refuse_stage(model)
     comm = comm_of((target.name, target.tensor) for target in found)
     if not comm.alone:
         _check_sharded(recipe, found, comm)
@@ -261,6 +263,8 @@ def make_plan(
 
         solutions = solve_all(model, found, recipe.method.needs, data, solve)
     masks = Masks({t.name: like(solutions[t.name].mask, t.tensor) for t in found})
+    if recipe.needs:
+        check_replicas(model, masks)
     weights = {name: solution.weight for name, solution in solutions.items() if solution.weight is not None}
     made = Plan(masks, skipped, recipe.describe(step), weights=weights)
     _warn_of_collapse(made, to_be_empty, previous)
