@@ -93,13 +93,9 @@ def curvature(
 
 def logits_of(output: Any) -> Tensor:
     """The logits in the output of a model: the output itself, its `logits`, or the first float tensor of a tuple."""
-    found = output
-    if isinstance(output, Mapping) and "logits" in output:
-        found = output["logits"]
-    elif not isinstance(output, Tensor) and hasattr(output, "logits"):
-        found = output.logits
-    elif isinstance(output, tuple | list):
-        found = next((value for value in output if is_float(value)), None)
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    if isinstance(found, tuple | list):
+        found = next((value for value in found if is_float(value)), None)
     if not isinstance(found, Tensor) or not is_float(found) or found.ndim not in (2, 3) or found.shape[-1] < 2:
         given = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(output).__name__
         raise ValueError(
