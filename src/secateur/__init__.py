@@ -33,6 +33,7 @@ from .criteria import (
 from .masks import Masks
 from .patterns import Pattern
 from .plans import Plan, plan
+from .progress import set_progress
 from .pruner import Pruner
 from .pruning import prune_
 from .schedules import Schedule, cosine, cubic, exponential, join, linear, one_shot
@@ -87,6 +88,7 @@ __all__ = [
     "reconstruction",
     "ria",
     "save",
+    "set_progress",
     "shrink",
     "shrink_",
     "snip",
