@@ -135,8 +135,8 @@ class Plan:
         }
         return [name for name, any_kept in seen.items() if not any_kept and not bool(self.masks[name].any())]
 
-    def metrics(self) -> dict[str, Any]:
-        """The counts as plain numbers, in all and for each tensor."""
+    def metrics(self) -> dict[str, float]:
+        """Plain numbers in a flat dictionary, for TensorBoard and the like: totals, and `sparsity/NAME` for each tensor."""
         layers = self.layers
         total, kept = sum(layer.total for layer in layers), sum(layer.kept for layer in layers)
         return {
@@ -147,12 +147,14 @@ class Plan:
             "sparsity": 1 - kept / total if total else 0.0,
             "skipped": len(self.skipped),
             "rewritten": len(self.weights),
-            "layers": {layer.name: {"kept": layer.kept, "total": layer.total, "sparsity": layer.sparsity} for layer in layers},
+            **{f"sparsity/{layer.name}": layer.sparsity for layer in layers},
         }
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the tensors, as plain values that JSON can hold."""
-        return {"recipe": self.recipe, **self.metrics(), "skipped": dict(self.skipped)}
+        layers = {one.name: {"kept": one.kept, "total": one.total, "sparsity": one.sparsity} for one in self.layers}
+        totals = {key: value for key, value in self.metrics().items() if "/" not in key}
+        return {"recipe": self.recipe, **totals, "layers": layers, "skipped": dict(self.skipped)}
 
     def _table(self) -> Table:
         empty = self.empty

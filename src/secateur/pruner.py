@@ -5,6 +5,7 @@ Beside it: `following` (the optimizers), `resuming` (states), `holding` (zeros t
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -269,6 +270,7 @@ class Pruner:
         self._due, self._batches = False, 0
         self._gathered = {name: {} for name in self._gathered}
         self._record()
+        logging.getLogger(__name__).info("step %d: new masks (%s)", self._step, self.recipe.describe(self._step))
 
     def _record(self) -> None:
         """Puts what was pruned so far into the record of the model, for `sc.save` and `sc.summary`."""

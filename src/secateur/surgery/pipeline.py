@@ -32,6 +32,7 @@ from ..edit import (
     split_inputs,
     without,
 )
+from ..progress import Progress
 from ..stats import Loss, split_batch
 from ..trace import Trace, trace, undetermined
 from .budget import Baseline, Budget, Reached
@@ -195,12 +196,14 @@ class _Done(NamedTuple):
 def _shrunk(model: nn.Module, example_inputs: Any, request: ShrinkRequest, rng: RngGuard) -> _Done:
     check_model(model)
     request, inputs = check_request(request), split_inputs(example_inputs)
-    with without_caches(model, inputs) as caches:
+    with without_caches(model, inputs) as caches, Progress("shrink") as progress:
+        progress("tracing the model")
         traced = trace(model, *inputs)
         check_globs(traced, "exclude", request.exclude)
+        progress("removing blocks")
         blocks = _without_blocks(model, inputs, request)
         if request.what:
-            small, plan = _cut_units(model, traced, inputs, blocks, request, rng)
+            small, plan = _cut_units(model, traced, inputs, blocks, request, rng, progress)
         else:
             small, plan = _only_blocks(model, inputs, blocks, request)
         empty_caches_(small, caches)
@@ -239,6 +242,7 @@ def _cut_units(
     blocks: RemovedBlocks | None,
     request: ShrinkRequest,
     rng: RngGuard,
+    progress: Progress,
 ) -> tuple[nn.Module, Shrunk]:
     """Cut units out of the model, or out of what the removed blocks left of it."""
     model, drop = (whole, {}) if blocks is None else (blocks.model, blocks.cuts.drop)
@@ -248,6 +252,7 @@ def _cut_units(
     traced = traced if blocks is None else trace(model, *inputs)
     left = excluded(traced, renamed(whole, drop, request.exclude))
     groups = [g for g in traced.prunable if g not in left]
+    progress("scoring units")
     scores, unscored = unit_scores(traced, groups, request.criterion, request.data, request.loss, request.repair)
     rng.keep_draws()  # a random criterion draws other numbers in the next cut
     left |= unscored
@@ -259,7 +264,9 @@ def _cut_units(
     while True:
         if not scores:
             raise ValueError(_nothing_left(traced, left))
+        progress("choosing how many units to keep")
         choice = budget.choose(scores)
+        progress("cutting")
         keep = keep_of(scores, choice.counts)
         made = make(model, traced, keep, bias=request.bias)
         inexact = [g for g in scores if g in made.reasons] if request.exact_only else []
@@ -268,6 +275,7 @@ def _cut_units(
             scores = {g: s for g, s in scores.items() if g not in left}
             continue
         counted = check_runs(traced, made.small, inputs, budget.flops(choice), keep)
+        progress("repairing and measuring")
         unfitted = _repair_(made, model, request, entire=blocks is None)
         reached = budget.judge(choice, made.small, made.cuts.added, counted)
         if reached is not None:
