@@ -6,11 +6,11 @@ Collecting restores the model's mode, gradients, buffers and hooks. Where eviden
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
 import itertools
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from ._dist import local, row_offset, sharded
+from ._dist import Box, local_as, sharded
 from ._layers import Layout
-from ._tree import Loose
+from ._tree import Loose, bare_name
 from .edit import eval_mode, no_mha_fastpath, why_failed
 from .progress import track
 from .reads import listen
@@ -38,7 +38,6 @@ class TensorEvidence:
     target: Target
     table: Mapping[str, Tensor]
     step: int = 0
-    drawn: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -56,18 +55,47 @@ class TensorEvidence:
         if leaf == "weight":
             return self.layout.matrix(self.target.weight)[first:last]
         found = self.table[leaf]
-        if leaf != "input_norm":
-            return found[first:last]
-        per_group = self.layout.rows // found.shape[0]  # one row of norms for each group of outputs
-        return found[torch.arange(first, last, device=found.device) // per_group]
+        return (
+            input_norms(found, self.target.share.layout, self._box(first, last)) if leaf == "input_norm" else found[first:last]
+        )
 
     def random(self, seed: int, first: int, last: int) -> Tensor:
-        if seed not in self.drawn:
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{self.step}:{self.target.name}".encode()))
-            skip = row_offset(self.target.tensor)  # a shard gets the rows of the whole tensor's scores
-            whole = torch.rand(skip + self.layout.rows, self.layout.cols, generator=generator, dtype=torch.float32)
-            self.drawn[seed] = whole[skip:].to(self.device)
-        return self.drawn[seed][first:last]
+        return random_scores(self.name, seed, self.step, self.target.share.layout, self._box(first, last), self.device)
+
+    def _box(self, first: int, last: int) -> Box:
+        """Where rows of the part that this process holds lie in the whole matrix."""
+        (top, _), cols = self.target.share.box
+        return Box((top + first, top + last), cols)
+
+
+def input_norms(norms: Tensor, layout: Layout, box: Box) -> Tensor:
+    """The input norms of a part of a matrix, row by row. `norms` has one row for each group of outputs."""
+    rows = torch.arange(*box.rows, device=norms.device) // (layout.rows // norms.shape[0])
+    return norms[rows][:, slice(*box.cols)]
+
+
+_FRACTION = 24  # bits of a float32 in [0, 1)
+
+
+def random_scores(name: str, seed: int, step: int, layout: Layout, box: Box, device: torch.device) -> Tensor:
+    """Uniform scores in [0, 1) of a part of a matrix, from the index of each element alone.
+
+    The same index gives the same number whatever part of the tensor a process holds. The indices are mixed by the finalizer of
+    SplitMix64 (Steele et al., 2014), keyed by name, seed and step.
+    """
+    plain = bare_name(name).removeprefix("module.")  # wrappers such as DistributedDataParallel change names
+    text = hashlib.blake2b(f"{seed}:{step}:{plain}".encode(), digest_size=8).digest()
+    rows, cols = (torch.arange(*part, device=device) for part in box)
+    x = rows[:, None] * layout.cols + cols
+    x.mul_(_signed(0x9E3779B97F4A7C15)).add_(int.from_bytes(text, "little", signed=True))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x.bitwise_xor_((x >> shift) & ((1 << (64 - shift)) - 1)).mul_(_signed(factor))
+    x = (x ^ ((x >> 31) & ((1 << 33) - 1))) >> (64 - _FRACTION) & ((1 << _FRACTION) - 1)
+    return x.to(torch.float32).mul_(2.0**-_FRACTION)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
 
 
 def collect(
@@ -288,7 +316,7 @@ def _differentiable(value: Any) -> Tensor:
 def add_gradient(target: Target, gradient: Tensor, kinds: Iterable[str], entry: dict[str, Tensor]) -> None:
     """Adds a gradient of a target to the sums from which its evidence is computed."""
     whole = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-    matrix = target.layout.matrix(local(whole)).float()
+    matrix = target.layout.matrix(local_as(whole, target.tensor)).float()
     for kind, value in (("grad", matrix), ("grad_square", matrix**2 if "grad_square" in kinds else matrix)):
         if kind in kinds:
             entry[kind] = entry[kind].add_(value) if kind in entry else value.clone()

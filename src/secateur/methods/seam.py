@@ -14,7 +14,8 @@ from .._dist import Comm
 from ..patterns import Pattern
 from ..schedules import AnySchedule
 from ..scores import Scores
-from ..select import least_kept, select
+from ..select import least_kept
+from ..shards import select_shared, units_of
 from ..stats import TensorEvidence
 
 
@@ -78,7 +79,7 @@ class Amount:
     def keep(self, name: str, scores: Scores, pattern: Pattern, previous: Tensor | None) -> Tensor:
         """The mask that prunes the lowest of these scores, exactly as many as asked."""
         count = self._ranked_units(pattern, scores) if self.ranked is not None else self.count
-        (mask,) = select(
+        (mask,) = select_shared(
             {name: scores},
             pattern,
             scope=self.scope,
@@ -107,10 +108,8 @@ class Amount:
 
     def _ranked_units(self, pattern: Pattern, scores: Scores) -> int:
         assert self.ranked is not None
-        height, width = pattern.block(scores.layout)
-        whole = self.ranked if pattern.lose is None else self._blocks_kept(height, width)
-        units = whole[::height, ::width]
-        total, alive = self.comm.sum(units.numel(), int(units.sum()))
+        whole = self.ranked if pattern.lose is None else self._blocks_kept(*pattern.block(scores.layout))
+        total, alive = units_of(scores, pattern, whole, self.comm)
         return total - alive
 
     def _blocks_kept(self, height: int, width: int) -> Tensor:
