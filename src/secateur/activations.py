@@ -51,16 +51,19 @@ def gate_(
     method: str = "threshold",
     spread: str = "uniform",
 ) -> Gates:
-    """Zeroes the smallest inputs of the layers that `at` names, a fraction `sparsity` of them, and returns the gates.
+    """Zeroes the smallest inputs of layers, a fraction `sparsity` of them, and returns the gates.
 
-    `at` is a glob over module names ("*.mlp.down_proj"), or several. A glob matches layers that own a weight matrix or kernel,
-    a plain name any module whose first input is a float tensor. By default: all such layers in the model's repeated blocks.
-
-    `method="threshold"` zeroes inputs below the magnitude that this share of the calibration data does not reach (TEAL: Liu et
-    al., 2024). `"topk"` zeroes all but the largest inputs of each token and needs no data. `"static"` zeroes always the same
-    features, those with the smallest mean magnitude. `spread="uniform"` gives every layer the same sparsity; `"greedy"`
-    allocates by measured output error, `sparsity` of all the weights that are gated. `data` is an iterable of batches, as for
-    `prune_`.
+    Args:
+        model: the model, which gets a hook for each gate.
+        sparsity: the fraction of inputs that become zero.
+        at: globs over module names ("*.mlp.down_proj"). A glob matches layers that own a weight matrix or kernel, a plain name
+            any module whose first input is a float tensor. By default: all such layers in the model's repeated blocks.
+        data: an iterable of batches, as for `prune_`.
+        method: "threshold" zeroes inputs below the magnitude that this share of the calibration data does not reach (TEAL: Liu
+            et al., 2024). "topk" zeroes all but the largest inputs of each token and needs no data. "static" zeroes always the
+            same features, those with the smallest mean magnitude.
+        spread: "uniform" gives every layer the same sparsity, "greedy" allocates by measured output error so that `sparsity`
+            of all gated weights are skipped.
     """
     _check(model, sparsity, method, spread, data)
     with torch.no_grad(), as_it_was(model):  # reading a computed weight may change it (spectral_norm)

@@ -76,33 +76,39 @@ def shrink(
 ) -> tuple[nn.Module, Shrunk]:
     """Returns a smaller copy of the model, and the plan of the cut. The model is unchanged.
 
-    Both are returned because the small model is an ordinary module that does not refer to its plan. `shrink_` returns the
-    same pair, so that the two can be exchanged.
+    Units (channels, attention heads, experts) are removed from all tensors that carry them. One of `channels`, `params`,
+    `flops`, `latency` is the fraction that remains, met within 2 %. Where whole units cannot do that, the model gets smaller
+    than asked, by as little as possible, and the plan says what was reached.
 
-    `example_inputs`: a tensor, a tuple of positional arguments, or a mapping of keyword arguments. The model is run on them.
+    Args:
+        model: any module that runs on the example inputs.
+        example_inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+        criterion: element scores, summed over the tensors that produce a unit; or a criterion of whole units (`sc.fpgm`,
+            `sc.bn_scale`, `sc.activation_variance`, `sc.reconstruction`); or the name of one ("wanda").
+        channels: the fraction of units. A mapping gives ratios by name, `{"layer1.*": 0.5}`: globs over names of groups,
+            tensors and modules; the last glob that matches counts, and other groups stay whole.
+        params: the fraction of parameters, including the biases that the cut adds.
+        flops: the fraction of FLOPs on the example inputs.
+        latency: the fraction of the time on the example inputs, in eval mode without gradients, measured in turn with the
+            original. Met within 5 %, or within the spread of the measurement if that is larger, at most 10 %.
+        depth: the fraction of blocks (transformer layers, residual blocks) that remains, alone or before one of the targets
+            above. Blocks whose removal changes the output least on `data`, or else on the example inputs, are removed first.
+        multiple_of: sizes that are multiples of this number stay multiples.
+        scope: "global" (all groups compete; scores are divided by the mean of their group), "tensor" (every group keeps the
+            same fraction) or "isomorphic" (groups of the same structure compete).
+        exclude: globs over names of tensors and modules that keep their shape.
+        floor: the fraction of its units that every group keeps (0.1, or the target if that is less).
+        data, loss: as for `prune_`, for criteria that need them and for the repairs below.
+        optimizer: its state is cut too, and it continues with the small model.
+        exact_only: leaves groups and blocks whole whose cut is not exact.
+        reestimate: measures the statistics of BatchNorm again on `data`.
+        refit: fits the layers that read cut groups to their former outputs on `data`, by least squares.
+        bias: False adds no biases to layers that have none, so that the parameters are those of the original architecture.
 
-    One of `channels`, `params`, `flops`, `latency` is the fraction that remains. It is met within 2 %. Where whole units
-    cannot do that, the model gets smaller than asked, by as little as possible, and the plan says what was reached. Raises
-    ValueError where floors or axes that cannot be cut put the target out of reach. Parameters include the biases that the cut
-    adds. FLOPs are those of the example inputs. Latency is measured on them, in eval mode without gradients, in turn with the
-    original; it is met within 5 %, or within the spread of the measurement if that is larger, at most 10 %.
-    `channels={"layer1.*": 0.5}` gives ratios by name: globs over names of groups, tensors and modules. The last glob that
-    matches counts, and other groups stay whole.
+    Raises:
+        ValueError: where floors or axes that cannot be cut put the target out of reach.
 
-    `depth` is the fraction of blocks (transformer layers, residual blocks) that remains, alone or before one of the targets
-    above. Blocks whose removal changes the output least are removed first, measured on `data` or else on the example inputs.
-
-    `scope`: "global" (all groups compete; scores are divided by the mean of their group), "tensor" (every group keeps the
-    same fraction) or "isomorphic" (groups of the same structure compete). `floor`: the fraction of its units that every group
-    keeps (0.1, or the target if that is less). `multiple_of`: sizes that are multiples of it stay multiples. `exclude`: globs
-    over names of tensors and modules that keep their shape. `exact_only`: leave groups and blocks whole whose cut is not
-    exact. `bias=False`: add no biases to layers that have none, so that the parameters are those of the original
-    architecture.
-
-    `criterion`: element scores, summed over the tensors that produce a unit, or a unit criterion (`fpgm`, `bn_scale`,
-    `activation_variance`, `reconstruction`), or the name of one ("wanda"). `data` and `loss` as for `prune_`. `optimizer`:
-    its state is cut too, and it continues with the small model. `reestimate` and `refit` use `data`: they measure the
-    statistics of BatchNorm again, and fit the layers that read cut groups by least squares.
+    `shrink_` returns the same pair, so that the two can be exchanged.
     """
     request = ShrinkRequest(
         criterion=criterion,

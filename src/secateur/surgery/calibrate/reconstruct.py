@@ -92,6 +92,7 @@ def _score(units: Units) -> Tensor | str:
 
 
 reconstruction = UnitCriterion("reconstruction", _score, gather=unit_errors, priced=True)
+"""How well the layers that read a unit work without it, measured on `data` after refitting them by least squares."""
 
 
 # ---------------------------------------------------------------- readers and their inputs
