@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .plans import Plan, plan
     from .pruner import Pruner
     from .pruning import prune_
+    from .recipes import Recipe
     from .schedules import Schedule, cosine, cubic, exponential, join, linear, one_shot
     from .summaries import summary
     from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
@@ -52,6 +53,7 @@ __all__ = [
     "Pattern",
     "Plan",
     "Pruner",
+    "Recipe",
     "Schedule",
     "activation_variance",
     "bench",
@@ -111,6 +113,7 @@ _HOMES = {
     "plans": "Plan plan",
     "pruner": "Pruner",
     "pruning": "prune_",
+    "recipes": "Recipe",
     "schedules": "Schedule cosine cubic exponential join linear one_shot",
     "summaries": "summary",
     "surgery": "activation_variance bn_scale fpgm reconstruction shrink shrink_",

@@ -32,6 +32,8 @@ from .settings import Settings, check_ste, method_of
 from .stats import Loss, Table, add_gradient, check_evidence, collect
 from .targeting import Globs, Target, targets
 
+_IN_TRAINING = "a Pruner made it during training"
+
 
 class Pruner:
     """Prunes a model while it trains.
@@ -69,7 +71,7 @@ class Pruner:
         types: Sequence[type[nn.Module]] | None = None,
         data: Iterable[Any] | None = None,
         loss: Loss | None = None,
-        spread: Spread | Mapping[str, Number] | None = None,
+        spread: Spread | Mapping[str, Number] | str | None = None,
         method: Method | str | None = None,
         floor: float = 0.0,
         grow: Criterion | Callable[..., Tensor] | str | None = None,
@@ -275,7 +277,7 @@ class Pruner:
         if all(bool(local(mask).all()) for mask in self._masks.values()):
             return
         step = "prune", self.recipe.describe(self._step)
-        record_(self.model, step, self._recorded)
+        record_(self.model, step, _IN_TRAINING, self._recorded)
         self._recorded = step
 
     def check_cut(self, *, blocks: bool) -> None:
@@ -429,7 +431,7 @@ class Pruner:
         self.apply_()
         if state["recorded"]:
             self._recorded = "prune", state["recorded"]
-            record_(self.model, self._recorded, self._recorded)
+            record_(self.model, self._recorded, _IN_TRAINING, self._recorded)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy follows no optimizer until it is attached, because copies of optimizers have no hooks."""
