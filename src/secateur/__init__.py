@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .masks import Masks
     from .patterns import Pattern
     from .plans import Plan, plan
+    from .progress import set_progress
     from .pruner import Pruner
     from .pruning import prune_
     from .recipes import Recipe
@@ -88,6 +89,7 @@ __all__ = [
     "reconstruction",
     "ria",
     "save",
+    "set_progress",
     "shrink",
     "shrink_",
     "snip",
@@ -111,6 +113,7 @@ _HOMES = {
     "masks": "Masks",
     "patterns": "Pattern",
     "plans": "Plan plan",
+    "progress": "set_progress",
     "pruner": "Pruner",
     "pruning": "prune_",
     "recipes": "Recipe",

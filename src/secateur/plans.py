@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import kernels
-from ._dist import Comm, comm_of, like, local, reshard_, sharded
+from ._dist import Comm, check_replicas, comm_of, like, local, refuse_stage, reshard_, sharded
 from ._dist import count as count_true
 from ._hints import hints
 from ._tree import Prunable, as_module, bare_name, check_unpacked, slots
@@ -137,8 +137,8 @@ class Plan:
         }
         return [name for name, any_kept in seen.items() if not any_kept and not bool(self.masks[name].any())]
 
-    def metrics(self) -> dict[str, Any]:
-        """The counts as plain numbers, in all and for each tensor."""
+    def metrics(self) -> dict[str, float]:
+        """Plain numbers in a flat dictionary, for TensorBoard and the like: totals, and `sparsity/NAME` for each tensor."""
         layers = self.layers
         total, kept = sum(layer.total for layer in layers), sum(layer.kept for layer in layers)
         return {
@@ -149,12 +149,14 @@ class Plan:
             "sparsity": 1 - kept / total if total else 0.0,
             "skipped": len(self.skipped),
             "rewritten": len(self.weights),
-            "layers": {layer.name: {"kept": layer.kept, "total": layer.total, "sparsity": layer.sparsity} for layer in layers},
+            **{f"sparsity/{layer.name}": layer.sparsity for layer in layers},
         }
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the tensors, as plain values that JSON can hold."""
-        return {"recipe": self.recipe, **self.metrics(), "skipped": dict(self.skipped)}
+        layers = {one.name: {"kept": one.kept, "total": one.total, "sparsity": one.sparsity} for one in self.layers}
+        totals = {key: value for key, value in self.metrics().items() if "/" not in key}
+        return {"recipe": self.recipe, **totals, "layers": layers, "skipped": dict(self.skipped)}
 
     def _table(self) -> Table:
         empty = self.empty
@@ -242,6 +244,8 @@ def make_plan(
     previous: Masks | None = None,
 ) -> Plan:
     """The plan for these targets and this evidence, at a step of a schedule. What `previous` prunes stays pruned."""
+    if recipe.scope == "global":
+        refuse_stage(model)
     comm = comm_of((target.name, target.tensor) for target in found)
     if not comm.alone:
         _check_sharded(recipe, found, comm)
@@ -267,6 +271,8 @@ def make_plan(
 
         solutions = solve_all(model, found, recipe.method.needs, data, solve)
     masks = Masks({t.name: like(solutions[t.name].mask, t.tensor) for t in found})
+    if recipe.needs:
+        check_replicas(model, masks)
     weights = {name: solution.weight for name, solution in solutions.items() if solution.weight is not None}
     made = Plan(masks, skipped, recipe.describe(step), weights=weights)
     _warn_of_collapse(made, to_be_empty, previous)

@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ._dist import local
+from torch import Tensor
+
+from ._dist import check_everywhere, local, place_of
 from ._tree import bare_name
 from .masks import Masks
 from .schedules import FromFunction, Joined, Number
@@ -61,6 +63,22 @@ def check_state(state: Mapping[str, Any], recipe: Settings, more: Mapping[str, A
             f"the state was saved by a pruner with another recipe: {'; '.join(odd)}. Make the pruner with the arguments of the "
             "saved one. Nothing has changed."
         )
+
+
+def check_place(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Raises, on every process alike, unless the state is of the part of the model that this process holds."""
+    saved, own = state.get("place", ""), place_of(tensors)
+    wrong = (
+        ""
+        if saved == own
+        else (
+            f"the state was saved by {saved or 'a pruner of a model that was not sharded'}, and this process is "
+            f"{own or 'alone'}. The state of a pruner of a sharded model is that of one process: save it with torch.save to "
+            "one file for each process (torch.distributed.checkpoint keeps only one of them), and load it into the same "
+            "sharding. Nothing has changed."
+        )
+    )
+    check_everywhere(tensors, wrong)
 
 
 def by_own_names(entries: Mapping[str, Any], own: Iterable[str], what: str) -> dict[str, Any]:

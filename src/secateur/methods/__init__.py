@@ -43,3 +43,8 @@ def as_method(given: Method | str | Any | None) -> Method:
     hint = nearest(given, _NAMED) if isinstance(given, str) else ""
     known = ", ".join(f"sc.methods.{name}" for name in ("rank()", "sparsegpt()", "drop_and_grow(grow, swap)"))
     raise (ValueError if isinstance(given, str) else TypeError)(f"method={given!r} is not a method; use {known}.{hint}")
+
+
+def __dir__() -> list[str]:
+    """The names for users; `__all__` also has what the other rooms of the package import."""
+    return sorted(__all__[: __all__.index("as_method")])
