@@ -20,7 +20,7 @@ from ._hints import hints
 from ._tree import Prunable, as_module, bare_name
 from .budgets import Spread
 from .criteria import Criterion, magnitude
-from .edit import Indices, Step, forget_, record_
+from .edit import IN_TRAINING, Indices, Step, forget_, record_
 from .following import Followed, after_cut, innermost, warn_of_others
 from .holding import HeldZeros, zeros_there
 from .masks import Masks
@@ -32,8 +32,6 @@ from .schedules import Number
 from .settings import Settings, check_ste, method_of
 from .stats import Loss, Table, add_gradient, check_evidence, collect
 from .targeting import Globs, Target, targets
-
-_IN_TRAINING = "a Pruner made it during training"
 
 
 class Pruner:
@@ -279,7 +277,7 @@ class Pruner:
         if all(bool(local(mask).all()) for mask in self._masks.values()):
             return
         step = "prune", self.recipe.describe(self._step)
-        record_(self.model, step, _IN_TRAINING, self._recorded)
+        record_(self.model, step, IN_TRAINING, self._recorded)
         self._recorded = step
 
     def check_cut(self, *, blocks: bool) -> None:
@@ -435,7 +433,7 @@ class Pruner:
         self.apply_()
         if state["recorded"]:
             self._recorded = "prune", state["recorded"]
-            record_(self.model, self._recorded, _IN_TRAINING, self._recorded)
+            record_(self.model, self._recorded, IN_TRAINING, self._recorded)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy follows no optimizer until it is attached, because copies of optimizers have no hooks."""

@@ -17,6 +17,7 @@ from .cuts import history
 Step = tuple[str, str]
 Arguments = dict[str, Any] | str  # plain data; a text is the reason why a recipe cannot repeat the step
 UNKNOWN = "its arguments were not recorded"
+IN_TRAINING = "a Pruner made it during training"
 _STEPS = "_secateur_steps"
 
 
