@@ -253,6 +253,8 @@ def make_plan(
                 target.layout.matrix(target.weight),
                 H=streamed.get("gram"),
                 C=streamed.get("cross"),
+                D=streamed.get("residual"),
+                tokens=streamed.get("tokens"),
                 scores=scores[name],
                 evidence=evidence[name],
                 step=step,
