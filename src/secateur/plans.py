@@ -246,7 +246,7 @@ def make_plan(
         amounts = recipe.amounts(scores, step, held, comm)
         to_be_empty = {name for name, one in amounts.items() if (one.sparsity if one.ranked is None else recipe.at(step)) == 1}
 
-        def solve(target: Target, streamed: Mapping[str, Tensor]) -> Solution:
+        def solve(target: Target, streamed: Mapping[str, Any]) -> Solution:
             name = target.name
             problem = LayerProblem(
                 name,

@@ -1,8 +1,9 @@
 """Methods: how the weights of a layer answer a budget, as values for `method=` of `prune_`, `plan` and `Pruner`.
 
-`rank()` is the default. `topk()`, `sparsegpt()` and `admm()` change the weights that stay, so that the outputs of a layer change
-little; `own()` and `flow()` are the outputs that `topk` and `admm` aim at. `drop_and_grow(grow, swap)` is for training. A method
-of your own is a subclass of `Method` with a `solve`, which gets a `LayerProblem` and an `Amount` and returns a `Solution`.
+`rank()` is the default. `topk()`, `sparsegpt()` and `admm()` also change the weights that stay, so that the outputs of a layer
+change little; `own()` and `flow()` are the outputs that `topk` and `admm` aim at. `drop_and_grow(grow, swap)` is for training.
+A method of your own is a subclass of `Method` with a `solve`, which gets a `LayerProblem` and an `Amount` and returns a
+`Solution`.
 """
 
 from __future__ import annotations
@@ -42,5 +43,6 @@ def as_method(given: Method | str | Any | None) -> Method:
     if isinstance(given, str) and given in _NAMED:
         return _NAMED[given]()
     hint = nearest(given, _NAMED) if isinstance(given, str) else ""
-    known = ", ".join(f"sc.methods.{name}" for name in ("rank()", "topk()", "sparsegpt()", "admm()", "drop_and_grow(grow, swap)"))
+    calls = ("rank()", "topk()", "sparsegpt()", "admm()", "drop_and_grow(grow, swap)")
+    known = ", ".join(f"sc.methods.{call}" for call in calls)
     raise (ValueError if isinstance(given, str) else TypeError)(f"method={given!r} is not a method; use {known}.{hint}")

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from numbers import Real
 
-import torch
 from torch import Tensor
 
 from ..patterns import Pattern
@@ -21,6 +20,7 @@ from .seam import Amount, LayerProblem, Method, Solution
 from .targets import Aim, own
 
 CURVATURES = ("none", "diag", "fisher")
+_FIXED = 0.65  # the penalty for wide inputs: lower ones let the mask change for ever, higher ones fix it too soon
 _RAMP = 0.75  # with a fixed penalty, the sparsity grows over this part of the steps
 Solver = Callable[[Tensor, float], Tensor]
 
@@ -33,7 +33,7 @@ class ADMM(Method):
     refit: int = 10
     target: Aim = field(default_factory=own)
     curvature: str = "none"
-    rho: tuple[float, float] = (0.1, 4.0)
+    rho: tuple[float, float] = (0.2, 1.0)
     ridge: float = RIDGE
     wide: int = 8192
 
@@ -48,7 +48,8 @@ class ADMM(Method):
             raise TypeError(f"admm takes target=sc.methods.own() or sc.methods.flow(), not {self.target!r}")
         if self.curvature not in CURVATURES:
             raise ValueError(f"admm takes curvature= one of {', '.join(map(repr, CURVATURES))}, not {self.curvature!r}")
-        if len(self.rho) != 2 or not all(isinstance(rho, Real) and 0 < rho < math.inf for rho in self.rho):
+        two = isinstance(self.rho, tuple) and len(self.rho) == 2
+        if not two or not all(isinstance(rho, Real) and 0 < rho < math.inf for rho in self.rho):
             raise ValueError(f"admm takes rho=(first, last), two penalties above 0, not {self.rho!r}")
         if not isinstance(self.ridge, Real) or not 0 < self.ridge < math.inf:
             raise ValueError(f"admm takes ridge= above 0, not {self.ridge!r}")
@@ -59,11 +60,13 @@ class ADMM(Method):
 
     def solve(self, problem: LayerProblem, pattern: Pattern, amount: Amount, previous: Tensor | None) -> Solution:
         problem = replace(problem, shift=self.target.shift(problem))
-        amount = amount.share(1.0, pattern, Scores.of(problem.W, problem.layout))  # as a number, where a mask gives it
+        whole = Scores.of(problem.W, problem.layout)
+        amount = amount.share(1.0, pattern, whole)  # as a number, where a mask gives it
 
         def keep(V: Tensor, share: float = 1.0) -> Tensor:
-            part = amount if share == 1 else amount.share(share, pattern, Scores.of(problem.W, problem.layout))
-            return keep_largest(problem, V, pattern, part, previous)
+            if share == 1:
+                return keep_largest(problem, V, pattern, amount, previous)
+            return keep_largest(problem, V, _looser(pattern, share), amount.share(share, pattern, whole), previous)
 
         with fast_products(problem.W.device):
             scaled = ScaledProblem.of(problem, self.ridge)
@@ -88,7 +91,7 @@ class ADMM(Method):
         return Z, mask
 
     def _fixed(self, p: ScaledProblem, keep: Callable[..., Tensor], mask: Tensor) -> tuple[Tensor, Tensor]:
-        """A penalty of 1 throughout, with a sparsity that grows. It takes one inverse, so it suits wide inputs.
+        """One penalty throughout, with a sparsity that grows. It takes one inverse, so it suits wide inputs.
 
         Full curvature would need an eigendecomposition, so the search uses its diagonal (the scale of the rows) alone.
         """
@@ -96,10 +99,10 @@ class ADMM(Method):
         ramp, Z = max(round(_RAMP * self.steps), 1), p.W
         dual: Tensor | None = None
         for step in range(self.steps):
-            A = _moved(p, Z, dual, 1.0, p.fixed_solve)
+            A = _moved(p, Z, dual, _FIXED, p.fixed_solve)
             mask = keep(A, 1 - (1 - min((step + 1) / ramp, 1.0)) ** 3)
             Z = A * mask.view_as(A)
-            dual = A - Z
+            dual = (A - Z).mul_(_FIXED)
         return Z, mask
 
     def _not_above(self, problem: LayerProblem, p: ScaledProblem, first: Tensor, found: Solution) -> Solution:
@@ -119,6 +122,14 @@ class ADMM(Method):
         return f"admm({', '.join(given)})"
 
 
+def _looser(pattern: Pattern, share: float) -> Pattern:
+    """An n:m pattern that prunes about this share of what it prunes; other patterns as they are."""
+    if pattern.keep is None:
+        return pattern
+    n, m = pattern.keep
+    return replace(pattern, keep=(m - round(share * (m - n)), m))
+
+
 def _moved(p: ScaledProblem, Z: Tensor, dual: Tensor | None, rho: float, solve: Solver) -> Tensor:
     """V + dual / rho, with the V that is best under the penalty."""
     R = (Z - p.W).mul_(rho)
@@ -134,7 +145,7 @@ def admm(
     refit: int = 10,
     target: Aim | None = None,
     curvature: str = "none",
-    rho: tuple[float, float] = (0.1, 4.0),
+    rho: tuple[float, float] = (0.2, 1.0),
     ridge: float = RIDGE,
     wide: int = 8192,
 ) -> ADMM:
@@ -142,9 +153,9 @@ def admm(
 
     `steps` is how often the weights and their pruned copy are moved towards each other, under a penalty that grows from
     `rho[0]` to `rho[1]`; more than 20 hardly matter. Then `refit` steps of conjugate gradients re-solve the weights that stay.
-    Layers with more than `wide` inputs use a fixed penalty, which is faster there and about 3 % worse. `target` says what the
+    Layers with more than `wide` inputs use a fixed penalty, which is faster there and about 1 % worse. `target` says what the
     outputs should be: `own()` (the default) or `flow()`. `curvature` weighs errors of the outputs by their effect on the loss:
     "diag" for each output, "fisher" for all pairs of outputs; both need one backward pass of the model. `ridge` pulls weights
     towards their old values. (Boža, 2024; Meng et al., ALPS, 2024.)
     """
-    return ADMM(steps, refit, target or own(), curvature, tuple(rho), ridge, wide)
+    return ADMM(steps, refit, target or own(), curvature, rho, ridge, wide)

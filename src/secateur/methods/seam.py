@@ -23,14 +23,14 @@ from ..stats import TensorEvidence
 class Solution:
     """The answer for one layer: a `mask` (rows, cols), True = kept, and new values for the kept weights, or None.
 
-    `before` and `after` are the errors of the layer's outputs with the mask alone and with the new values, relative to the
+    `before` and `error` are the errors of the layer's outputs with the mask alone and with the new values, relative to the
     outputs; None where a method does not know them.
     """
 
     mask: Tensor
     weight: Tensor | None = None
     before: float | None = None
-    after: float | None = None
+    error: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
