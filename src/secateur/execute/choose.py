@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .._layers import DEFAULT_TYPES, is_kind, layout_of
 from .._tree import nearest
+from ..progress import track
 from .find import Zeros, zeros_of
 from .formats import FORMATS, Format, Use, as_matrix
 from .gpu.present import why_none
@@ -112,7 +113,8 @@ def _choose_all(
 ) -> tuple[dict[str, FormatChoice], dict[str, Compressed]]:
     """Returns the choice for each layer, and the compressed layers for those that get a format."""
     names = {name: tied.get(id(layer.weight), ()) for name, layer in layers.items()}
-    choices = {name: _choose(name, layer, seen[name], names[name], request) for name, layer in layers.items()}
+    items = track(layers.items(), "compress_", lambda item: item[0])
+    choices = {name: _choose(name, layer, seen[name], names[name], request) for name, layer in items}
     built: dict[str, Compressed] = {}
     for name, choice in choices.items():
         if choice.form is None:

@@ -46,3 +46,8 @@ def as_method(given: Method | str | Any | None) -> Method:
     calls = ("rank()", "topk()", "sparsegpt()", "admm()", "drop_and_grow(grow, swap)")
     known = ", ".join(f"sc.methods.{call}" for call in calls)
     raise (ValueError if isinstance(given, str) else TypeError)(f"method={given!r} is not a method; use {known}.{hint}")
+
+
+def __dir__() -> list[str]:
+    """The names for users; `__all__` also has what the other rooms of the package import."""
+    return sorted(__all__[: __all__.index("as_method")])

@@ -78,15 +78,15 @@ class Shrunk:
         self.restore_()
         self.restore_ = None
 
-    def metrics(self) -> dict[str, Any]:
-        """The counts as plain numbers: in total and for each group."""
+    def metrics(self) -> dict[str, float]:
+        """Plain numbers in a flat dictionary: totals, and `kept/NAME`, the fraction of its units that each group keeps."""
         totals = {f"{key}_{when}": value for key, pair in self.totals.items() for when, value in zip(("before", "after"), pair)}
         return {
             **totals,
             **{key: after / before for key, (before, after) in self.totals.items() if before},
             "exact": all(group.why is None for group in self.groups if group.after < group.before),
             "skipped": len(self.skipped),
-            "groups": {g.name: {"before": g.before, "after": g.after, "exact": g.why is None} for g in self.groups},
+            **{f"kept/{group.name}": group.after / group.before for group in self.groups},
         }
 
     def to_dict(self) -> dict[str, Any]:
