@@ -27,7 +27,7 @@ _ELEMENTS = 1 << 24  # patches of a convolution are cut out in parts of about th
 class Products:
     """The sum of u v' over pairs of vectors, given as matrices (groups, number, size).
 
-    Keeps the sum of (u - a)(v - b)' for fixed a and b (the means of the first pairs), and the sums of u and v.
+    Keeps the sums of (u - a)(v - b)', u - a and v - b for fixed a and b (the means of the first pairs).
     """
 
     a: Tensor | None = None
@@ -42,17 +42,34 @@ class Products:
             self.u, self.v = torch.zeros_like(self.a, dtype=wide), torch.zeros_like(self.b, dtype=wide)
         self.number += u.shape[1]
         for one, other in zip(u.split(_TOKENS, 1), v.split(_TOKENS, 1), strict=True):
-            self.shifted += (one - self.a).mT @ (other - self.b)
-            self.u += one.sum(1, keepdim=True, dtype=wide)
-            self.v += other.sum(1, keepdim=True, dtype=wide)
+            one, same = one - self.a, u is v
+            other = one if same else other - self.b
+            self.shifted += _squares(one) if same else one.mT @ other
+            self.u += (total := one.sum(1, keepdim=True))
+            self.v += total if same else other.sum(1, keepdim=True)
 
     def total(self) -> Tensor:
         """The sum of u v', as (size, size), or with a leading axis if there are several groups."""
         assert self.a is not None
         assert self.b is not None
         a, b = self.a.to(self.u.dtype), self.b.to(self.u.dtype)
-        whole = self.shifted + a.mT @ self.v + self.u.mT @ b - self.number * (a.mT @ b)
+        whole = self.shifted + (a.mT @ self.v + self.u.mT @ b) + self.number * (a.mT @ b)
         return whole if whole.shape[0] > 1 else whole[0]
+
+
+def _squares(x: Tensor, panel: int = 128) -> Tensor:
+    """x' x. Products of the columns' left half with the right half are taken once, as the matrix is symmetric."""
+    size = x.shape[-1]
+    if size < 2 * panel:
+        return x.mT @ x
+    half = size // 2
+    left, right = x[..., :half], x[..., half:]
+    found = x.new_empty(*x.shape[:-2], size, size)
+    found[..., :half, half:] = corner = left.mT @ right
+    found[..., half:, :half] = corner.mT
+    found[..., :half, :half] = _squares(left, panel)
+    found[..., half:, half:] = _squares(right, panel)
+    return found
 
 
 @dataclass

@@ -174,6 +174,7 @@ class _Block:
 
     def evidence(self) -> Iterator[tuple[list[Target], Evidence]]:
         by_name = {target.name: target for target in self.targets}
+        self._since = 0 if self.module is self.walk.model else len(self.walk.changes)
         stages, windows, tapes = self._plan()
         self.pruned = Parts(self.module, self.calls, tapes)
         self.dense = None if self.dense_calls is None else Parts(self.module, self.dense_calls, tapes)
@@ -206,7 +207,7 @@ class _Block:
             moments.next_batch(self.walk.valid[number])
             if self.dense is not None:
                 moments.dense = True
-                with self.walk.changes.out():
+                with self.walk.changes.out(self._since):
                     reads = self._reads(self.dense, number, window, leading)
                 for seen in reads:
                     moments.feed(seen)
@@ -256,7 +257,7 @@ class _Block:
     def outputs(self, parts: Parts) -> Iterator[Any]:
         """What the block returns, call by call."""
         for number in range(len(parts.states)):
-            with self.walk.changes.out() if parts is self.dense else contextlib.nullcontext():
+            with self.walk.changes.out(self._since) if parts is self.dense else contextlib.nullcontext():
                 output = parts.go(number, None)
             parts.states[number].reset()
             yield output
@@ -286,10 +287,16 @@ class _Changes:
         write_(one, other)
         other.copy_(before)
 
+    def __len__(self) -> int:
+        return len(self._pairs)
+
     @contextlib.contextmanager
-    def out(self) -> Iterator[None]:
-        """Puts the dense weights in place, inside the context. Nothing is copied: the layers get other tensors."""
-        places = [(owner, own, dense) for target, _, dense in self._pairs for owner, own in target.slot.owners]
+    def out(self, since: int = 0) -> Iterator[None]:
+        """Puts the dense weights in place, inside the context. Nothing is copied: the layers get other tensors.
+
+        `since`: the number of changes that there were when the block began that is run inside.
+        """
+        places = [(owner, own, dense) for target, _, dense in self._pairs[since:] for owner, own in target.slot.owners]
         before = [owner._parameters[attribute] for owner, attribute, _ in places]
         for owner, attribute, dense in places:
             owner._parameters[attribute] = dense  # type: ignore[assignment]
@@ -302,7 +309,7 @@ class _Changes:
     def __enter__(self) -> _Changes:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         for _, weight, new in self._pairs:
             self._exchange(weight, new)
         self._pairs = []

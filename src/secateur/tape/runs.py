@@ -1,16 +1,9 @@
-"""Runs a module in parts: up to one of its layers, and later on from there, without computing anything twice.
-
-`record` runs a module once and writes down its operators as a `Tape`: what each reads and returns, when the weights of
-interest are read, and which of them each input depends on. `Parts` repeats the calls of a module. A run can be saved where a
-layer is about to be called, which keeps the tensors that later operators read. The next run executes the module's Python code
-from its beginning, but the operators before that point return tensors of the right shape without computing them. A run that
-reads one of those, or that does not follow the tape, begins again and computes everything.
-"""
+"""One run of a module, operator by operator: skips those that need not be computed again, and keeps what later ones read."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,13 +12,10 @@ from torch import Tensor, UntypedStorage, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._arguments import copied, fresh, replaced, tensors_of
-from .reads import listen
-from .stats import on_batch
-from .targeting import Target
+from .._arguments import fresh, replaced, tensors_of
 
 _SMALL = 1 << 16  # integer tensors up to so many bytes are always kept: Python code may read them (`tolist` is no operator)
-_OUTSIDE = -1  # the memory of parameters, buffers and constants
+OUTSIDE = -1  # the memory of parameters, buffers and constants
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -76,7 +66,9 @@ class Tape:
     reads: list[Read] = field(default_factory=list)
     returned: dict[str, list[Made]] = field(default_factory=dict)  # target -> the outputs of its layer
     sums: list[Sum] = field(default_factory=list)
-    where: dict[Made, tuple[int, int]] = field(default_factory=dict)  # tensor -> the operator (-1: none) and place of its output
+    where: dict[Made, tuple[int, int]] = field(
+        default_factory=dict
+    )  # tensor -> the operator (-1: none) and place of its output
     decides: float = float("inf")  # the first operator after which other data may lead to other operators
 
 
@@ -84,7 +76,7 @@ class Enough(BaseException):
     """Ends a run: what was wanted has been seen."""
 
 
-class _Again(BaseException):
+class Again(BaseException):
     """Ends a run that cannot be continued from where it was saved."""
 
 
@@ -117,9 +109,6 @@ class State:
         self.at, self.script, self.kept, self.small = 0, [], {}, {}
 
 
-# --- one run --------------------------------------------------------------------------------------------------------
-
-
 class Run(TorchDispatchMode):
     """Follows the operators of one run. `same`: so far they are those of the tape.
 
@@ -134,7 +123,7 @@ class Run(TorchDispatchMode):
         self.same, self.count = state.tape is not None, 0
         self.save_at = float("inf") if save_at is None else save_at
         self._aside = False
-        self._numbers: dict[int, int] = {}  # storage -> number
+        self.numbers: dict[int, int] = {}  # storage -> number
         self._references: list[StorageWeakRef] = []  # while there is one, no other storage gets the same address
         self._next = 0
         self._held: dict[int, UntypedStorage] = {}
@@ -173,7 +162,7 @@ class Run(TorchDispatchMode):
             given = [copied.setdefault(id(t), t.detach().clone()) if state.copies else t for t in given]
             taken: list[Any] = given
             for tensor in given:
-                state.made.append(self._take(tensor) if _plain(tensor) else None)
+                state.made.append(self.take(tensor) if is_plain(tensor) else None)
         else:
             taken = [tensor if made is None else self._rebuilt(made) for tensor, made in zip(given, state.made, strict=True)]
             self._next = 1 + max([made.memory for made in state.made if made is not None], default=-1)
@@ -196,10 +185,10 @@ class Run(TorchDispatchMode):
         if index < self.state.at:
             return self._skip(index, func, args, kwargs)
         inputs = tensors_of((args, kwargs))
-        keys = [t.untyped_storage()._cdata if _plain(t) else 0 for t in inputs]
+        keys = [t.untyped_storage()._cdata if is_plain(t) else 0 for t in inputs]
         if not self._unknown.isdisjoint(keys):
-            raise _Again
-        if _writes(func):
+            raise Again
+        if writes(func):
             self._protect(keys)
         output = func(*args, **kwargs)
         self._follow(index, func, kwargs, inputs, keys, output)
@@ -208,7 +197,7 @@ class Run(TorchDispatchMode):
     def _skip(self, index: int, func: Any, args: Any, kwargs: Any) -> Any:
         op = self.state.script[index]
         if op.function is not func:
-            raise _Again
+            raise Again
         if op.repeat:
             return func(*args, **kwargs)
         self._next = max([self._next, *(made.memory + 1 for made in _mades(op.made))])
@@ -222,29 +211,29 @@ class Run(TorchDispatchMode):
             nonlocal outside
             if not isinstance(value, Tensor):
                 return value
-            if not _plain(value):
-                raise _Again
+            if not is_plain(value):
+                raise Again
             made = self._made(value, keys)
             outside |= made is None
             return made
 
-        read = tuple(self._numbers.get(key, _OUTSIDE) for key in keys)
+        read = tuple(self.numbers.get(key, OUTSIDE) for key in keys)
         made = _mapped(output, note)
-        self.state.script.append(_Op(func, made, outside and not _writes(func)))
+        self.state.script.append(_Op(func, made, outside and not writes(func)))
         if self.same and self.tape is not None:
             known = index < len(self.tape.functions) and self.tape.functions[index] is func
             self.same = known and self.tape.inputs[index] == read
 
     def _made(self, tensor: Tensor, keys: Sequence[int]) -> Made | None:
         """The description of an output; None for a view of something from outside."""
-        if tensor.untyped_storage()._cdata not in self._numbers and tensor.untyped_storage()._cdata in keys:
+        if tensor.untyped_storage()._cdata not in self.numbers and tensor.untyped_storage()._cdata in keys:
             return None
-        return self._take(tensor)
+        return self.take(tensor)
 
-    def _take(self, tensor: Tensor) -> Made:
+    def take(self, tensor: Tensor) -> Made:
         """Numbers the memory of a tensor, and holds it if it will be needed when the run is saved."""
         storage = tensor.untyped_storage()
-        number = self._numbers.get(storage._cdata)
+        number = self.numbers.get(storage._cdata)
         if number is None:
             number, self._next = self._next, self._next + 1
             self._know(storage, number)
@@ -258,7 +247,7 @@ class Run(TorchDispatchMode):
 
     def _know(self, storage: UntypedStorage, number: int) -> None:
         self._references.append(StorageWeakRef(storage))
-        self._numbers[storage._cdata] = number
+        self.numbers[storage._cdata] = number
 
     def _rebuilt(self, made: Made) -> Tensor:
         """A tensor of an operator that is not executed: the one that was kept, or one without values."""
@@ -269,7 +258,7 @@ class Run(TorchDispatchMode):
             if storage is None:
                 storage = self._scratch[made.device] = UntypedStorage(self.state.most[made.device], device=made.device)
                 self._unknown.add(storage._cdata)
-        elif storage._cdata not in self._numbers:
+        elif storage._cdata not in self.numbers:
             self._know(storage, made.memory)
             if self.tape is not None and self.tape.last_use.get(made.memory, -1) >= self.save_at:
                 self._held[made.memory] = storage
@@ -278,10 +267,10 @@ class Run(TorchDispatchMode):
     def _protect(self, keys: Sequence[int]) -> None:
         """Copies memory that an operator is about to write to, where a later run needs what it holds now."""
         arguments = {made.memory for made in self.state.made if made is not None}
-        for number in {self._numbers[key] for key in keys if key in self._numbers}:
+        for number in {self.numbers[key] for key in keys if key in self.numbers}:
             if number in arguments and not self.state.copies:
                 self.state.copies = True
-                raise _Again
+                raise Again
             if self._saved is not None and number in self._saved[1]:
                 self._saved[1][number] = self._saved[1][number].clone()
             for memory in (self.state.kept, self.state.small):
@@ -294,12 +283,12 @@ def _on(storage: UntypedStorage, made: Made) -> Tensor:
     return empty.set_(storage, made.offset, made.size, made.stride)  # type: ignore[call-overload]
 
 
-def _plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     ordinary = type(tensor) is Tensor or isinstance(tensor, nn.Parameter)
     return ordinary and tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg() and not tensor.is_meta
 
 
-def _writes(func: Any) -> bool:
+def writes(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
     return schema is not None and schema.is_mutable
 
@@ -318,162 +307,3 @@ def _mades(value: Any) -> Iterator[Made]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _mades(item)
-
-
-# --- recording ------------------------------------------------------------------------------------------------------
-
-
-class _Recording(Run):
-    """Also writes the tape. `bits`: the storage of each weight of interest -> the bits of the targets in it."""
-
-    def __init__(self, state: State, bits: Mapping[int, int]) -> None:
-        super().__init__(state)
-        self.new, self.bits = Tape(), bits
-        self.depends: dict[int, int] = {}
-        self.everything = 0  # targets on which the choice of operators depends
-
-    def _follow(self, index: int, func: Any, kwargs: Any, inputs: Sequence[Tensor], keys: Sequence[int], output: Any) -> None:
-        tape = self.new
-        read = tuple(self._numbers.get(key, _OUTSIDE) for key in keys)
-        before = [self.seen(t) for t in inputs]
-        tape.functions.append(func)
-        tape.inputs.append(read)
-        depends = [self._depends(number) | self.bits.get(key, 0) for number, key in zip(read, keys, strict=True)]
-        both = self.everything
-        for one in depends:
-            both |= one
-        for number in read:
-            tape.last_use[number] = index
-            if _writes(func):
-                tape.written.setdefault(number, []).append(index)
-                self.depends[number] = self.depends.get(number, 0) | both
-        super()._follow(index, func, kwargs, inputs, keys, output)
-        outputs = tensors_of(output)
-        if func in _ADDITIONS and len(inputs) == 2 and _is_plain_sum(inputs, kwargs) and before[0] and before[1]:
-            tape.sums.append(Sum(index, before[0], before[1], (depends[0], depends[1]), self.seen(outputs[0])))
-        for tensor in outputs:
-            number = self._numbers.get(tensor.untyped_storage()._cdata, _OUTSIDE)
-            self.depends[number] = self.depends.get(number, 0) | both
-            tape.born.setdefault(number, index)
-        for place, tensor in enumerate(outputs):
-            if (made := self.seen(tensor)) is not None:
-                tape.where.setdefault(made, (index, place))
-        if _decides(func, inputs, outputs):
-            tape.decides = min(tape.decides, index)
-            if not outputs:
-                self.everything |= both
-
-    def _depends(self, number: int) -> int:
-        return 0 if number == _OUTSIDE else self.depends.get(number, 0)
-
-    def seen(self, tensor: Tensor) -> Made | None:
-        """The description of a tensor of this run; None for one from outside."""
-        if not _plain(tensor) or tensor.untyped_storage()._cdata not in self._numbers:
-            return None
-        return self._take(tensor)
-
-
-_ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
-
-
-def _is_plain_sum(inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> bool:
-    """Whether this is a + b, and not a + alpha b, without broadcasting or a change of dtype."""
-    one, other = inputs
-    return kwargs.get("alpha", 1) == 1 and one.shape == other.shape and one.dtype == other.dtype
-
-
-def _decides(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
-    """Whether Python code, or the shapes of later tensors, may depend on the values that this operator returns."""
-    if not inputs:
-        return False
-    if not outputs or func in (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default):
-        return True
-    if func is torch.ops.aten.index.Tensor and any(t.dtype in (torch.bool, torch.uint8) for t in inputs[1:]):
-        return True
-    chosen = any(not t.is_floating_point() and t.dtype != torch.bool for t in outputs)
-    return chosen and any(t.is_floating_point() for t in inputs)
-
-
-def record(module: nn.Module, call: Call, targets: Sequence[Target]) -> Tape | None:
-    """Runs a module on one call and returns the tape; None where its operators cannot be followed."""
-    bits: dict[int, int] = {}
-    for i, target in enumerate(targets):
-        key = target.weight.untyped_storage()._cdata
-        bits[key] = bits.get(key, 0) | 1 << i
-    run = _Recording(State(*call, tape=None, copies=True), bits)
-
-    def note(target: Target, x: Tensor | None, groups: slice | None) -> None:
-        with run.aside():
-            known = None if x is None else run.seen(x)
-            rows = None if groups is None else groups.indices(target.layout.groups)[:2]
-            depends = run.everything | (run._depends(known.memory) if known else 0)
-            version = 0 if x is None or x.is_inference() else x._version
-            run.new.reads.append(Read(target.name, run.count, known, version, depends, rows))
-
-    def called(target: Target, attribute: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        floats = [t for t in tensors_of((args, kwargs)) if t.is_floating_point()]
-        note(target, floats[0] if floats else None, None)
-
-    def returned(target: Target, output: Any) -> None:
-        with run.aside():
-            if isinstance(output, Tensor) and (made := run.seen(output)):
-                run.new.returned.setdefault(target.name, []).append(made)
-
-    args, kwargs = run.arguments()
-    run.new.born = {made.memory: -1 for made in run.state.made if made is not None}
-    for place, made in enumerate(run.state.made):
-        if made is not None:
-            run.new.where.setdefault(made, (-1, place))
-    try:
-        with listen(targets, called, lambda t, groups, x: note(t, x, groups), before=True, returned=returned):
-            with on_batch(module, args, kwargs), run:
-                output = module(*args, **kwargs)
-            for tensor in tensors_of(output):
-                if made := run.seen(tensor):
-                    run.new.last_use[made.memory] = float("inf")
-    except _Again:
-        return None
-    return run.new
-
-
-# --- calls in parts -------------------------------------------------------------------------------------------------
-
-
-class Parts:
-    """The calls of a module, each of which can be run up to a point and on from there. `run` is the run that is going on."""
-
-    def __init__(self, module: nn.Module, calls: Sequence[Call], tapes: Sequence[Tape | None]) -> None:
-        self.module = module
-        self.states = [State(*call, tape) for call, tape in zip(calls, tapes, strict=True)]
-        self.run: Run | None = None
-
-    def go(self, number: int, save_at: int | None, restart: Callable[[], None] = lambda: None) -> Any:
-        """Runs one call until something raises `Enough` (and returns None) or to its end (and returns its output).
-
-        `restart` is called when a run has to begin again.
-        """
-        state = self.states[number]
-        for _ in range(3):  # it may have to begin again without what was saved, and then with copies of its arguments
-            if state.tape is None:
-                break
-            self.run = run = Run(state, save_at)
-            args, kwargs = run.arguments()
-            try:
-                with on_batch(self.module, args, kwargs), run:
-                    output = self.module(*args, **kwargs)
-            except _Again:
-                restart()
-                state.reset()
-                continue
-            except Enough:
-                output = None
-            finally:
-                self.run = None
-            run.commit()
-            return output
-        state.reset()
-        state.tape = None  # this call cannot be followed, so it is run as a whole
-        args, kwargs = copied((state.args, state.kwargs), {})
-        with contextlib.suppress(Enough), on_batch(self.module, args, kwargs):
-            return self.module(*args, **kwargs)
-        return None
