@@ -20,32 +20,27 @@ from .targeting import Target
 
 Called = Callable[[Target, str, nn.Module, tuple[Any, ...], dict[str, Any]], None]
 Passed = Callable[[Target, slice, Tensor], None]
-Returned = Callable[[Target, Any], None]
+Returned = Callable[[Target, slice, Tensor], Tensor]
 
 
 @contextlib.contextmanager
 def listen(
-    targets: Sequence[Target],
-    called: Called,
-    passed: Passed,
-    *,
-    before: bool = False,
-    returned: Returned | None = None,
+    targets: Sequence[Target], called: Called, passed: Passed, returned: Returned | None = None, *, before: bool = False
 ) -> Iterator[None]:
     """Reports the reads of these targets, inside the context.
 
     `called(target, attribute, layer, args, kwargs)` reports a call of the target's layer, and `passed(target, groups, x)` an
     input x that is multiplied with groups of the target's rows outside of such a call. They are called after the product, or
-    before it if `before` is True. `returned(target, output)` reports what the layer or the product returned. Torch's fused
-    attention kernels hide all of them (`edit.no_mha_fastpath`).
+    before it if `before` is True. `returned(target, groups, output)` reports the product itself and returns the tensor that
+    the model goes on with. Torch's fused attention kernels hide all of them (`edit.no_mha_fastpath`).
     """
     running: Counter[str] = Counter()  # calls of the layers of each target that have begun and not ended
     with contextlib.ExitStack() as stack:
         for target in targets:
             for owner, attribute in target.slot.owners:
                 if not passes_its_weights(owner):
-                    stack.enter_context(_layer_calls(target, owner, attribute, called, running, before, returned))
-        stack.enter_context(_linear_calls(targets, passed, running, before, returned))
+                    stack.enter_context(_layer_calls(target, owner, attribute, called, returned, running, before))
+        stack.enter_context(_linear_calls(targets, passed, returned, running, before))
         yield
 
 
@@ -55,9 +50,9 @@ def _layer_calls(
     owner: nn.Module,
     attribute: str,
     called: Called,
+    returned: Returned | None,
     running: Counter[str],
     before: bool,
-    returned: Returned | None,
 ) -> Iterator[None]:
     def begin(*_: Any) -> None:
         running[target.name] += 1
@@ -68,9 +63,8 @@ def _layer_calls(
     def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> None:
         called(target, attribute, module, args, kwargs)
 
-    def pass_on(_: nn.Module, args: Any, output: Any) -> None:
-        if returned is not None:
-            returned(target, output)
+    def pass_on(module: nn.Module, args: Any, output: Any) -> Tensor | None:
+        return returned(target, slice(None), output) if returned and isinstance(output, Tensor) else None
 
     handles = [
         owner.register_forward_pre_hook(begin),
@@ -89,7 +83,7 @@ def _layer_calls(
 
 @contextlib.contextmanager
 def _linear_calls(
-    targets: Sequence[Target], passed: Passed, running: Counter[str], before: bool, returned: Returned | None
+    targets: Sequence[Target], passed: Passed, returned: Returned | None, running: Counter[str], before: bool
 ) -> Iterator[None]:
     """Replaces `F.linear`, inside the context, by a function that also reports.
 
@@ -113,10 +107,9 @@ def _linear_calls(
             report(found, input)
         output = original(input, weight, bias)
         if not before:
-            report(found, input)
-        for target, _ in found:
-            if returned is not None:
-                returned(target, output)
+            report(found, input.detach())
+        for target, groups in found:
+            output = returned(target, groups, output) if returned else output
         return output
 
     def report(found: list[tuple[Target, slice]], x: Tensor) -> None:

@@ -7,6 +7,7 @@ where a method asks for them. The model is changed on the way and comes out as i
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +20,9 @@ from .._arguments import copied, signature, tensors_of
 from .._dist import local
 from .._tree import Loose
 from ..blocks import repeated_blocks
-from ..display import Progress, format_seconds
+from ..display import format_seconds
 from ..moments import Moments, Seen
+from ..progress import Progress, track
 from ..reads import listen
 from ..stats import as_it_was, split_batch
 from ..stream import Chain, Feed, record
@@ -33,6 +35,7 @@ from .stages import Stage, Window, find_stages
 STREAMED = frozenset({"gram", "cross", "residual"})  # evidence that is taken block by block
 Solve = Callable[[Target, Mapping[str, Any]], Solution]
 Evidence = dict[str, dict[str, Any]]
+_log = logging.getLogger("secateur")
 
 
 def solve_all(
@@ -50,7 +53,8 @@ def solve_all(
     blocks and batches, by name.
     """
     if not needs & STREAMED:
-        return {target.name: checked(target, solve(target, {})) for target in found}
+        items = track(found, "solve", lambda target: target.name)
+        return {target.name: checked(target, solve(target, {})) for target in items}
     assert data is not None
     if isinstance(model, Loose):
         raise TypeError("this method runs a model on data=, and these are tensors without one")
@@ -99,7 +103,7 @@ def _positions(batch: Any) -> Tensor | None:
 
 @dataclass
 class _Walk:
-    """Goes through the blocks of a model. `errors` are those of the solutions of the present block."""
+    """Goes through the blocks of a model. `errors` and `tokens` are those of the present block."""
 
     model: nn.Module
     found: Sequence[Target]
@@ -108,6 +112,8 @@ class _Walk:
     changes: _Changes
     notes: dict[str, str]
     errors: list[float | None] = field(default_factory=list)
+    tokens: int = 0
+    _summary: str = ""
 
     def __post_init__(self) -> None:
         self.valid = [_positions(batch) for batch in self.batches]
@@ -121,31 +127,27 @@ class _Walk:
         chain = Chain.of(self.model, inner, self.batches)
         feeds = None if chain is None else (chain.feed(), chain.feed())
         names = {id(module): name for name, module in self.model.named_modules()}
-        progress = Progress("block by block", len(blocks))
-        for i, block in enumerate(blocks):
-            own, begin = [by_name[name] for name in block.names], time.monotonic()
-            name = names[id(block.module)] or "outside of blocks"
-            progress(f"{name}{self._summary}")
-            calls, dense_calls = self._calls(block.module, i, feeds)
-            part = _Block(self, name, block.module, own, calls, dense_calls)
-            self.errors, self._tokens = [], 0
-            yield from part.evidence()
-            if chain is not None and feeds is not None and i in chain.last_use:
-                feeds[0].put(i, part.outputs(part.pruned))
-                if part.dense is not None:
-                    feeds[1].put(i, part.outputs(part.dense))
-            left = (time.monotonic() - begin) * (len(blocks) - i - 1)
-            self._summary = self._report(time.monotonic() - begin, left)
+        with Progress("block by block", len(blocks)) as progress:
+            for i, block in enumerate(blocks):
+                name = names[id(block.module)] or "outside of blocks"
+                progress(name + self._summary)
+                begin, self.errors, self.tokens = time.monotonic(), [], 0
+                own = [by_name[name] for name in block.names]
+                part = _Block(self, name, block.module, own, *self._calls(block.module, i, feeds))
+                yield from part.evidence()
+                if chain is not None and feeds is not None and i in chain.last_use:
+                    feeds[0].put(i, part.outputs(part.pruned))
+                    if part.dense is not None:
+                        feeds[1].put(i, part.outputs(part.dense))
+                self._report(name, time.monotonic() - begin, len(blocks) - i - 1)
 
-    _summary: str = ""
-    _tokens: int = 0
-
-    def _report(self, seconds: float, left: float) -> str:
-        """What is known about the block that was just solved, for the progress line of the next."""
+    def _report(self, name: str, seconds: float, left: int) -> None:
+        """Logs what is known about a block that was solved, and keeps it for the progress line of the next."""
         errors = [error for error in self.errors if error is not None]
         mean = f"error {sum(errors) / len(errors):.3g}, " if errors else ""
-        took, rest = format_seconds(seconds), format_seconds(left)
-        return f" (last block: {mean}{self._tokens:,} tokens, {took}; {rest} left)"
+        summary = f"{mean}{self.tokens:,} tokens, {format_seconds(seconds)}"
+        _log.info("solved %s: %s; %s left", name, summary, format_seconds(seconds * left))
+        self._summary = f" (last block: {summary})"
 
     def _calls(self, module: nn.Module, i: int, feeds: tuple[Feed, Feed] | None) -> tuple[list[Call], list[Call] | None]:
         """The calls of a block, in the model as it is now and in the dense one."""
@@ -217,7 +219,7 @@ class _Block:
         for name in moments.unplaced:
             self.walk.notes[name] = "padding could not be left out: its inputs have no axes for batch and position"
         table = moments.table()
-        self.walk._tokens = max([self.walk._tokens, *(table[target.name]["tokens"] for target in leading)])
+        self.walk.tokens = max([self.walk.tokens, *(table[target.name]["tokens"] for target in leading)])
         found: Evidence = {}
         for name, leader in stage.leaders.items():
             found[name] = {kind: value for kind, value in table[leader].items() if kind != "residual"}

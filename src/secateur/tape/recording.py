@@ -106,10 +106,11 @@ def record(module: nn.Module, call: Call, targets: Sequence[Target]) -> Tape | N
         floats = [t for t in tensors_of((args, kwargs)) if t.is_floating_point()]
         note(target, floats[0] if floats else None, None)
 
-    def returned(target: Target, output: Any) -> None:
+    def returned(target: Target, groups: slice, output: Tensor) -> Tensor:
         with run.aside():
-            if isinstance(output, Tensor) and (made := run.seen(output)):
+            if made := run.seen(output):
                 run.new.returned.setdefault(target.name, []).append(made)
+        return output
 
     args, kwargs = run.arguments()
     run.new.born = {made.memory: -1 for made in run.state.made if made is not None}
@@ -117,7 +118,7 @@ def record(module: nn.Module, call: Call, targets: Sequence[Target]) -> Tape | N
         if made is not None:
             run.new.where.setdefault(made, (-1, place))
     try:
-        with listen(targets, called, lambda t, groups, x: note(t, x, groups), before=True, returned=returned):
+        with listen(targets, called, lambda t, groups, x: note(t, x, groups), returned, before=True):
             with on_batch(module, args, kwargs), run:
                 output = module(*args, **kwargs)
             for tensor in tensors_of(output):
