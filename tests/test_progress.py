@@ -230,7 +230,7 @@ def test_a_terminal_shows_nothing_when_progress_is_off():
 
 
 def test_rich_is_imported_only_to_draw_a_bar():
-    code = "import sys, secateur; secateur.progress.Progress('a').close(); print('rich' in sys.modules)"
+    code = "import sys; from secateur.progress import Progress; Progress('a').close(); print('rich' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
