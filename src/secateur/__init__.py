@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .pruner import Pruner
     from .pruning import prune_
     from .recipes import Recipe
+    from .reorder import reorder_
     from .schedules import Schedule, cosine, cubic, exponential, join, linear, one_shot
     from .summaries import summary
     from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
@@ -87,6 +88,7 @@ __all__ = [
     "prune_",
     "random",
     "reconstruction",
+    "reorder_",
     "ria",
     "save",
     "set_progress",
@@ -117,6 +119,7 @@ _HOMES = {
     "pruner": "Pruner",
     "pruning": "prune_",
     "recipes": "Recipe",
+    "reorder": "reorder_",
     "schedules": "Schedule cosine cubic exponential join linear one_shot",
     "summaries": "summary",
     "surgery": "activation_variance bn_scale fpgm reconstruction shrink shrink_",
