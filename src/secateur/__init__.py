@@ -41,6 +41,7 @@ from .targeting import targets
 if TYPE_CHECKING:
     from .execute import bench, compress_, decompress_
     from .io import dense_state_dict, load, save
+    from .reports import report
     from .summaries import summary
     from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
 
@@ -85,6 +86,7 @@ __all__ = [
     "prune_",
     "random",
     "reconstruction",
+    "report",
     "ria",
     "save",
     "shrink",
@@ -105,6 +107,7 @@ _LATER = {
     **dict.fromkeys(("save", "load", "dense_state_dict"), "io"),
     **dict.fromkeys(("compress_", "decompress_", "bench"), "execute"),
     "summary": "summaries",
+    "report": "reports",
 }
 _MOVED = {"input_first": "secateur.layers.input_first"}
 

@@ -23,7 +23,7 @@ from ._hints import hints
 from ._layers import features_axis, input_size
 from ._tree import nearest
 from .blocks import repeated_blocks
-from .display import Table
+from .display import Reported, Table
 from .methods import METHODS, Gate, Measured, Probe, Seen, greedy_sparsities, mean, ratio, squares
 from .stats import as_it_was, check_evidence, on_batch, split_batch
 from .targeting import Globs, globs_of
@@ -75,7 +75,7 @@ def gate_(
 
 
 @dataclass
-class Gates:
+class Gates(Reported):
     """The gates of a model. `print` shows a table, `measured` runs them on data, `undo_` removes them.
 
     `skipped` maps the layers that got no gate to the reason.
