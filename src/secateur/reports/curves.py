@@ -11,7 +11,7 @@ from .charts import short
 from .document import Line, Sweep, wilson
 from .words import percent, shorter
 
-_FEW = 4  # so many lines are told apart by dash and marker; of more, those that fall furthest are named
+_FEW = 4  # so many lines are told apart by dash and marker; of more, those that change most are named
 _NAMED = 3
 _SPOKEN = 12  # lines whose figures a screen reader reads
 
@@ -72,7 +72,7 @@ def curve(sweep: Sweep) -> Curve:
     axes = Axes(lambda share: 100 * share / end, up, sweep.unit)
     few = len(sweep.lines) <= _FEW
     lines = [_drawn(line, f"k{i + 1}" if few else "k5", axes, sweep.chosen) for i, line in enumerate(sweep.lines)]
-    named = lines if few else sorted(lines, key=lambda line: line.y)[:_NAMED]
+    named = lines if few else sorted(lines, key=_change, reverse=True)[:_NAMED]
     _spread(named)
     for line in lines:
         line.label = line.label if line in named else ""
@@ -119,6 +119,11 @@ def _drawn(line: Line, style: str, axes: Axes, chosen: float | None) -> Drawn:
     # The label stands at the last point that is not at the bottom, where all lines end.
     last = next((dot for dot in reversed(dots) if dot.y > 8), dots[-1] if dots else Dot(0.0, 0.0, ""))
     return Drawn(shorter(line.label, 24), style, path, dots, last.x, last.y)
+
+
+def _change(line: Drawn) -> float:
+    """How far apart the first and the last point lie."""
+    return abs(line.dots[-1].y - line.dots[0].y) if line.dots else 0.0
 
 
 def _spread(lines: Iterable[Drawn]) -> None:

@@ -345,7 +345,10 @@ def _no_loss(document: Document) -> Note | None:
         return None
     if max(a.low or 0.0, z.low or 0.0) > min(a.high or 0.0, z.high or 0.0):
         return None
-    return Note(f"No measurable loss of {z.name}.", "The 95 % intervals before and after overlap; more test samples would make them narrower.")
+    return Note(
+        f"No measurable loss of {z.name}.",
+        "The 95 % intervals before and after overlap; more test samples would make them narrower.",
+    )
 
 
 def _are(count: int, noun: str) -> str:
