@@ -9,6 +9,7 @@ from . import (
     torch_ops,  # noqa: F401 - registers torch.ops.secateur, which exported programs call
 )
 from ._tree import nearest
+from ._version import __version__ as __version__
 from .activations import Gates, gate_
 from .budgets import erk, owl, uniform
 from .criteria import (
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from .io import dense_state_dict, load, save
     from .summaries import summary
     from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Criterion",

@@ -8,12 +8,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
 
 import safetensors
 import torch
 
+from .._version import __version__
 from ..edit import Attribute, Cuts, Step
 from .files import DTYPES, BadFile, Tensors, Written, counts, names_of, read_json
 from .packed import BITMASK, PARTS, SHAPE, VALUES
@@ -326,14 +326,7 @@ def about(model: Any, recipe: str | None, steps: Sequence[Step]) -> dict[str, An
     """The origin of a file: the class of the model, the recipe, what was done to it, the versions of the libraries."""
     versions = {"torch": str(torch.__version__), "safetensors": safetensors.__version__}  # with the build, such as +cu132
     done = [list(step) for step in steps]
-    return {"model": type(model).__name__, "recipe": recipe, "history": done, "secateur": _version("secateur"), **versions}
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # a copy of the source that was never installed
-        return "unknown"
+    return {"model": type(model).__name__, "recipe": recipe, "history": done, "secateur": __version__, **versions}
 
 
 def shapes_of(manifest: Manifest) -> Mapping[str, tuple[int, ...]]:
