@@ -52,6 +52,8 @@ def gate_(
 ) -> Gates:
     """Zeroes the smallest inputs of the layers that `at` names, a fraction `sparsity` of them, and returns the gates.
 
+    Half of the inputs are zeroed if `sparsity` is left out; the printed result states it.
+
     `at` is a glob over module names ("*.mlp.down_proj"), or several. A glob matches layers that own a weight matrix or kernel,
     a plain name any module whose first input is a float tensor. By default: all such layers in the model's repeated blocks.
 
@@ -112,8 +114,13 @@ class Gates:
         """Plain numbers and masks, which `torch.load(weights_only=True)` can read and `Gates.load` attaches."""
         return {name: {k: v for k, v in asdict(gate).items() if k != "name"} for name, gate in self.gates.items()}
 
-    def undo_(self) -> None:
-        """Removes the gates, wherever in the model their layers are by now. The model is then as it was."""
+    def undo_(self, model: nn.Module | None = None) -> None:
+        """Removes the gates, wherever in the model their layers are by now. The model is then as it was.
+
+        `model` may be left out, as in the `undo_` of every result.
+        """
+        if model is not None and model is not self.model:
+            raise ValueError("these gates belong to another model; sc.Gates.of(model) are those of a copy")
         own = set(map(id, self.gates.values()))
         for module in self.model.modules():
             for key in [key for key, hook in module._forward_pre_hooks.items() if id(hook) in own]:
@@ -182,12 +189,14 @@ class Gates:
         held = f"these layers hold {gated:,} of the {every:,} weights in the model's matrices ({gated / max(every, 1):.1%})"
         if gated > every:  # compressed layers keep theirs in other forms
             held = f"these layers hold {gated:,} weights"
+        methods = ", ".join(dict.fromkeys(gate.method for gate in self.gates.values()))
         return Table(
             ("layer", "method", "features", "stays", "asked", "calibrated"),
             [row(gate) for gate in self.gates.values()],
             [("in all, by weights", "", "", "", share(whole["sparsity"]), share(whole["calibrated"]))],
             right=range(2, 6),
-            notes=[held, *(f"left alone: {name}, which {why}" for name, why in self.skipped.items())],
+            title=f"gates ({methods}) that zero {share(whole['sparsity'])} of the inputs, by weights",
+            notes=[held, *(f"skipped: {name}, which {why}" for name, why in self.skipped.items())],
         )
 
     def __str__(self) -> str:

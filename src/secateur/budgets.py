@@ -57,6 +57,9 @@ def owl(strength: float = 0.08, outlier: float = 5.0) -> Spread:
     return spread
 
 
+NAMED_SPREADS: dict[str, Spread] = {"uniform": uniform, "erk": erk, "owl": owl()}
+
+
 def hold(
     shares: Mapping[str, float], pruned: Mapping[str, float], sizes: Mapping[str, int], sparsity: float
 ) -> dict[str, float]:

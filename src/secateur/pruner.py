@@ -69,7 +69,7 @@ class Pruner:
         types: Sequence[type[nn.Module]] | None = None,
         data: Iterable[Any] | None = None,
         loss: Loss | None = None,
-        spread: Spread | Mapping[str, Number] | None = None,
+        spread: Spread | Mapping[str, Number] | str | None = None,
         method: Method | str | None = None,
         floor: float = 0.0,
         grow: Criterion | Callable[..., Tensor] | str | None = None,

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ._dist import Comm
 from ._tree import nearest
-from .budgets import Spread, cap, hold, owl, uniform
+from .budgets import NAMED_SPREADS, Spread, cap, hold, owl, uniform
 from .criteria import Criterion, criterion, magnitude
-from .methods import Amount, Method, as_method, drop_and_grow
+from .methods import Amount, Method, as_method, check_needs, drop_and_grow
 from .patterns import Pattern
 from .schedules import AnySchedule, Number, as_schedule
 from .scores import Scores
@@ -41,7 +41,7 @@ class Recipe:
         scope: str | None,
         sparsity: Number | None,
         count: int | None,
-        spread: Spread | Mapping[str, Number] | None,
+        spread: Spread | Mapping[str, Number] | str | None,
         method: Method | str | None = None,
         floor: float = 0.0,
     ) -> Recipe:
@@ -65,6 +65,7 @@ class Recipe:
                 'pattern "out" with scope="row": each row is one unit, with nothing to compete with; use scope="tensor"'
             )
         how = as_method(method)
+        check_needs(how)
         by = criterion(by)
         if by != magnitude and not how.ranks and scope != "global" and not callable(spread):
             raise ValueError(
@@ -198,7 +199,7 @@ def check_ste(recipe: Recipe, ste: bool, every: int) -> None:
 
 
 def _checked_spread(
-    spread: Spread | Mapping[str, Number] | None, scope: str | None, count: int | None
+    spread: Spread | Mapping[str, Number] | str | None, scope: str | None, count: int | None
 ) -> Spread | Mapping[str, Number] | None:
     """The spread, with functions of the step as schedules. Raises where it is none, or where something else decides."""
     if spread is None:
@@ -206,12 +207,19 @@ def _checked_spread(
     if scope == "global" or count is not None:
         rival = 'scope="global"' if scope == "global" else "count="
         raise ValueError(f"spread= gives each tensor its own sparsity, and {rival} decides that too; drop one of them")
+    if isinstance(spread, str):
+        if spread not in NAMED_SPREADS:
+            known = ", ".join(map(repr, NAMED_SPREADS))
+            raise ValueError(f"spread={spread!r} is not one of {known}.{nearest(spread, NAMED_SPREADS)}")
+        return NAMED_SPREADS[spread]
     if spread is owl:
         raise TypeError("spread=sc.owl is made by calling it: spread=sc.owl()")
     if isinstance(spread, Mapping):
         return {name: _fraction(f"spread[{name!r}]", share) for name, share in spread.items()}
     if not callable(spread):
-        raise TypeError(f"spread= is sc.uniform, sc.erk, sc.owl() or a mapping of name to sparsity, not {spread!r}")
+        raise TypeError(
+            f"spread= is sc.uniform, sc.erk, sc.owl(), one of their names, or a mapping of name to sparsity, not {spread!r}"
+        )
     return spread
 
 

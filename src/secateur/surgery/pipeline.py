@@ -38,9 +38,10 @@ from .budget import Baseline, Budget, Reached
 from .caches import CacheSlot, empty_caches_, without_caches
 from .calibrate import UnitCriterion, reestimate_, refit_, unit_scores
 from .depth import RemovedBlocks, remove_blocks
+from .exact import units_along
 from .leftovers import drop_leftovers_
 from .masked import CutModel, make
-from .names import check_globs, check_ratios, excluded, names_of, renamed
+from .names import check_globs, check_ratios, excluded, first_member, names_of, renamed
 from .optimizers import cut_pruners, dropped, follow_, move_pruners_, sliced_state
 from .request import AnyCriterion, ShrinkOptions, ShrinkRequest, check_model, check_request
 from .result import GroupCut, Shrunk
@@ -327,7 +328,7 @@ def _plan(
         if worst is not None:
             reasons |= {g: f"is cut together with {names[worst]}, which is not" for g in together if g not in made.reasons}
     groups = [
-        GroupCut(names[g], g.size, n, reasons.get(g), tuple(dict.fromkeys(m.tensor for m in g.members)))
+        GroupCut(names[g], g.size, n, reasons.get(g), tuple(dict.fromkeys(m.tensor for m in g.members)), _entries(traced, g))
         for g, n in choice.counts.items()
     ]
     unknown = undetermined(traced, {atom: choice.counts[g] for atom, g in fewer.items()})
@@ -336,6 +337,13 @@ def _plan(
     moved = {names[g]: why for g, why in choice.moved.items()}
     recipe = request.recipe(reached.measured)
     return Shrunk(recipe, groups, skipped, moved, made.cuts, reached.totals, made.small, whole, inputs, reached.note)
+
+
+def _entries(traced: Trace, group: Group) -> int:
+    """How many entries of the axis after which a group is named belong to one unit: the rows of a head, for instance."""
+    first = first_member(group)
+    found = units_along(traced.dims[first.tensor][first.dim], group.atom)
+    return sum(int((along >= 0).sum()) for along in found) // group.size
 
 
 def _add_blocks(plan: Shrunk, blocks: RemovedBlocks, request: ShrinkRequest) -> None:
