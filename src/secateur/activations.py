@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from ._hints import hints
 from ._layers import features_axis, input_size
-from ._tree import nearest
+from ._tree import bare_name, nearest
 from .blocks import repeated_blocks
 from .display import Table
 from .methods import METHODS, Gate, Measured, Probe, Seen, greedy_sparsities, mean, ratio, squares
-from .stats import as_it_was, check_evidence, on_batch, split_batch
+from .stats import as_it_was, check_evidence, on_batch, split_batch, warn_of_unused_input
 from .targeting import Globs, globs_of
 
 SPREADS = ("uniform", "greedy")
@@ -253,7 +253,8 @@ def _layers(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
         found = {first[id(module)]: module for name, module in matrices if name in inside or not inside}
     for glob in globs:
         plain = not set(glob) & set("*?[")
-        hits = {first[id(m)]: m for name, m in (named if plain else matrices) if name and fnmatchcase(name, glob)}
+        known = named if plain else matrices
+        hits = {first[id(m)]: m for n, m in known if n and (fnmatchcase(n, glob) or fnmatchcase(bare_name(n), glob))}
         if not hits:
             what = "module" if plain else "layer with a weight"
             raise ValueError(f"at={glob!r} matches no {what} of the model.{_hint(glob, [name for name, _ in matrices])}")
@@ -330,6 +331,8 @@ def _calibrated(
         handles = [model.get_submodule(name).register_forward_pre_hook(seen[name], with_kwargs=True) for name in gates]
         try:
             for batch in data:
+                if not batches:
+                    warn_of_unused_input(model, batch)
                 args, kwargs, _ = split_batch(batch)
                 with on_batch(model, args, kwargs, unchanged=(TypeError, ValueError)):  # those of the gates themselves
                     model(*args, **kwargs)

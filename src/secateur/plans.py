@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, solve_
 from .patterns import Pattern
 from .recipe import Recipe
 from .schedules import Number
-from .stats import Loss, TensorEvidence, check_evidence, collect
+from .stats import Loss, TensorEvidence, check_evidence, collect, frames_inside
 from .stats import Table as EvidenceTable
 from .targeting import Globs, Target, targets
 
@@ -286,16 +285,8 @@ def _warn_of_collapse(made: Plan, asked: Set[str], previous: Masks | None) -> No
         warnings.warn(
             f"nothing is left of {shown}, so the outputs of such a layer no longer depend on its inputs; pass floor= (0.01 "
             "keeps at least 1 % of every tensor), exclude it, or prune less",
-            stacklevel=_frames_inside(),
+            stacklevel=frames_inside(),
         )
-
-
-def _frames_inside() -> int:
-    """The `stacklevel` with which a warning of the caller points at the code that called this package."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __name__.partition(".")[0]:
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _check_sharded(recipe: Recipe, found: Sequence[Target], comm: Comm) -> None:

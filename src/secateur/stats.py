@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import sys
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -167,6 +169,29 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     raise TypeError(f"a batch is a tensor, a mapping or a pair (inputs, target), not {type(batch).__name__}")
 
 
+def warn_of_unused_input(model: nn.Module, batch: Any) -> None:
+    """Warns where the second element of a pair may be an input that is taken for a target, and no loss uses targets."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2 or not all(isinstance(each, Tensor) for each in batch):
+        return
+    first, second = batch
+    taken = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if second.ndim >= 2 and first.shape[:2] == second.shape[:2] and len(taken) >= 2:
+        warnings.warn(
+            f"a batch of data= is a pair, so its second element is taken for a target and is not passed to the model, and "
+            f"{type(model).__name__} also takes {taken[1]!r}. If it is an input, pass mappings "
+            f"({{{taken[0]!r}: ..., {taken[1]!r}: ...}}); if it is a target, leave it out, because nothing uses it here",
+            stacklevel=frames_inside(),
+        )
+
+
+def frames_inside() -> int:
+    """The `stacklevel` with which a warning of the caller points at the code that called this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __name__.partition(".")[0]:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 @contextlib.contextmanager
 def on_batch(
     model: nn.Module,
@@ -233,6 +258,8 @@ def _one_pass(
         stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
         for batch in data:
             batches += 1
+            if batches == 1 and loss is None:
+                warn_of_unused_input(model, batch)
             args, kwargs, target_value = split_batch(batch)
             listening.set()
             with on_batch(model, args, kwargs):

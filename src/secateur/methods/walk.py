@@ -17,7 +17,7 @@ from .._tree import Loose
 from ..blocks import repeated_blocks
 from ..display import Progress
 from ..moments import Moments
-from ..stats import as_it_was
+from ..stats import as_it_was, warn_of_unused_input
 from ..stream import Replay, record, stream
 from ..targeting import Target
 from .seam import Solution
@@ -37,6 +37,7 @@ def solve_all(
         raise TypeError("this method runs a model on data=, and these are tensors without one")
     if not (batches := list(data)):
         raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
+    warn_of_unused_input(model, batches[0])
     solutions: dict[str, Solution] = {}
     with torch.inference_mode(False), torch.no_grad(), as_it_was(model), _Changes() as changes:
         for part, table in _evidence(model, found, needs & STREAMED, batches, changes):

@@ -32,7 +32,7 @@ from ..edit import (
     split_inputs,
     without,
 )
-from ..stats import Loss, split_batch
+from ..stats import Loss, split_batch, warn_of_unused_input
 from ..trace import Trace, trace, undetermined
 from .budget import Baseline, Budget, Reached
 from .caches import CacheSlot, empty_caches_, without_caches
@@ -190,6 +190,8 @@ class _Done(NamedTuple):
 def _shrunk(model: nn.Module, example_inputs: Any, request: ShrinkRequest, rng: RngGuard) -> _Done:
     check_model(model)
     request, inputs = check_request(request), split_inputs(example_inputs)
+    if isinstance(request.data, list) and request.loss is None:
+        warn_of_unused_input(model, request.data[0])
     with without_caches(model, inputs) as caches:
         traced = trace(model, *inputs)
         check_globs(traced, "exclude", request.exclude)
