@@ -103,7 +103,14 @@ class Moments:
         if unseen := [name for name, sums in self._sums.items() if not all(one.parts for one in sums.values())]:
             raise ValueError(f"{unseen[0]!r} saw no input while the data ran through; exclude it, or use another method")
         sums, self._sums = self._sums, {}
-        return {name: {kind: one.total() for kind, one in own.items()} for name, own in sums.items()}
+        table = {name: {kind: one.total() for kind, one in own.items()} for name, own in sums.items()}
+        for name, own in table.items():
+            if not all(bool(total.isfinite().all()) for total in own.values()):
+                raise ValueError(
+                    f"the inputs of {name!r} are NaN, infinite, or so large that their squares overflow; look at the data, and "
+                    "at the outputs of the layer before it"
+                )
+        return table
 
     def _called(self, target: Target, attribute: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._add(target, slice(None), self._read(module, attribute, target, args, kwargs))

@@ -72,9 +72,17 @@ class TensorEvidence:
 
 
 def collect(
-    model: nn.Module, targets: Sequence[Target], needs: Iterable[str], data: Iterable[Any] | None, loss: Loss | None
+    model: nn.Module,
+    targets: Sequence[Target],
+    needs: Iterable[str],
+    data: Iterable[Any] | None,
+    loss: Loss | None,
+    *,
+    unread: bool = False,
 ) -> Table:
     """Collects evidence as a table: target name, then kind of evidence, then a matrix.
+
+    A target that no input is multiplied with has no input norm. That raises, or with `unread` its entry has none.
 
     A batch of `data` is a tensor (`model(batch)`), a mapping (`model(**batch)`) or a pair (inputs, target); `loss` is called
     with the model's output and the target, or the batch itself when it is not a pair. Gradients are averaged over batches.
@@ -101,7 +109,7 @@ def collect(
             _linearised(model, targets, batch, table)
             data = itertools.chain([batch], data)
         if needs - {"linear_grad"}:
-            _one_pass(model, targets, needs, data, loss, table)
+            _one_pass(model, targets, needs, data, loss, table, unread)
     return table
 
 
@@ -243,6 +251,7 @@ def _one_pass(
     data: Iterable[Any],
     loss: Loss | None,
     table: Table,
+    unread: bool,
 ) -> None:
     gradients = needs & {"grad", "grad_square"}
     parameters = [target.tensor for target in targets]
@@ -279,7 +288,7 @@ def _one_pass(
     if not batches:
         raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
     for target in targets:
-        _finish(target, needs, batches, table[target.name])
+        _finish(target, needs, batches, table[target.name], unread)
 
 
 @contextlib.contextmanager
@@ -320,14 +329,14 @@ def add_gradient(target: Target, gradient: Tensor, kinds: Iterable[str], entry: 
             entry[kind] = entry[kind].add_(value) if kind in entry else value.clone()
 
 
-def _finish(target: Target, needs: frozenset[str], batches: int, entry: dict[str, Tensor]) -> None:
+def _finish(target: Target, needs: frozenset[str], batches: int, entry: dict[str, Tensor], unread: bool) -> None:
     """Turns the sums of a target into means and norms."""
     for kind in needs & {"grad", "grad_square"}:
         entry[kind] /= batches
-    if "input_norm" in needs:
-        if "input_norm" not in entry:
-            raise ValueError(f"{target.name!r} saw no input while the data ran through; exclude it, or use another criterion")
+    if "input_norm" in entry:
         entry["input_norm"] = entry["input_norm"].sqrt_()
+    elif "input_norm" in needs and not unread:
+        raise ValueError(f"{target.name!r} saw no input while the data ran through; exclude it, or use another criterion")
 
 
 @dataclass

@@ -133,9 +133,8 @@ def _under(slot: Slot, globs: Sequence[str]) -> bool:
     """Whether a glob matches the slot or one of the modules that contain it."""
     if not globs:
         return False
-    parents = {
-        ".".join(parts[:n]) for name in _with_bare(slot.name, *slot.also) for parts in [name.split(".")] for n in range(1, len(parts))
-    }
+    names = [name.split(".") for name in _with_bare(slot.name, *slot.also)]
+    parents = {".".join(parts[:n]) for parts in names for n in range(1, len(parts))}
     return _matches(slot, globs) or any(fnmatchcase(parent, glob) for glob in globs for parent in parents)
 
 

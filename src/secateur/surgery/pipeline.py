@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .._hints import hints, unknown_argument
-from ..axes import Group
+from ..axes import Group, atoms
 from ..criteria import magnitude
 from ..edit import (
     Cuts,
@@ -33,9 +33,9 @@ from ..edit import (
     without,
 )
 from ..stats import Loss, split_batch, warn_of_unused_input
-from ..trace import Trace, trace, undetermined
+from ..trace import GIVEN, Trace, trace, undetermined
 from .budget import Baseline, Budget, Reached
-from .caches import CacheSlot, empty_caches_, without_caches
+from .caches import CacheSlot, counters, empty_caches_, without_caches
 from .calibrate import UnitCriterion, reestimate_, refit_, unit_scores
 from .depth import RemovedBlocks, remove_blocks
 from .exact import units_along
@@ -253,12 +253,16 @@ def _cut_units(
     baseline = Baseline(whole, params_of(whole), flops, units / max(1, sum(g.size for g in groups)))
     budget = _budget(sizes, inputs, baseline, drop, request)
     budget.check_baseline()
+    counting = counters(model, inputs, traced.record.counters)
     while True:
         if not scores:
             raise ValueError(_nothing_left(traced, left))
         choice = budget.choose(scores)
         keep = keep_of(scores, choice.counts)
         made = make(model, traced, keep, bias=request.bias)
+        if counting:
+            why = f"every run changes {', '.join(counting)}, so later runs may compute something else than the traced one"
+            made.reasons.update({g: why for g in scores if g.atom in keep and g not in made.reasons})
         inexact = [g for g in scores if g in made.reasons] if request.exact_only else []
         if inexact:
             left |= {g: f"exact_only: {made.reasons[g]}" for g in inexact}
@@ -336,9 +340,33 @@ def _plan(
     unknown = undetermined(traced, {atom: choice.counts[g] for atom, g in fewer.items()})
     skipped = {**{names[g]: why for g, why in left.items()}, **traced.skipped}
     skipped |= dict.fromkeys(unknown, "a number that the traced run did not read; its new value is not known")
+    skipped |= _outside_config(whole, made.cuts)
     moved = {names[g]: why for g, why in choice.moved.items()}
+    note = "; ".join(part for part in (reached.note, _sizes_in_formulas(traced) if made.folded else "") if part)
     recipe = request.recipe(reached.measured)
-    return Shrunk(recipe, groups, skipped, moved, made.cuts, reached.totals, made.small, whole, inputs, reached.note)
+    return Shrunk(recipe, groups, skipped, moved, made.cuts, reached.totals, made.small, whole, inputs, note)
+
+
+def _sizes_in_formulas(traced: Trace) -> str:
+    """A note on sizes of the inputs that the model computes with: constants are folded for those of the example inputs."""
+    found = {
+        f"{e.size} ({use.how} in {use.module or 'the model'})": None
+        for use in traced.formula_uses
+        for e in traced.axes_in(use.source)
+        if any(atom.frozen == GIVEN for atom in atoms(e))
+    }
+    shown = ", ".join(list(found)[:4]) + (" and others" if len(found) > 4 else "")
+    return f"exact for inputs of this size: the model computes with the sizes {shown}" if found else ""
+
+
+def _outside_config(model: nn.Module, cuts: Cuts) -> dict[str, str]:
+    """A note on numbers of layers that no number of the model's config gives, so that a model built from it has others."""
+    folded = [a for a in cuts.attributes if type(a.new) is float]
+    if not folded or not hasattr(getattr(model, "config", None), "to_dict"):
+        return {}
+    told = {a.new for a in folded if a.path.partition(".")[0] == "config"}
+    why = "the cut changed it and no number of the config gives it: save with sc.save, because save_pretrained would lose it"
+    return {f"{a.path}.{a.name}": why for a in folded if a.new not in told}
 
 
 def _entries(traced: Trace, group: Group) -> int:

@@ -35,7 +35,8 @@ class Shrunk:
 
     `groups`: one entry for each group that may be cut. `skipped`: what was left whole, and why. `moved`: groups that keep
     another number of units than their scores give them, and why. `cuts`: the cut as plain data. `totals`: sizes before and
-    after. `note`: what was reached, where whole units cannot meet the target. `errors`: the errors that `verify` measured.
+    after. `note`: what was reached, where whole units cannot meet the target, and the sizes of the inputs for which alone the
+    cut is exact. `errors`: the errors that `verify` measured.
     """
 
     recipe: str

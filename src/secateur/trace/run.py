@@ -153,10 +153,13 @@ def _run(
             enter(script_functions(tracer))
             enter(tracer)
             enter(SizeUseMode(tracer))
+            spaces = {name: dict(vars(module)) for name, module in model.named_modules()}
             result = model(*given, **named)
             after = states(model)
             held = owned_tensors(model)
-            tracer.record.changed |= {info.number for key, info in tracer.owned.items() if key not in held}
+            tracer.record.dropped = {info.number for key, info in tracer.owned.items() if key not in held}
+            tracer.record.changed |= tracer.record.dropped
+            tracer.record.counters = _changed_numbers(model, spaces)
             stack.pop_all().close()
         tracer.record.replaced = _replaced_states(tracer, states(model), after)
         _record_outputs(tracer, result, outputs)
@@ -164,6 +167,18 @@ def _run(
         journal.open = False
     buffers = {name for name, tensor in standing.owned.values() if not isinstance(tensor, nn.Parameter)}
     return _finish(model, tracer, journal, buffers, fake)
+
+
+def _changed_numbers(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The names of numbers that a run changed. Compares them as plain numbers, which records no comparison of sizes."""
+    found = []
+    for path, module in model.named_modules():
+        for name, new in vars(module).items():
+            old = before.get(path, {}).get(name)
+            numbers = isinstance(new, int | float) and isinstance(old, int | float) and name != "training"
+            if numbers and new is not old and float.__ne__(float(new), float(old)):
+                found.append(f"{path}.{name}".removeprefix("."))
+    return found
 
 
 def _copied_buffer(tensor: Tensor) -> Tensor:
