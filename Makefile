@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-oldest test-newest lint imports bench clean .venv
+.PHONY: demo docs test test-oldest test-newest lint imports bench clean .venv
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -26,6 +26,11 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyright
+
+# The site: site/index.html
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+	@echo site/index.html
 
 imports: $(STAMP)
 	$(BIN)/python tests/import_graph.py
@@ -56,5 +61,5 @@ TORCH_newest := 2.15.0
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest build dist out .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-oldest .venv-newest build dist out site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

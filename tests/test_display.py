@@ -1,11 +1,8 @@
-"""Tables, notes, progress lines and the clock that every result and every long run shares."""
-
-import itertools
+"""Tables, notes and the clock that every result shares."""
 
 import pytest
 
 from secateur.display import (
-    Progress,
     Table,
     Timing,
     after,
@@ -77,24 +74,6 @@ def test_notes_are_grouped_by_reason():
         "skipped, 5: one axis (a, b, c, d, ...)",
         "skipped, 1: excluded (f)",
     ]
-
-
-def test_progress_speaks_every_few_seconds_only(monkeypatch, capsys):
-    clock = itertools.chain([0.0, 4.0, 6.0, 7.0, 12.0], itertools.repeat(99.0))
-    monkeypatch.setattr("secateur.display.time.monotonic", lambda: next(clock))
-    report = Progress("refit", 4)
-    for layer in "abcd":
-        report(layer)
-    assert capsys.readouterr().err == "secateur: refit: b, 2 of 4 (6 s)\nsecateur: refit: d, 4 of 4 (12 s)\n"
-
-
-def test_progress_is_silent_when_told(monkeypatch, capsys):
-    clock = itertools.count(0.0, 100.0)
-    monkeypatch.setattr("secateur.display.time.monotonic", lambda: next(clock))
-    Progress("gates", quiet=True)("block 1")
-    assert capsys.readouterr().err == ""
-    Progress("gates")("block 1")
-    assert capsys.readouterr().err == "secateur: gates: block 1 (100 s)\n"
 
 
 def test_runs_take_turns_and_each_comes_first_equally_often():

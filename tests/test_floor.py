@@ -4,6 +4,7 @@ import copy
 import math
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -149,12 +150,10 @@ def test_a_schedule_that_ends_below_the_floor_is_refused_at_once():
         sc.Pruner(uneven(), sparsity=sc.cubic(0.9, end=100), floor=0.2)
 
 
-def test_the_first_snippet_of_the_readme_leaves_something_of_every_tensor():
-    """It pruned a head to 100 % without a word."""
-    from tests.test_readme import BLOCK, ROOT
-
-    text = BLOCK.search((ROOT / "README.md").read_text(encoding="utf-8"))[1]
-    space = {"model": uneven(), "print": lambda *_: None}
-    exec(text, space)
-    assert space["plan"].empty == []
-    assert space["plan"].metrics()["sparsity"] == pytest.approx(0.8, abs=0.001)
+def test_the_call_that_the_readme_shows_leaves_something_of_every_tensor():
+    """Without a floor, it pruned the head of this model to 100 %."""
+    call = 'sc.prune_(model, sparsity=0.8, scope="global", floor=0.01)'
+    assert f"`{call}`" in (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    plan = eval(call, {"sc": sc, "model": uneven()})
+    assert plan.empty == []
+    assert plan.metrics()["sparsity"] == pytest.approx(0.8, abs=0.001)

@@ -164,8 +164,9 @@ def test_metrics_are_plain_numbers():
     assert metrics["total"] == 72 + 160 + 30
     assert metrics["kept"] + metrics["pruned"] == metrics["total"]
     assert metrics["sparsity"] == pytest.approx(0.5)
-    assert metrics["layers"]["4.weight"] == {"kept": 80, "total": 160, "sparsity": 0.5}
+    assert metrics["sparsity/4.weight"] == 0.5
     assert metrics["skipped"] == 5
+    assert all(isinstance(value, int | float) for value in metrics.values())
 
 
 def test_a_plan_as_a_dict_is_json():

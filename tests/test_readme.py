@@ -1,8 +1,14 @@
 """What the pages promise is true: their code runs, their links lead somewhere, their tables say what happens."""
 
+import contextlib
 import copy
+import inspect
 import io
+import operator
+import os
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -13,7 +19,8 @@ from torch import nn
 import secateur as sc
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
+PAGES = [ROOT / "README.md", *OTHERS, *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://)([^)#]*)(?:#([^)]*))?\)")
 
@@ -24,7 +31,8 @@ def blocks() -> list:
         text = page.read_text(encoding="utf-8")
         for match in BLOCK.finditer(text):
             line = text[: match.start()].count("\n") + 2
-            found.append(pytest.param(page, line, match[1], id=f"{page.name}:{line}"))
+            if page.name != "README.md" or page.parent != ROOT:  # its example runs once, for several tests
+                found.append(pytest.param(page, line, match[1], id=f"{page.name}:{line}"))
     return found
 
 
@@ -66,6 +74,94 @@ def test_code_block_runs(page, line, code):
 
     source = "\n" * (line - 1) + code  # so that a failure names the line of the page
     exec(compile(source, str(page), "exec"), what_the_reader_has())
+
+
+# --- the README -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def example():
+    """The names that the README's example leaves behind, and the text that it printed."""
+    (code,) = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    names, printed = {}, io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "README.md", "exec"), names)
+    return names, printed.getvalue()
+
+
+def test_readme_example_prints_the_tables_that_the_readme_shows(example):
+    shown = re.search(r"^```text\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[1]
+
+    def outline(text):  # numbers differ between machines
+        return [re.sub(r"[\d.,]+|\b[µm]?s\b| {2,}|-{3,}", " ", line).split()[:3] for line in text.splitlines()]
+
+    known, seen = outline(shown), outline(example[1])
+    assert len(known) == len(seen)
+    for row, other in zip(known, seen, strict=True):
+        assert row[:1] == other[:1]
+
+
+def test_readme_example_keeps_most_of_the_accuracy(example):
+    before, after = (float(share) for share in re.findall(r"([\d.]+)% of 397 test images", example[1]))
+    assert before > 88
+    assert after > before - 5
+
+
+def wishes() -> list:
+    rows = re.findall(r"^\| ([^|]*) \| `((?:sc|from)[^|`]*)`", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) >= 15
+    return rows
+
+
+@pytest.mark.filterwarnings("ignore:pruning is not finished")
+@pytest.mark.parametrize(("wish", "code"), wishes())
+def test_readme_line_for_each_wish_runs(example, wish, code, tmp_path):
+    names, _ = example
+    model = copy.deepcopy(names["model"])
+    small, _ = sc.shrink(model, names["x"][:8], flops=0.5)
+    sc.prune_(small, sparsity=0.6)
+    optimizer = torch.optim.Adam([*model.parameters(), *small.parameters()])
+    space = {**names, "model": model, "small": small, "optimizer": optimizer}
+    space["build"] = lambda: copy.deepcopy(names["model"])
+    if code.startswith("sc.load"):
+        sc.save(small, tmp_path / "small")
+    exec(code.replace('"out/small"', repr(str(tmp_path / "small"))), space)
+
+
+def test_readme_pictures_exist():
+    for path in re.findall(r'(?:src|srcset)="([^"]+)"', (ROOT / "README.md").read_text(encoding="utf-8")):
+        assert (ROOT / path).exists(), path
+
+
+# --- the site -------------------------------------------------------------------------------------------------------
+
+
+def test_site_builds_without_a_warning(tmp_path):
+    """Covers links and anchors between pages, and that every reference names something that exists."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=quiet, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert (tmp_path / "index.html").exists()
+
+
+def test_every_page_is_in_the_navigation():
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = page.relative_to(ROOT / "docs").as_posix()
+        assert re.search(rf"(?:- |: ){re.escape(name)}$", text, re.MULTILINE), f"mkdocs.yml does not list {name}"
+
+
+def public_names() -> list[str]:
+    return [name for name in sc.__all__ if name != "methods"] + [f"methods.{name}" for name in dir(sc.methods)]
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_every_public_name_is_in_the_reference(name):
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").glob("*.md"))
+    assert f"::: secateur.{name}\n" in pages
+    value = operator.attrgetter(name)(sc)
+    assert isinstance(value, sc.Criterion) or inspect.getdoc(value)
 
 
 def test_every_page_with_code_is_found():
@@ -234,7 +330,7 @@ REASONS = {
 
 
 def cells() -> list:
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "docs" / "from-torch.md").read_text(encoding="utf-8").splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith("| of a pruned model |"))
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[begin:] if line.startswith("|")]
     header, body = rows[0], rows[2 : 2 + len(CLAIMS)]

@@ -129,7 +129,7 @@ def test_the_result_prints_counts_and_becomes_plain_data():
     assert lines[4].split() == ["3.weight", "32x64", "1,024", "2,048", "50.00%", "2:4"]
     assert lines[-1] == "1. prune: abs(weight), 2:4"
     assert found.metrics()["sparsity"] == 0.5
-    assert found.metrics()["layers"]["5.weight"] == {"zeros": 256, "total": 512, "sparsity": 0.5}
+    assert found.metrics()["sparsity/5.weight"] == 0.5
     data = json.loads(json.dumps(found.to_dict()))
     assert data["history"] == [["prune", "abs(weight), 2:4"]]
     assert data["layers"][1]["pattern"] == "2:4"

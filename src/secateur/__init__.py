@@ -1,49 +1,50 @@
 """Secateur: pruning for PyTorch. Score elements, fold them into units, let units compete in pools, keep what the budget
-allows, and store the result as masks outside the model."""
+allows, and store the result as masks outside the model.
+
+Every name is imported on first use, so `import secateur` is quick and imports no torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import (
-    methods,
-    torch_ops,  # noqa: F401 - registers torch.ops.secateur, which exported programs call
-)
-from ._tree import nearest
+from ._imports import after_import
 from ._version import __version__ as __version__
-from .activations import Gates, gate_
-from .budgets import erk, owl, uniform
-from .criteria import (
-    Criterion,
-    criterion,
-    fisher,
-    grad,
-    grad_square,
-    input_norm,
-    lamp,
-    linear_grad,
-    magnitude,
-    movement,
-    random,
-    ria,
-    snip,
-    synflow,
-    taylor,
-    wanda,
-    weight,
-)
-from .masks import Masks
-from .patterns import Pattern
-from .plans import Plan, plan
-from .pruner import Pruner
-from .pruning import prune_
-from .schedules import Schedule, cosine, cubic, exponential, join, linear, one_shot
-from .targeting import targets
 
 if TYPE_CHECKING:
+    from . import methods
+    from .activations import Gates, gate_
+    from .budgets import erk, owl, uniform
+    from .criteria import (
+        Criterion,
+        criterion,
+        fisher,
+        grad,
+        grad_square,
+        input_norm,
+        lamp,
+        linear_grad,
+        magnitude,
+        movement,
+        random,
+        ria,
+        snip,
+        synflow,
+        taylor,
+        wanda,
+        weight,
+    )
     from .execute import bench, compress_, decompress_
     from .io import dense_state_dict, load, save
+    from .masks import Masks
+    from .patterns import Pattern
+    from .plans import Plan, plan
+    from .progress import set_progress
+    from .pruner import Pruner
+    from .pruning import prune_
+    from .recipes import Recipe
+    from .schedules import Schedule, cosine, cubic, exponential, join, linear, one_shot
     from .summaries import summary
     from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
+    from .targeting import targets
 
 __all__ = [
     "Criterion",
@@ -52,6 +53,7 @@ __all__ = [
     "Pattern",
     "Plan",
     "Pruner",
+    "Recipe",
     "Schedule",
     "activation_variance",
     "bench",
@@ -86,6 +88,7 @@ __all__ = [
     "reconstruction",
     "ria",
     "save",
+    "set_progress",
     "shrink",
     "shrink_",
     "snip",
@@ -98,24 +101,46 @@ __all__ = [
     "weight",
 ]
 
-# These are imported on first use, because most programs that prune need none of them.
-_LATER = {
-    **dict.fromkeys(("shrink", "shrink_", "activation_variance", "bn_scale", "fpgm", "reconstruction"), "surgery"),
-    **dict.fromkeys(("save", "load", "dense_state_dict"), "io"),
-    **dict.fromkeys(("compress_", "decompress_", "bench"), "execute"),
-    "summary": "summaries",
+# The module that each name comes from.
+_HOMES = {
+    "activations": "Gates gate_",
+    "budgets": "erk owl uniform",
+    "criteria": "Criterion criterion fisher grad grad_square input_norm lamp linear_grad magnitude movement random ria snip "
+    "synflow taylor wanda weight",
+    "execute": "bench compress_ decompress_",
+    "io": "dense_state_dict load save",
+    "masks": "Masks",
+    "patterns": "Pattern",
+    "plans": "Plan plan",
+    "progress": "set_progress",
+    "pruner": "Pruner",
+    "pruning": "prune_",
+    "recipes": "Recipe",
+    "schedules": "Schedule cosine cubic exponential join linear one_shot",
+    "summaries": "summary",
+    "surgery": "activation_variance bn_scale fpgm reconstruction shrink shrink_",
+    "targeting": "targets",
 }
+_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
+_MODULES = ("layers", "methods", "ops")  # public modules
 _MOVED = {"input_first": "secateur.layers.input_first"}
+
+# torch.export.load looks for the operators of compressed layers without naming this package.
+after_import("torch", lambda: import_module(".torch_ops", __name__))
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        globals()[name] = getattr(import_module(f".{_LATER[name]}", __name__), name)
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
+    if name in _HOME:
+        globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
         return globals()[name]
     hint = f". It is now {_MOVED[name]}." if name in _MOVED else ""
     if f"{name}_" in __all__:
         hint = f". {name}_ changes the model in place." + (" plan only computes what it would do." if name == "prune" else "")
     elif not hint and not name.startswith("_"):
+        from ._tree import nearest
+
         hint = f".{nearest(name, __all__)}"
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 

@@ -6,8 +6,10 @@ sample, the few candidates near the threshold) goes through `Comm`.
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -59,6 +61,87 @@ def reshard_(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def refuse_flat(model: nn.Module) -> None:
+    """Raises for parameters that other libraries replaced by slices of a flat buffer, which have lost their rows."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for name, module in model.named_modules():
+        if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+            raise NotImplementedError(
+                f"{name or 'the model'!r} is wrapped in FullyShardedDataParallel (FSDP1), whose parameters are slices of flat "
+                "vectors, so that their rows and columns cannot be ranked. Shard it with torch.distributed.fsdp.fully_shard "
+                "(FSDP2) instead, or prune before wrapping."
+            )
+    if name := next((name for name, p in model.named_parameters() if hasattr(p, "ds_id")), None):
+        raise NotImplementedError(
+            f"{name!r} is a placeholder of DeepSpeed ZeRO-3, which holds slices of flat vectors. Shard the model with "
+            "torch.distributed.fsdp.fully_shard (FSDP2) instead, or prune before deepspeed.initialize."
+        )
+
+
+def refuse_stage(model: nn.Module) -> None:
+    """Raises for a stage of a pipeline, because a pool of all tensors would end at this process."""
+    pipelining = sys.modules.get("torch.distributed.pipelining.stage")
+    if pipelining is None or not dist.is_initialized():
+        return
+    stages = [stage for stage in _instances(pipelining._PipelineStageBase) if stage.num_stages > 1]
+    if any(model is stage.submod for stage in stages):
+        raise NotImplementedError(
+            "this model is one stage of a pipeline, and scope='global' would rank its weights apart from those of the other "
+            "stages. Prune the model before it is split into stages, or use scope='tensor'."
+        )
+
+
+def _instances(kind: type[Any]) -> list[Any]:
+    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
+
+
+def _replicas(model: nn.Module) -> dist.ProcessGroup | None:
+    """The group of a model in DistributedDataParallel: around it, in it, or the model itself. None if there is none."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    from torch.nn.parallel import DistributedDataParallel as Wrapper
+
+    found = next((module for module in model.modules() if isinstance(module, Wrapper)), None)
+    found = found or next((one for one in _instances(Wrapper) if "module" in one._modules and one.module is model), None)
+    return None if found is None else found.process_group
+
+
+def check_replicas(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
+    """Raises on every process unless all replicas of a model in DistributedDataParallel have the same masks."""
+    group = _replicas(model)
+    if group is None or dist.get_world_size(group) == 1 or any(_is_dtensor(mask) for mask in masks.values()):
+        return
+    digests = [_digest(mask) for mask in masks.values()]
+    each = Comm(group)._gather(torch.tensor(digests, dtype=torch.int64))
+    if odd := [name for name, same in zip(masks, (each == each[0]).all(0).tolist(), strict=True) if not same]:
+        raise ValueError(
+            f"the processes of DistributedDataParallel made different masks for {odd[:3]}, because each of them gave its own "
+            "data=. Give all of them the same batches. The model is unchanged."
+        )
+
+
+def _digest(mask: Tensor) -> int:
+    found = hashlib.blake2b(mask.cpu().contiguous().numpy().tobytes(), digest_size=8).digest()
+    return int.from_bytes(found, "little", signed=True)
+
+
+def place_of(tensors: Mapping[str, Tensor]) -> str:
+    """Which part of sharded tensors this process holds, in words; an empty text if none is sharded."""
+    for tensor in tensors.values():
+        if _is_dtensor(tensor):
+            mesh = tensor.device_mesh  # type: ignore[attr-defined]
+            return f"coordinate {tuple(mesh.get_coordinate() or ())} in a mesh of {tuple(mesh.mesh.shape)} processes"
+    return ""
+
+
+def check_everywhere(tensors: Mapping[str, Tensor], wrong: str) -> None:
+    """Raises ValueError on every process that shares these tensors if `wrong` is not empty on any of them."""
+    comm = comm_of((name, tensor) for name, tensor in tensors.items())
+    (bad,) = comm.sum(bool(wrong))
+    if bad:
+        raise ValueError(wrong or f"{bad} of the processes that share this model cannot load this state. Nothing has changed.")
 
 
 def row_offset(tensor: Tensor) -> int:
@@ -120,8 +203,9 @@ class Comm:
         return (earlier + table[: self.rank].sum(0)).tolist()
 
     def _gather(self, tensor: Tensor) -> Tensor:
-        backend_device = torch.device("cuda") if dist.get_backend(self.group) == "nccl" else torch.device("cpu")
-        mine = tensor.to(backend_device).contiguous()
+        assert self.group is not None
+        kinds = [device.type for device in self.group._device_types]  # backends have names such as "cpu:gloo,cuda:nccl"
+        mine = tensor.to(tensor.device if tensor.device.type in kinds else kinds[0]).contiguous()
         parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(parts, mine, group=self.group)
         return torch.stack(parts).to(tensor.device)

@@ -22,9 +22,12 @@ from torch import Tensor, nn
 from ._hints import hints
 from ._layers import features_axis, input_size
 from ._tree import bare_name, nearest
+from .arguments import plain_arguments
 from .blocks import repeated_blocks
 from .display import Table
+from .edit import forget_all_, record_
 from .methods import METHODS, Gate, Measured, Probe, Seen, greedy_sparsities, mean, ratio, squares
+from .progress import track
 from .stats import as_it_was, check_evidence, on_batch, split_batch, warn_of_unused_input
 from .targeting import Globs, globs_of
 
@@ -50,29 +53,33 @@ def gate_(
     method: str = "threshold",
     spread: str = "uniform",
 ) -> Gates:
-    """Zeroes the smallest inputs of the layers that `at` names, a fraction `sparsity` of them, and returns the gates.
+    """Zeroes the smallest inputs of layers, a fraction `sparsity` of them, and returns the gates.
 
-    Half of the inputs are zeroed if `sparsity` is left out; the printed result states it.
-
-    `at` is a glob over module names ("*.mlp.down_proj"), or several. A glob matches layers that own a weight matrix or kernel,
-    a plain name any module whose first input is a float tensor. By default: all such layers in the model's repeated blocks.
-
-    `method="threshold"` zeroes inputs below the magnitude that this share of the calibration data does not reach (TEAL: Liu et
-    al., 2024). `"topk"` zeroes all but the largest inputs of each token and needs no data. `"static"` zeroes always the same
-    features, those with the smallest mean magnitude. `spread="uniform"` gives every layer the same sparsity; `"greedy"`
-    allocates by measured output error, `sparsity` of all the weights that are gated. `data` is an iterable of batches, as for
-    `prune_`.
+    Args:
+        model: the model, which gets a hook for each gate.
+        sparsity: the fraction of inputs that become zero; the printed result states it.
+        at: globs over module names ("*.mlp.down_proj"). A glob matches layers that own a weight matrix or kernel, a plain name
+            any module whose first input is a float tensor. By default: all such layers in the model's repeated blocks.
+        data: an iterable of batches, as for `prune_`.
+        method: "threshold" zeroes inputs below the magnitude that this share of the calibration data does not reach (TEAL: Liu
+            et al., 2024). "topk" zeroes all but the largest inputs of each token and needs no data. "static" zeroes always the
+            same features, those with the smallest mean magnitude.
+        spread: "uniform" gives every layer the same sparsity, "greedy" allocates by measured output error so that `sparsity`
+            of all gated weights are skipped.
     """
+    given, at = dict(locals()), globs_of("at", at)
     _check(model, sparsity, method, spread, data)
     with torch.no_grad(), as_it_was(model):  # reading a computed weight may change it (spectral_norm)
         gates = {
             name: Gate(name, method, float(sparsity), features_axis(module), input_size(module), _weights(module))
-            for name, module in _layers(model, globs_of("at", at)).items()
+            for name, module in _layers(model, at).items()
         }
     made = gates
     if data is not None and (method != "topk" or spread == "greedy"):
         made = _calibrated(model, gates, data, float(sparsity), spread, named=bool(at))
     skipped = dict.fromkeys(gates.keys() - made.keys(), "saw no input while the data ran through")
+    text = f"{method}, sparsity {sparsity:g}, spread {spread}"
+    record_(model, ("gate", text), plain_arguments(gate_, {**given, "at": at or None}))
     return Gates(model, made, skipped)._attach()
 
 
@@ -126,6 +133,8 @@ class Gates:
             for key in [key for key, hook in module._forward_pre_hooks.items() if id(hook) in own]:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
+        if not any(map(_gate_of, self.model.modules())):
+            forget_all_(self.model, "gate")
 
     def measured(self, batch: Any) -> Measured:
         """Measures the gates on a batch, or on an iterable of batches: the zeros they reach, and the error of the output."""
@@ -137,7 +146,7 @@ class Gates:
         probes = {name: Probe(gate) for name, gate in self.gates.items()}
         away, size, count = 0.0, 0.0, 0
         with torch.no_grad(), as_it_was(self.model):
-            for one in batches:
+            for one in track(batches, "measure gates"):
                 count += 1
                 args, kwargs, _ = split_batch(one)
                 with _instead(modules, {}):
@@ -156,7 +165,11 @@ class Gates:
         return self
 
     def metrics(self) -> dict[str, Any]:
-        """Plain numbers: the sparsity that was asked for and that of the calibration data, in all (by weights) and by layer."""
+        """Plain numbers in a flat dictionary: totals, and `sparsity/NAME` for each layer.
+
+        `sparsity` was asked for, `calibrated` is that of the calibration data (None without any); both are weighted by the
+        number of weights.
+        """
         gates = list(self.gates.values())
         known = all(gate.calibrated is not None for gate in gates)
         return {
@@ -165,7 +178,7 @@ class Gates:
             "sparsity": mean((gate.sparsity, gate.weights) for gate in gates),
             "calibrated": mean((gate.calibrated or 0.0, gate.weights) for gate in gates) if known else None,
             "skipped": len(self.skipped),
-            "layers": {gate.name: {"sparsity": gate.sparsity, "calibrated": gate.calibrated} for gate in gates},
+            **{f"sparsity/{gate.name}": gate.sparsity for gate in gates},
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -174,7 +187,8 @@ class Gates:
             name: {key: value for key, value in asdict(gate).items() if key not in ("name", "mask")}
             for name, gate in self.gates.items()
         }
-        return {**self.metrics(), "layers": layers, "skipped": dict(self.skipped)}
+        totals = {key: value for key, value in self.metrics().items() if "/" not in key}
+        return {**totals, "layers": layers, "skipped": dict(self.skipped)}
 
     def _table(self) -> Table:
         def share(value: float | None) -> str:
@@ -330,7 +344,7 @@ def _calibrated(
     with torch.no_grad(), as_it_was(model):
         handles = [model.get_submodule(name).register_forward_pre_hook(seen[name], with_kwargs=True) for name in gates]
         try:
-            for batch in data:
+            for batch in track(data, "calibrate gates"):
                 if not batches:
                     warn_of_unused_input(model, batch)
                 args, kwargs, _ = split_batch(batch)

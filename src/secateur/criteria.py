@@ -353,17 +353,35 @@ TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {f.__name__: f for f in (sha
 
 # --- the criteria ---------------------------------------------------------------------------------------------------
 
-weight, grad, grad_square, input_norm, linear_grad = (Criterion("leaf", (name,)) for name in EVIDENCE)
+weight = Criterion("leaf", ("weight",))
+"""The weights themselves."""
+grad = Criterion("leaf", ("grad",))
+"""The mean gradient over the batches of `data=`. Needs `loss=`."""
+grad_square = Criterion("leaf", ("grad_square",))
+"""The mean over batches of the squared gradient. Needs `data=` and `loss=`."""
+input_norm = Criterion("leaf", ("input_norm",))
+"""The L2 norm of the inputs that each weight is multiplied with. Needs `data=`."""
+linear_grad = Criterion("leaf", ("linear_grad",))
+"""The gradient of the model made linear: positive weights and an input of ones. Needs `data=`, for its shape alone."""
 
 magnitude = abs(weight)
-taylor = abs(weight * grad)  # first-order change of the loss (Molchanov et al., 2017)
-snip = abs(weight * grad)  # the same, taken at initialisation (Lee et al., 2019)
-fisher = weight**2 * grad_square  # second order, empirical Fisher (Theis et al., 2018)
-movement = -(weight * grad)  # away from zero is good (Sanh et al., 2020)
-wanda = magnitude * input_norm  # with scope="row" (Sun et al., 2024)
-ria = magnitude.map(share_of_row_and_column) * input_norm**0.5  # relative importance (Zhang et al., 2024)
-lamp = magnitude.map(share_of_larger)  # with scope="global" (Lee et al., 2021)
-synflow = abs(weight * linear_grad)  # no data, only its shape (Tanaka et al., 2020)
+"""The absolute value of a weight. The default."""
+taylor = abs(weight * grad)
+"""The first-order change of the loss (Molchanov et al., 2017)."""
+snip = abs(weight * grad)
+"""The same as `taylor`, meant for a model before training (Lee et al., 2019)."""
+fisher = weight**2 * grad_square
+"""The second-order change of the loss with the empirical Fisher matrix (Theis et al., 2018)."""
+movement = -(weight * grad)
+"""Low for weights that training moves towards zero; for fine-tuning with a `Pruner` (Sanh et al., 2020)."""
+wanda = magnitude * input_norm
+"""Magnitude times input norm; use it with `scope="row"` or an n:m pattern (Sun et al., 2024)."""
+ria = magnitude.map(share_of_row_and_column) * input_norm**0.5
+"""Magnitude relative to row and column, times the root of the input norm (Zhang et al., 2024)."""
+lamp = magnitude.map(share_of_larger)
+"""Squared magnitude over the sum of those not smaller; use it with `scope="global"` (Lee et al., 2021)."""
+synflow = abs(weight * linear_grad)
+"""For a model before training: uses the shape of one batch, not its values (Tanaka et al., 2020)."""
 
 NAMED = {
     "magnitude": magnitude,

@@ -1,4 +1,4 @@
-"""What results and long runs show to people: a table as text or HTML, notes, a progress line, and one clock.
+"""What results show to people: a table as text or HTML, notes, and one clock. (`progress` shows what long runs do.)
 
 Results decide what their cells say; this module lays them out. The clock times several callables in turn.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import html
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from .progress import Progress, paused  # noqa: F401 - other modules import Progress from here
 
 Cells = Sequence[str]
 
@@ -78,31 +79,6 @@ def notes_by_reason(title: str, reasons: Mapping[str, str | None]) -> list[str]:
         names = [name for name, why in reasons.items() if why == reason]
         notes.append(f"{title}, {number}: {reason} ({', '.join(names[:4])}{', ...' if number > 4 else ''})")
     return notes
-
-
-# --- progress -------------------------------------------------------------------------------------------------------
-
-
-class Progress:
-    """Prints a plain line to stderr every few seconds, so work that ends sooner prints nothing.
-
-    With `total`, the line counts the calls: "secateur: refit: layer3.conv1, 12 of 40 (17 s)". `quiet` prints nothing at all.
-    """
-
-    def __init__(self, task: str, total: int | None = None, *, every: float = 5.0, quiet: bool = False) -> None:
-        self.task, self.total, self.every, self.quiet = task, total, every, quiet
-        self.calls = 0
-        self.begin = self.last = time.monotonic()
-
-    def __call__(self, what: str) -> None:
-        """Reports that work on `what` begins."""
-        self.calls += 1
-        now = time.monotonic()
-        if self.quiet or now - self.last <= self.every:
-            return
-        self.last = now
-        count = "" if self.total is None else f", {self.calls} of {self.total}"
-        print(f"secateur: {self.task}: {what}{count} ({now - self.begin:.0f} s)", file=sys.stderr, flush=True)
 
 
 # --- the clock ------------------------------------------------------------------------------------------------------
@@ -183,11 +159,13 @@ def interleaved(
             once(run)
     seconds: list[list[float]] = [[] for _ in runs]
     begin, rounds = time.perf_counter(), 0
-    while runs and (not rounds or not enough(seconds, time.perf_counter() - begin)):
-        for i in range(len(runs)):
-            turn = (i + rounds) % len(runs)
-            seconds[turn].append(once(runs[turn]))
-        rounds += 1
+    with paused() as draw:
+        while runs and (not rounds or not enough(seconds, time.perf_counter() - begin)):
+            for i in range(len(runs)):
+                turn = (i + rounds) % len(runs)
+                seconds[turn].append(once(runs[turn]))
+            rounds += 1
+            draw()
     return [Timing(tuple(each)) for each in seconds]
 
 

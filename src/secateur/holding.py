@@ -1,4 +1,4 @@
-"""Zeros that a model has already: which of them `Pruner.hold` keeps, and its recipe."""
+"""Zeros that a model has already: which of them `Pruner.hold` keeps, and its settings."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from .criteria import magnitude
 from .masks import Masks
 from .methods import as_method
 from .patterns import Pattern
-from .recipe import Recipe
+from .settings import Settings
 from .targeting import Globs, Target, globs_of, targets
 
 
 @dataclass(frozen=True)
-class HeldZeros(Recipe):
-    """The recipe of `Pruner.hold`: the zeros that a model has, whatever made them. No new masks are ever due."""
+class HeldZeros(Settings):
+    """The settings of `Pruner.hold`: the zeros that a model has, whatever made them. No new masks are ever due."""
+
+    kind = "HeldZeros"
 
     @staticmethod
     def make() -> HeldZeros:

@@ -12,22 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from . import kernels
-from ._dist import Comm, comm_of, like, local, reshard_, sharded
+from ._dist import Comm, check_replicas, comm_of, like, local, refuse_stage, reshard_, sharded
 from ._dist import count as count_true
 from ._hints import hints
 from ._tree import Prunable, as_module, bare_name, check_unpacked, slots
+from .arguments import plain_arguments
 from .budgets import Spread
 from .criteria import Criterion, magnitude
 from .display import Table, notes_by_reason
-from .edit import forget_, record_
+from .edit import UNKNOWN, Arguments, forget_, record_
 from .masks import Masks
 from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, solve_checked, write_
 from .patterns import Pattern
-from .recipe import Recipe
 from .schedules import Number
+from .settings import Settings
 from .stats import Loss, TensorEvidence, check_evidence, collect, frames_inside
 from .stats import Table as EvidenceTable
-from .targeting import Globs, Target, targets
+from .targeting import Globs, Target, globs_of, targets
 
 _HEAD = 4096
 
@@ -56,6 +57,7 @@ class Plan:
     recipe: str
     dense: dict[str, Tensor] = field(default_factory=dict, repr=False)
     weights: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    arguments: Arguments = field(default=UNKNOWN, repr=False, compare=False)  # for `Recipe`: of the call that made the plan
     _changed: Prunable | None = field(default=None, init=False, repr=False, compare=False)  # the model that `undo_` restores
 
     def apply_(self, model: Prunable, *, keep_dense: bool = False) -> Plan:
@@ -71,7 +73,7 @@ class Plan:
             if name in new:
                 write_(tensor, new[name])
             kernels.zero_(tensor, local(self.masks[name]))
-        record_(as_module(model), ("prune", self.recipe))
+        record_(as_module(model), ("prune", self.recipe), self.arguments)
         return self
 
     def undo_(self, model: Prunable | None = None) -> None:
@@ -145,8 +147,8 @@ class Plan:
         }
         return [name for name, any_kept in seen.items() if not any_kept and not bool(self.masks[name].any())]
 
-    def metrics(self) -> dict[str, Any]:
-        """The counts as plain numbers, in all and for each tensor."""
+    def metrics(self) -> dict[str, float]:
+        """Plain numbers in a flat dictionary, for TensorBoard and the like: totals, and `sparsity/NAME` for each tensor."""
         layers = self.layers
         total, kept = sum(layer.total for layer in layers), sum(layer.kept for layer in layers)
         return {
@@ -157,12 +159,14 @@ class Plan:
             "sparsity": 1 - kept / total if total else 0.0,
             "skipped": len(self.skipped),
             "rewritten": len(self.weights),
-            "layers": {layer.name: {"kept": layer.kept, "total": layer.total, "sparsity": layer.sparsity} for layer in layers},
+            **{f"sparsity/{layer.name}": layer.sparsity for layer in layers},
         }
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the tensors, as plain values that JSON can hold."""
-        return {"recipe": self.recipe, **self.metrics(), "skipped": dict(self.skipped)}
+        layers = {one.name: {"kept": one.kept, "total": one.total, "sparsity": one.sparsity} for one in self.layers}
+        totals = {key: value for key, value in self.metrics().items() if "/" not in key}
+        return {"recipe": self.recipe, **totals, "layers": layers, "skipped": dict(self.skipped)}
 
     def _table(self) -> Table:
         empty = self.empty
@@ -211,8 +215,10 @@ def plan(
     floor: float = 0.0,
 ) -> Plan:
     """What `prune_` with the same arguments would do. The model is not touched."""
+    include, exclude = globs_of("include", include), globs_of("exclude", exclude)
+    arguments = plain_arguments(plan, locals())
     model = as_module(model)
-    recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread, method, floor)
+    recipe = Settings.of(criterion, pattern, scope, sparsity, count, spread, method, floor)
     if recipe.scheduled:
         raise TypeError(f"{recipe.scheduled[0]} changes with the step; use sc.Pruner for it, and a number to prune once")
     if recipe.method.revives:
@@ -223,10 +229,12 @@ def plan(
     if once and recipe.needs & STREAMED:
         data = list(data or ())  # it is run through twice
     table = collect(model, found, once, data, loss)
-    return make_plan(model, recipe, found, skipped, table, data=data)
+    made = make_plan(model, recipe, found, skipped, table, data=data)
+    made.arguments = arguments
+    return made
 
 
-def check_streamed(recipe: Recipe, found: Sequence[Target], data: object, loss: object) -> None:
+def check_streamed(recipe: Settings, found: Sequence[Target], data: object, loss: object) -> None:
     """Raises unless the evidence that is taken block by block can be collected."""
     if streamed := recipe.needs & STREAMED:
         check_evidence(streamed, data, loss, of=str(recipe.method))
@@ -236,7 +244,7 @@ def check_streamed(recipe: Recipe, found: Sequence[Target], data: object, loss: 
 
 def make_plan(
     model: nn.Module,
-    recipe: Recipe,
+    recipe: Settings,
     found: Sequence[Target],
     skipped: dict[str, str],
     table: EvidenceTable,
@@ -246,6 +254,8 @@ def make_plan(
     previous: Masks | None = None,
 ) -> Plan:
     """The plan for these targets and this evidence, at a step of a schedule. What `previous` prunes stays pruned."""
+    if recipe.scope == "global":
+        refuse_stage(model)
     comm = comm_of((target.name, target.tensor) for target in found)
     if not comm.alone:
         _check_sharded(recipe, found, comm)
@@ -271,6 +281,8 @@ def make_plan(
 
         solutions = solve_all(model, found, recipe.method.needs, data, solve)
     masks = Masks({t.name: like(solutions[t.name].mask, t.tensor) for t in found})
+    if recipe.needs:
+        check_replicas(model, masks)
     weights = {name: solution.weight for name, solution in solutions.items() if solution.weight is not None}
     made = Plan(masks, skipped, recipe.describe(step), weights=weights)
     _warn_of_collapse(made, to_be_empty, previous)
@@ -289,7 +301,7 @@ def _warn_of_collapse(made: Plan, asked: Set[str], previous: Masks | None) -> No
         )
 
 
-def _check_sharded(recipe: Recipe, found: Sequence[Target], comm: Comm) -> None:
+def _check_sharded(recipe: Settings, found: Sequence[Target], comm: Comm) -> None:
     """Raises, on every process alike, where masks cannot be decided from the rows of each process."""
     if recipe.floor:
         raise NotImplementedError("floor= counts the weights of whole tensors, and these are sharded; prune before sharding")

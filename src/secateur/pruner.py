@@ -5,6 +5,7 @@ Beside it: `following` (the optimizers), `resuming` (states), `holding` (zeros t
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,21 +15,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import kernels
-from ._dist import like, local, reshard_, sharded
+from ._dist import like, local, place_of, reshard_, sharded
 from ._hints import hints
 from ._tree import Prunable, as_module, bare_name
 from .budgets import Spread
 from .criteria import Criterion, magnitude
-from .edit import Indices, Step, forget_, record_
+from .edit import IN_TRAINING, Indices, Step, forget_, record_
 from .following import Followed, after_cut, innermost, warn_of_others
 from .holding import HeldZeros, zeros_there
 from .masks import Masks
 from .methods import STREAMED, Method, SoftMasks, write_
 from .patterns import Pattern
 from .plans import Plan, check_streamed, make_plan
-from .recipe import Recipe, check_ste, method_of
-from .resuming import VERSION, by_own_names, check_shapes, check_state, described
+from .resuming import VERSION, by_own_names, check_place, check_shapes, check_state, described
 from .schedules import Number
+from .settings import Settings, check_ste, method_of
 from .stats import Loss, Table, add_gradient, check_evidence, collect
 from .targeting import Globs, Target, targets
 
@@ -79,7 +80,7 @@ class Pruner:
         keep_dense: bool = False,
     ):
         model = as_module(model)
-        recipe = Recipe.of(criterion, pattern, scope, sparsity, count, spread, method_of(method, grow, swap), floor)
+        recipe = Settings.of(criterion, pattern, scope, sparsity, count, spread, method_of(method, grow, swap), floor)
         needs = recipe.needs - STREAMED
         if data is not None or needs - {"grad", "grad_square"}:
             check_evidence(needs, data, loss)
@@ -111,7 +112,7 @@ class Pruner:
     def _begin(
         self,
         model: nn.Module,
-        recipe: Recipe,
+        recipe: Settings,
         found: list[Target],
         skipped: dict[str, str],
         data: Iterable[Any] | None = None,
@@ -269,13 +270,14 @@ class Pruner:
         self._due, self._batches = False, 0
         self._gathered = {name: {} for name in self._gathered}
         self._record()
+        logging.getLogger(__name__).info("step %d: new masks (%s)", self._step, self.recipe.describe(self._step))
 
     def _record(self) -> None:
         """Puts what was pruned so far into the record of the model, for `sc.save` and `sc.summary`."""
         if all(bool(local(mask).all()) for mask in self._masks.values()):
             return
         step = "prune", self.recipe.describe(self._step)
-        record_(self.model, step, self._recorded)
+        record_(self.model, step, IN_TRAINING, self._recorded)
         self._recorded = step
 
     def check_cut(self, *, blocks: bool) -> None:
@@ -394,6 +396,7 @@ class Pruner:
             "batches": self._batches,
             "recorded": self._recorded and self._recorded[1],
             "dense": {bare_name(name): dense.clone() for name, dense in self._dense.items()},
+            **({"place": place_of(self.tensors())} if self._sharded else {}),
         }
 
     def _options(self) -> dict[str, Any]:
@@ -406,6 +409,7 @@ class Pruner:
         Either model may be compiled (torch.compile) or wrapped in DistributedDataParallel.
         """
         self._check_running("load_state_dict()")
+        check_place(state, self.tensors())
         check_state(state, self.recipe, self._options())
         masks = Masks(by_own_names(Masks.unpack(state["masks"]), self._masks, "the state"))
         check_shapes(masks, self._masks)
@@ -429,7 +433,7 @@ class Pruner:
         self.apply_()
         if state["recorded"]:
             self._recorded = "prune", state["recorded"]
-            record_(self.model, self._recorded, self._recorded)
+            record_(self.model, self._recorded, IN_TRAINING, self._recorded)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy follows no optimizer until it is attached, because copies of optimizers have no hooks."""

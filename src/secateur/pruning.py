@@ -40,17 +40,26 @@ def prune_(
 ) -> Plan:
     """Prunes a model in place, once, and returns the plan that was carried out. `print(plan)` shows a table of its layers.
 
-    Tensors that are in no module are pruned as a mapping: `prune_({"codebook": tensor}, sparsity=0.5)`.
-
-    `criterion` scores every element, and the lowest scores are pruned: an expression (`sc.wanda`), its text ("wanda",
-    "abs(weight*grad)") or a function. `sparsity` is the fraction of the original weights to prune,
-    `count` the number of units to prune in each pool. `pattern` says what is pruned together ("unstructured", "2:4", "16x1",
-    "out", ...) and `scope` which units compete: those of a "tensor" (the default), of a "row", or of all tensors ("global").
-    `include`, `exclude` and `types` choose tensors. `data` and `loss` feed criteria and methods that need inputs or gradients.
-    `spread` gives each tensor its own sparsity. `floor` is the fraction of each tensor that stays at least: with
-    `scope="global"` or a spread the other tensors lose more instead, so that the total is still exact. `method` is how the
-    weights answer: `sc.methods.rank()` (the default) prunes the lowest scores, `sc.methods.sparsegpt()` also corrects the
-    weights that stay. `keep_dense=True` remembers what was replaced, so that `plan.undo_(model)` restores it.
+    Args:
+        model: a module. Tensors that are in no module can be given as a mapping: `prune_({"codebook": tensor}, sparsity=0.5)`.
+        criterion: scores every element; the lowest scores are pruned. An expression (`sc.wanda`), its text ("wanda",
+            "abs(weight*grad)") or a function of the evidence it names as arguments.
+        sparsity: the fraction of the original weights to prune.
+        count: the number of units to prune in each pool, instead of `sparsity`.
+        pattern: what is pruned together: "unstructured", "2:4" (keeps 2 of 4), "16x1", "out", ...
+        scope: which units compete: those of a "tensor" (the default), of a "row", or of all tensors ("global").
+        include, exclude: globs over names of parameters and modules ("encoder.*", "lm_head"). By default the weights of linear
+            layers, convolutions and attention are pruned.
+        types: layer types whose weights are pruned too.
+        data: batches for criteria and methods that need inputs or gradients. A batch is a tensor, a mapping of keyword
+            arguments or a pair (inputs, target).
+        loss: a function of the output and the target (or the batch), for criteria that need gradients.
+        spread: gives each tensor its own sparsity: `sc.erk`, `sc.owl()`, or a mapping of globs to numbers.
+        method: how the weights answer. `sc.methods.rank()` (the default) keeps the values of the weights that stay, others
+            change them (`sc.methods.sparsegpt()`).
+        floor: the fraction of each tensor that stays at least. With `scope="global"` or a spread the other tensors lose more
+            instead, so that the total is still exact.
+        keep_dense: remembers what was replaced, so that `plan.undo_(model)` restores it.
 
     When anything raises, the model is unchanged.
     """

@@ -6,18 +6,20 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ._dist import local
+from torch import Tensor
+
+from ._dist import check_everywhere, local, place_of
 from ._tree import bare_name
 from .masks import Masks
-from .recipe import Recipe
 from .schedules import FromFunction, Joined, Number
+from .settings import Settings
 
 VERSION = 1
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the repr of an object without one of its own; another in every run
 KEYS = {"recipe", "step", "due", "masks", "gathered", "batches", "recorded", "dense"}
 
 
-def described(recipe: Recipe, step: int, **more: Any) -> dict[str, str]:
+def described(recipe: Settings, step: int, **more: Any) -> dict[str, str]:
     """A recipe in words, one entry for each argument, to compare the recipes of two runs at the same step."""
     spread = recipe.spread
     if isinstance(spread, Mapping):
@@ -25,7 +27,7 @@ def described(recipe: Recipe, step: int, **more: Any) -> dict[str, str]:
     else:
         shares = str(getattr(spread, "__qualname__", type(spread).__name__ if spread is not None else None))
     found = {
-        "kind": type(recipe).__name__,
+        "kind": recipe.kind,
         "criterion": str(recipe.criterion),
         "pattern": str(recipe.pattern),
         "scope": recipe.scope,
@@ -48,7 +50,7 @@ def _number(number: Number | None, step: int) -> str:
     return str(number)
 
 
-def check_state(state: Mapping[str, Any], recipe: Recipe, more: Mapping[str, Any]) -> None:
+def check_state(state: Mapping[str, Any], recipe: Settings, more: Mapping[str, Any]) -> None:
     """Raises ValueError unless this is a whole state of a pruner with this recipe."""
     if state.get("version") != VERSION:
         raise ValueError(f"this is version {state.get('version')!r} of a pruner's state; this package reads version {VERSION}")
@@ -61,6 +63,22 @@ def check_state(state: Mapping[str, Any], recipe: Recipe, more: Mapping[str, Any
             f"the state was saved by a pruner with another recipe: {'; '.join(odd)}. Make the pruner with the arguments of the "
             "saved one. Nothing has changed."
         )
+
+
+def check_place(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Raises, on every process alike, unless the state is of the part of the model that this process holds."""
+    saved, own = state.get("place", ""), place_of(tensors)
+    wrong = (
+        ""
+        if saved == own
+        else (
+            f"the state was saved by {saved or 'a pruner of a model that was not sharded'}, and this process is "
+            f"{own or 'alone'}. The state of a pruner of a sharded model is that of one process: save it with torch.save to "
+            "one file for each process (torch.distributed.checkpoint keeps only one of them), and load it into the same "
+            "sharding. Nothing has changed."
+        )
+    )
+    check_everywhere(tensors, wrong)
 
 
 def by_own_names(entries: Mapping[str, Any], own: Iterable[str], what: str) -> dict[str, Any]:

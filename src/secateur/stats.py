@@ -25,6 +25,7 @@ from ._dist import local, row_offset, sharded
 from ._layers import Layout
 from ._tree import Loose
 from .edit import eval_mode, no_mha_fastpath, why_failed
+from .progress import track
 from .reads import listen
 from .targeting import Target
 
@@ -265,7 +266,7 @@ def _one_pass(
             sums = _InputSquares(table, listening)
             stack.enter_context(listen(targets, sums.called, sums.passed))
         stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
-        for batch in data:
+        for batch in track(data, "scores from data"):
             batches += 1
             if batches == 1 and loss is None:
                 warn_of_unused_input(model, batch)

@@ -50,8 +50,8 @@ class Summary:
     skipped: dict[str, str]
     history: list[Step]
 
-    def metrics(self) -> dict[str, Any]:
-        """The counts as plain numbers, in all and for each weight."""
+    def metrics(self) -> dict[str, float]:
+        """Plain numbers in a flat dictionary: totals, and `sparsity/NAME` for each weight."""
         total, zeros = sum(layer.total for layer in self.layers), sum(layer.zeros for layer in self.layers)
         return {
             "tensors": len(self.layers),
@@ -59,9 +59,7 @@ class Summary:
             "zeros": zeros,
             "sparsity": zeros / total if total else 0.0,
             "skipped": len(self.skipped),
-            "layers": {
-                layer.name: {"zeros": layer.zeros, "total": layer.total, "sparsity": layer.sparsity} for layer in self.layers
-            },
+            **{f"sparsity/{layer.name}": layer.sparsity for layer in self.layers},
         }
 
     def to_dict(self) -> dict[str, Any]:

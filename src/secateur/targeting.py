@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from ._dist import local, reshard_, sharded
+from ._dist import local, refuse_flat, reshard_, sharded
 from ._layers import DEFAULT_TYPES, Kind, Layout, is_kind, is_weight, layout_of
 from ._tree import Loose, Prunable, Slot, as_module, bare_name, nearest, packed_layers, slots
 from .scores import RANKED
@@ -60,6 +60,7 @@ def targets(
     include, exclude = globs_of("include", include), globs_of("exclude", exclude)
     kinds = DEFAULT_TYPES if types is None else _kinds(types)
     reshard_(model)
+    refuse_flat(model)
     if isinstance(model, Loose) and model.state and not include:
         raise ValueError(
             "this mapping is the state dict of a model: it holds biases or statistics beside the weights, and does not say "

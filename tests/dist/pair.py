@@ -1,4 +1,4 @@
-"""Two real processes that talk over gloo on the loopback, kept between tests because starting them costs seconds."""
+"""Two or four real processes that talk over gloo on the loopback, kept between tests because starting them costs seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-WORLD = 2
 PATIENCE = 45.0  # seconds after which a test that gave no answer counts as hung
 
 
@@ -30,21 +29,23 @@ class Raised:
 
 
 class Pair:
-    """`both(function, *args)` runs `function(rank, *args)` in both processes and gives the two answers."""
+    """`both(function, *args)` runs `function(rank, *args)` in all processes (two, or `world`) and gives their answers."""
 
-    def __init__(self, folder: Path):
-        self._folder, self._started = folder, 0
+    def __init__(self, folder: Path, world: int = 2):
+        self._folder, self._started, self.world = folder, 0, world
         self._processes: list[Any] = []
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
         self._started += 1
         meeting = (self._folder / f"meeting{self._started}").as_uri()
-        self._questions = [context.Queue() for _ in range(WORLD)]
-        self._answers = [context.Queue() for _ in range(WORLD)]
+        self._questions = [context.Queue() for _ in range(self.world)]
+        self._answers = [context.Queue() for _ in range(self.world)]
         self._processes = [
-            context.Process(target=_serve, args=(rank, meeting, self._questions[rank], self._answers[rank]), daemon=True)
-            for rank in range(WORLD)
+            context.Process(
+                target=_serve, args=(rank, self.world, meeting, self._questions[rank], self._answers[rank]), daemon=True
+            )
+            for rank in range(self.world)
         ]
         for process in self._processes:
             process.start()
@@ -56,7 +57,7 @@ class Pair:
         self._processes = []
 
     def answers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each process gave, or a Raised. A hang kills both processes and fails the test."""
+        """What each process gave, or a Raised. A hang kills the processes and fails the test."""
         if not self._processes:
             self._start()
         for questions in self._questions:
@@ -74,17 +75,17 @@ class Pair:
         return [answer for answer, _ in found]
 
     def both(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each process gave; an exception in either fails the test."""
+        """What each process gave; an exception in any fails the test."""
         found = self.answers(function, *args)
         for rank, answer in enumerate(found):
             assert not isinstance(answer, Raised), f"rank {rank} raised\n{answer.trace}"
         return found
 
 
-def _serve(rank: int, meeting: str, questions: Any, answers: Any) -> None:
+def _serve(rank: int, world: int, meeting: str, questions: Any, answers: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=WORLD, timeout=timedelta(seconds=10))
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=10))
     while True:
         function, args = questions.get()
         torch.manual_seed(0)

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from .._layers import DEFAULT_TYPES, is_kind, layout_of
 from .._tree import nearest
+from ..arguments import plain_arguments
+from ..edit import record_
+from ..progress import track
 from .find import Zeros, zeros_of
 from .formats import FORMATS, Format, Use, as_matrix
 from .gpu.present import why_none
@@ -100,6 +103,9 @@ def compress_(
         if id(new) in ignored:
             choices[name] = FormatChoice(choices[name].row.left("the model reads its weight without calling the layer"))
     used = {name: new for name, new in built.items() if id(new) not in ignored}
+    given = {"objective": objective, "threads": threads, "store": store}
+    text = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+    record_(model, ("compress", text), plain_arguments(compress_, given))
     return _result(model, layers, choices, used, objective, threads or torch.get_num_threads())
 
 
@@ -113,7 +119,8 @@ def _choose_all(
 ) -> tuple[dict[str, FormatChoice], dict[str, Compressed]]:
     """Returns the choice for each layer, and the compressed layers for those that get a format."""
     names = {name: tied.get(id(layer.weight), ()) for name, layer in layers.items()}
-    choices = {name: _choose(name, layer, seen[name], names[name], request) for name, layer in layers.items()}
+    items = track(layers.items(), "compress_", lambda item: item[0])
+    choices = {name: _choose(name, layer, seen[name], names[name], request) for name, layer in items}
     built: dict[str, Compressed] = {}
     for name, choice in choices.items():
         if choice.form is None:

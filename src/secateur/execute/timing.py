@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..display import Timing, after, interleaved, thread_time, wall_time
 from ..edit import eval_mode, split_inputs
+from ..progress import Progress
 
 CACHE_BYTES = 48 << 20  # more than the last-level cache of most machines
 
@@ -146,7 +147,8 @@ def bench(
         raise TypeError("bench takes a torch.nn.Module, or a mapping of names to modules")
     group = nn.ModuleList(models.values())
     inputs = copy.copy(example_inputs)
-    with for_inference(group, threads):
+    with for_inference(group, threads), Progress("bench") as progress:
+        progress(", ".join(models))
         runs = [lambda each=each: call(each, inputs) for each in models.values()]
         timings = time_runs(runs, seconds=seconds, rounds=(5, 500))
     return Bench(dict(zip(models, timings)))

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..blocks import repeated_blocks
-from ..display import Progress
+from ..progress import Progress
 from ..stream import Replay, record, stream
 
 STEP = 0.05

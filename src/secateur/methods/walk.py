@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from .._dist import local
 from .._tree import Loose
 from ..blocks import repeated_blocks
-from ..display import Progress
 from ..moments import Moments
+from ..progress import Progress, track
 from ..stats import as_it_was, warn_of_unused_input
 from ..stream import Replay, record, stream
 from ..targeting import Target
@@ -31,7 +31,8 @@ def solve_all(
 ) -> dict[str, Solution]:
     """A solution for each target. Without streamed evidence all targets see the model as it is."""
     if not needs & STREAMED:
-        return {target.name: checked(target, solve(target, {})) for target in found}
+        items = track(found, "solve", lambda target: target.name)
+        return {target.name: checked(target, solve(target, {})) for target in items}
     assert data is not None
     if isinstance(model, Loose):
         raise TypeError("this method runs a model on data=, and these are tensors without one")

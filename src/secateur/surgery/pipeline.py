@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 from .._hints import hints, unknown_argument
+from ..arguments import plain_arguments
 from ..axes import Group, atoms
 from ..criteria import magnitude
 from ..edit import (
+    Arguments,
     Cuts,
     Inputs,
     RngGuard,
@@ -32,11 +34,12 @@ from ..edit import (
     split_inputs,
     without,
 )
+from ..progress import Progress
 from ..stats import Loss, split_batch, warn_of_unused_input
 from ..trace import GIVEN, Trace, trace, undetermined
 from .budget import Baseline, Budget, Reached
 from .caches import CacheSlot, counters, empty_caches_, without_caches
-from .calibrate import UnitCriterion, reestimate_, refit_, unit_scores
+from .calibrate import UNIT_CRITERIA, UnitCriterion, reestimate_, refit_, unit_scores
 from .depth import RemovedBlocks, remove_blocks
 from .exact import units_along
 from .leftovers import drop_leftovers_
@@ -76,33 +79,39 @@ def shrink(
 ) -> tuple[nn.Module, Shrunk]:
     """Returns a smaller copy of the model, and the plan of the cut. The model is unchanged.
 
-    Both are returned because the small model is an ordinary module that does not refer to its plan. `shrink_` returns the
-    same pair, so that the two can be exchanged.
+    Units (channels, attention heads, experts) are removed from all tensors that carry them. One of `channels`, `params`,
+    `flops`, `latency` is the fraction that remains, met within 2 %. Where whole units cannot do that, the model gets smaller
+    than asked, by as little as possible, and the plan says what was reached.
 
-    `example_inputs`: a tensor, a tuple of positional arguments, or a mapping of keyword arguments. The model is run on them.
+    Args:
+        model: any module that runs on the example inputs.
+        example_inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+        criterion: element scores, summed over the tensors that produce a unit; or a criterion of whole units (`sc.fpgm`,
+            `sc.bn_scale`, `sc.activation_variance`, `sc.reconstruction`); or the name of one ("wanda").
+        channels: the fraction of units. A mapping gives ratios by name, `{"layer1.*": 0.5}`: globs over names of groups,
+            tensors and modules; the last glob that matches counts, and other groups stay whole.
+        params: the fraction of parameters, including the biases that the cut adds.
+        flops: the fraction of FLOPs on the example inputs.
+        latency: the fraction of the time on the example inputs, in eval mode without gradients, measured in turn with the
+            original. Met within 5 %, or within the spread of the measurement if that is larger, at most 10 %.
+        depth: the fraction of blocks (transformer layers, residual blocks) that remains, alone or before one of the targets
+            above. Blocks whose removal changes the output least on `data`, or else on the example inputs, are removed first.
+        multiple_of: sizes that are multiples of this number stay multiples.
+        scope: "global" (all groups compete; scores are divided by the mean of their group), "tensor" (every group keeps the
+            same fraction) or "isomorphic" (groups of the same structure compete).
+        exclude: globs over names of tensors and modules that keep their shape.
+        floor: the fraction of its units that every group keeps (0.1, or the target if that is less).
+        data, loss: as for `prune_`, for criteria that need them and for the repairs below.
+        optimizer: its state is cut too, and it continues with the small model.
+        exact_only: leaves groups and blocks whole whose cut is not exact.
+        reestimate: measures the statistics of BatchNorm again on `data`.
+        refit: fits the layers that read cut groups to their former outputs on `data`, by least squares.
+        bias: False adds no biases to layers that have none, so that the parameters are those of the original architecture.
 
-    One of `channels`, `params`, `flops`, `latency` is the fraction that remains. It is met within 2 %. Where whole units
-    cannot do that, the model gets smaller than asked, by as little as possible, and the plan says what was reached. Raises
-    ValueError where floors or axes that cannot be cut put the target out of reach. Parameters include the biases that the cut
-    adds. FLOPs are those of the example inputs. Latency is measured on them, in eval mode without gradients, in turn with the
-    original; it is met within 5 %, or within the spread of the measurement if that is larger, at most 10 %.
-    `channels={"layer1.*": 0.5}` gives ratios by name: globs over names of groups, tensors and modules. The last glob that
-    matches counts, and other groups stay whole.
+    Raises:
+        ValueError: where floors or axes that cannot be cut put the target out of reach.
 
-    `depth` is the fraction of blocks (transformer layers, residual blocks) that remains, alone or before one of the targets
-    above. Blocks whose removal changes the output least are removed first, measured on `data` or else on the example inputs.
-
-    `scope`: "global" (all groups compete; scores are divided by the mean of their group), "tensor" (every group keeps the
-    same fraction) or "isomorphic" (groups of the same structure compete). `floor`: the fraction of its units that every group
-    keeps (0.1, or the target if that is less). `multiple_of`: sizes that are multiples of it stay multiples. `exclude`: globs
-    over names of tensors and modules that keep their shape. `exact_only`: leave groups and blocks whole whose cut is not
-    exact. `bias=False`: add no biases to layers that have none, so that the parameters are those of the original
-    architecture.
-
-    `criterion`: element scores, summed over the tensors that produce a unit, or a unit criterion (`fpgm`, `bn_scale`,
-    `activation_variance`, `reconstruction`), or the name of one ("wanda"). `data` and `loss` as for `prune_`. `optimizer`:
-    its state is cut too, and it continues with the small model. `reestimate` and `refit` use `data`: they measure the
-    statistics of BatchNorm again, and fit the layers that read cut groups by least squares.
+    `shrink_` returns the same pair, so that the two can be exchanged.
     """
     request = ShrinkRequest(
         criterion=criterion,
@@ -192,18 +201,29 @@ def _shrunk(model: nn.Module, example_inputs: Any, request: ShrinkRequest, rng: 
     request, inputs = check_request(request), split_inputs(example_inputs)
     if isinstance(request.data, list) and request.loss is None:
         warn_of_unused_input(model, request.data[0])
-    with without_caches(model, inputs) as caches:
+    with without_caches(model, inputs) as caches, Progress("shrink") as progress:
+        progress("tracing the model")
         traced = trace(model, *inputs)
         check_globs(traced, "exclude", request.exclude)
+        progress("removing blocks")
         blocks = _without_blocks(model, inputs, request)
         if request.what:
-            small, plan = _cut_units(model, traced, inputs, blocks, request, rng)
+            small, plan = _cut_units(model, traced, inputs, blocks, request, rng, progress)
         else:
             small, plan = _only_blocks(model, inputs, blocks, request)
         empty_caches_(small, caches)
-    plan.cuts.recipe = plan.recipe
+    plan.cuts.recipe, plan.arguments = plan.recipe, _arguments(request)
     state = {} if request.optimizer is None else sliced_state(request.optimizer, model, plan.cuts)
     return _Done(small, plan, state, caches)
+
+
+def _arguments(request: ShrinkRequest) -> Arguments:
+    """The request as a recipe holds it. Blocks are chosen by the data, if there are any, so that "none" is said too."""
+    given = vars(request)
+    if isinstance(request.criterion, UnitCriterion) and UNIT_CRITERIA.get(request.criterion.name) is request.criterion:
+        given = {**given, "criterion": request.criterion.name}
+    found = plain_arguments(shrink, given)
+    return {**found, "data": None} if isinstance(found, dict) and request.depth is not None and request.data is None else found
 
 
 def _without_blocks(model: nn.Module, inputs: Inputs, request: ShrinkRequest) -> RemovedBlocks | None:
@@ -236,6 +256,7 @@ def _cut_units(
     blocks: RemovedBlocks | None,
     request: ShrinkRequest,
     rng: RngGuard,
+    progress: Progress,
 ) -> tuple[nn.Module, Shrunk]:
     """Cut units out of the model, or out of what the removed blocks left of it."""
     model, drop = (whole, {}) if blocks is None else (blocks.model, blocks.cuts.drop)
@@ -245,6 +266,7 @@ def _cut_units(
     traced = traced if blocks is None else trace(model, *inputs)
     left = excluded(traced, renamed(whole, drop, request.exclude))
     groups = [g for g in traced.prunable if g not in left]
+    progress("scoring units")
     scores, unscored = unit_scores(traced, groups, request.criterion, request.data, request.loss, request.repair)
     rng.keep_draws()  # a random criterion draws other numbers in the next cut
     left |= unscored
@@ -257,7 +279,9 @@ def _cut_units(
     while True:
         if not scores:
             raise ValueError(_nothing_left(traced, left))
+        progress("choosing how many units to keep")
         choice = budget.choose(scores)
+        progress("cutting")
         keep = keep_of(scores, choice.counts)
         made = make(model, traced, keep, bias=request.bias)
         if counting:
@@ -269,6 +293,7 @@ def _cut_units(
             scores = {g: s for g, s in scores.items() if g not in left}
             continue
         counted = check_runs(traced, made.small, inputs, budget.flops(choice), keep)
+        progress("repairing and measuring")
         unfitted = _repair_(made, model, request, entire=blocks is None)
         reached = budget.judge(choice, made.small, made.cuts.added, counted)
         if reached is not None:
@@ -402,7 +427,7 @@ def _nothing_left(traced: Trace, left: Mapping[Group, str]) -> str:
 def _remember_(small: nn.Module, past: Sequence[Cuts], plan: Shrunk) -> None:
     """Store the cuts in the small model, and add the cut to the record of what was done to it."""
     remember_(small, (*past, plan.cuts))
-    record_(small, ("shrink", plan.recipe))
+    record_(small, ("shrink", plan.recipe), plan.arguments)
 
 
 def _carry_gradients(model: nn.Module, small: nn.Module, cuts: Cuts) -> None:

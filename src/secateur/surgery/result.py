@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..display import Table, notes_by_reason
-from ..edit import Cuts, Inputs, split_inputs
+from ..edit import UNKNOWN, Arguments, Cuts, Inputs, split_inputs
 from .verify import Verified, verify
 
 
@@ -51,6 +51,7 @@ class Shrunk:
     note: str = ""
     errors: dict[str, float] = field(default_factory=dict)
     restore_: Callable[[], None] | None = field(default=None, repr=False)
+    arguments: Arguments = field(default=UNKNOWN, repr=False)  # for `Recipe`: of the call that made the plan
 
     def verify(self, inputs: Any = None, *, original: nn.Module | None = None, groups: bool = False) -> Verified:
         """Compare the small model with the masked one in float64; `inputs` as for `shrink`.
@@ -84,15 +85,15 @@ class Shrunk:
         self.restore_()
         self.restore_ = None
 
-    def metrics(self) -> dict[str, Any]:
-        """The counts as plain numbers: in total and for each group."""
+    def metrics(self) -> dict[str, float]:
+        """Plain numbers in a flat dictionary: totals, and `kept/NAME`, the fraction of its units that each group keeps."""
         totals = {f"{key}_{when}": value for key, pair in self.totals.items() for when, value in zip(("before", "after"), pair)}
         return {
             **totals,
             **{key: after / before for key, (before, after) in self.totals.items() if before},
             "exact": all(group.why is None for group in self.groups if group.after < group.before),
             "skipped": len(self.skipped),
-            "groups": {g.name: {"before": g.before, "after": g.after, "exact": g.why is None} for g in self.groups},
+            **{f"kept/{group.name}": group.after / group.before for group in self.groups},
         }
 
     def to_dict(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..axes import Atom, Group
+from ..progress import Progress
 from ..select import keep_largest
 from ..trace import Trace, plan_counts
 from .calibrate import UnitScores, comparable, structure
@@ -133,8 +134,8 @@ Measure = Callable[[Mapping[Group, int]], float | LatencyRatio]
 class CountSearch:
     """Searches for legal counts for which `measure` comes closest to the target."""
 
-    def __init__(self, ranking: Ranking, measure: Measure, target: float) -> None:
-        self.ranking, self.measure, self.target = ranking, measure, target
+    def __init__(self, ranking: Ranking, measure: Measure, target: float, progress: Progress) -> None:
+        self.ranking, self.measure, self.target, self.progress = ranking, measure, target, progress
         self.share = 0.5
         self.seen: dict[tuple[int, ...], ChosenCounts] = {}
 
@@ -143,6 +144,7 @@ class CountSearch:
         legal = plan_counts(self.ranking.trace, wanted, self.ranking.multiple_of)
         key = tuple(legal.counts[g] for g in self.ranking.scores)
         if key not in self.seen:
+            self.progress(f"try {len(self.seen) + 1}")
             found = self.measure(legal.counts)
             figures = (found.ratio, found.spread) if isinstance(found, LatencyRatio) else (found, None)
             self.seen[key] = ChosenCounts(legal.counts, *figures, legal.moved)
@@ -226,9 +228,11 @@ class CountSearch:
 
 def search_counts(ranking: Ranking, measure: Measure, target: float, what: str) -> ChosenCounts:
     """Counts that leave `target` within the tolerance; else the nearest that leave less (or more), with the reason."""
-    search, measured = CountSearch(ranking, measure, target), what == "latency"
-    search.bisect(9 if measured else 40)
-    search.settle() if measured else search.polish()
+    measured = what == "latency"
+    with Progress(f"search for {what}={target:g}") as progress:
+        search = CountSearch(ranking, measure, target, progress)
+        search.bisect(9 if measured else 40)
+        search.settle() if measured else search.polish()
     best = search.best
     if best is None:
         raise ValueError(_why_missed(search, what))

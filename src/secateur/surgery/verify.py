@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..axes import Atom, Group, atoms, keep_mask
 from ..edit import Cuts, Inputs, check_fits, copied, is_cut
+from ..progress import Progress, track
 from ..trace import Trace, trace
 from .caches import without_caches
 from .compare import answer, difference, lost_finite, tensors_of
@@ -68,7 +69,7 @@ def verify(original: nn.Module, small: nn.Module, cuts: Cuts, inputs: Inputs, *,
     """Compare the small model with the masked one, in four runs. `groups`: also cut each group alone, which takes longer."""
     check_fits(original, cuts)
     device = next((p.device.type for p in original.parameters()), "cpu")
-    with without_caches(original, inputs), without_caches(small, inputs):
+    with without_caches(original, inputs), without_caches(small, inputs), Progress("verify"):
         try:
             with torch.autocast(device, enabled=False):  # autocast around this call would round
                 found = _compare(original, small, cuts, inputs, groups, torch.float64)
@@ -121,7 +122,7 @@ def _each_alone(
 ) -> tuple[dict[str, float], str]:
     """The error of each group when it is cut alone, and a note on groups for which there is no such cut."""
     names, found, failed = names_of(traced), dict[str, float](), list[str]()
-    for together in tied(traced, keep):
+    for together in track(tied(traced, keep), "verify", lambda groups: f"{names[groups[0]]} alone"):
         alone = {g.atom: keep[g.atom] for g in together}
         try:
             small = make(model, traced, alone).small

@@ -175,10 +175,15 @@ def _changed_numbers(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) 
     for path, module in model.named_modules():
         for name, new in vars(module).items():
             old = before.get(path, {}).get(name)
-            numbers = isinstance(new, int | float) and isinstance(old, int | float) and name != "training"
-            if numbers and new is not old and float.__ne__(float(new), float(old)):
+            if new is old or name == "training" or not isinstance(new, int | float) or not isinstance(old, int | float):
+                continue
+            if _plain(new) != _plain(old):
                 found.append(f"{path}.{name}".removeprefix("."))
     return found
+
+
+def _plain(number: float) -> float:
+    return int.__add__(number, 0) if isinstance(number, int) else number
 
 
 def _copied_buffer(tensor: Tensor) -> Tensor:

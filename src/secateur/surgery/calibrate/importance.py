@@ -109,10 +109,10 @@ def _variance(units: Units) -> Tensor | str:
     return "activation_variance: no weight reads these units" if units.evidence is None else units.evidence
 
 
-# The variance of a unit's activations over `data`: a bias can replace a unit that hardly varies (Polyak & Wolf, 2015).
 activation_variance = UnitCriterion(
     "activation_variance", _variance, gather=lambda trace, groups, data, _: variances(trace, groups, data)
 )
+"""The variance of a unit's activations over `data`: a bias can replace a unit that hardly varies (Polyak & Wolf, 2015)."""
 
 UnitScores = dict[Group, Tensor]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...edit import Cuts, eval_mode
+from ...progress import track
 from ...stats import on_batch, split_batch
 
 Statistics = tuple[Tensor, Tensor]  # mean and variance of each channel
@@ -67,7 +68,7 @@ def _statistics(model: nn.Module, batches: Sequence[Any]) -> dict[str, Statistic
         with eval_mode(model), torch.no_grad():
             for m in norms.values():
                 m.training, m.track_running_stats = True, False  # the statistics change when all data has been seen
-            for batch in batches if norms else ():
+            for batch in track(batches if norms else (), "BatchNorm statistics"):
                 args, kwargs, _ = split_batch(batch)
                 with on_batch(model, args, kwargs):
                     model(*args, **kwargs)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ...axes import Group, Member
 from ...edit import eval_mode
+from ...progress import track
 from ...stats import check_evidence, on_batch, split_batch
 from ...trace import Trace
 from ..exact import units_along
@@ -91,6 +92,7 @@ def _score(units: Units) -> Tensor | str:
 
 
 reconstruction = UnitCriterion("reconstruction", _score, gather=unit_errors, priced=True)
+"""How well the layers that read a unit work without it, measured on `data` after refitting them by least squares."""
 
 
 # ---------------------------------------------------------------- readers and their inputs
@@ -142,7 +144,7 @@ def _inputs(
     hooks = [m.register_forward_hook(see) for m in modules]
     hooks += [m.register_forward_pre_hook(follow) for m in trace.model.modules() if _is_norm(m)]
     with _removing(hooks), torch.no_grad():
-        for batch in batches:
+        for batch in track(batches, "inputs of layers"):
             args, kwargs, _ = split_batch(batch)
             with on_batch(trace.model, args, kwargs):
                 trace.model(*args, **kwargs)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...display import Progress
 from ...edit import Cuts, eval_mode
+from ...progress import track
 from ...stats import on_batch, split_batch
 from .norms import list_batches
 from .regression import CONVS, Regression, rows_for, samples
@@ -140,13 +140,12 @@ def refit_(
         (layer.small, layer.small.weight.data, layer.small.bias, layer.small.bias is not None and layer.small.bias.data)
         for layer in layers
     ]
-    progress, draw = Progress("refit", len(layers)), torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(0)
     try:
         with eval_mode(small, dense):
             order = [] if not layers else _order(small, layers, batches[0], skipped)
             with _waiting(small, dense, order, batches) as pairs:
-                for layer in order:
-                    progress(layer.name)
+                for layer in track(order, "refit", lambda layer: layer.name):
                     regression, most = Regression(), rows_for(layer.small, len(pairs))
                     for run, reference in pairs:
                         _add(regression, layer, run.resume(), reference.resume(), most, draw)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...axes import Group
 from ...edit import plain_kernels, run
+from ...progress import track
 from ...stats import check_evidence, on_batch, split_batch
 from ...trace import Ref, Trace
 from ..exact import Wiring, units_along
@@ -67,7 +68,7 @@ def variances(trace: Trace, groups: Sequence[Group], data: Iterable[Any] | None)
     check_evidence(frozenset({"activations"}), data, None)
     assert data is not None
     watch = _Watch(trace, groups)
-    for batch in data:
+    for batch in track(data, "activations"):
         args, kwargs, _ = split_batch(batch)
         watch.at = 0
         with plain_kernels(), on_batch(trace.model, args, kwargs):

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from ...blocks import Drop, block_name, find_blocks, main_tensor
 from ...edit import Cuts, Inputs, copied, run, without, write_attribute
+from ...progress import track
 from ..compare import difference, lost_finite, tensors_of
 from ..names import matches
 from .lengths import Link, links_of, mended
@@ -144,9 +145,10 @@ def _choose(
     links = links_of(model, blocks)
     whole = _answers(model, [inputs] if batches is None else batches, "the example inputs" if batches is None else "data=")
     drop, effect = Drop(), 0.0
-    for _ in range(wanted):
+    for number in range(1, wanted + 1):
         changes: dict[tuple[str, int], float] = {}
-        for (path, place), name in names.items():
+        task = f"remove block {number} of {wanted}"
+        for (path, place), name in track(names.items(), task, lambda entry: f"without {entry[1]}"):
             if name in kept or place in drop.get(path, ()) or len(blocks[path]) - len(drop.get(path, ())) <= 1:
                 continue
             more = {**drop, path: sorted([*drop.get(path, ()), place])}

@@ -31,7 +31,7 @@ def propagate(trace: Trace, keep: Keep, weights: MaskedWeights, mixing: Mapping[
         if i in weights.idle:
             continue
         _draw(state, i, step)
-        if step.weights and not any(n in trace.record.changed for n in step.inputs):
+        if step.weights and not any(map(state.starts_as_zeros, step.inputs)):
             memory.record(state, step, None)
             _sum_weights_away(state, i, step)
         elif not any(map(state.cut_atoms, (*step.inputs, *step.outs))):
@@ -47,7 +47,7 @@ def propagate(trace: Trace, keep: Keep, weights: MaskedWeights, mixing: Mapping[
 
 def _check_what_starts_as_zeros(state: State) -> None:
     """The next run finds what this one left: a tensor that was taken as zero has to be zero at the end too."""
-    for number in state.started:
+    for number in (number for number, zeros in state.started.items() if zeros):
         for atom in state.cut_atoms(number):
             if atom not in state.removed(number).zero:
                 why = f"what its removed units give is kept in {state.trace.names[number]} for the next run"

@@ -1,4 +1,4 @@
-"""A recipe: criterion, pattern, scope, budget and method. Checked when it is made, before any model is touched."""
+"""Settings of one pruning: criterion, pattern, scope, budget and method. Checked when made, before any model is touched."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ._dist import Comm
 from ._tree import bare_name, nearest
-from .budgets import NAMED_SPREADS, Spread, cap, hold, owl, uniform
+from .budgets import Spread, as_spread, cap, hold, owl, uniform
 from .criteria import Criterion, criterion, magnitude
 from .methods import Amount, Method, as_method, check_needs, drop_and_grow
 from .patterns import Pattern
@@ -22,8 +22,10 @@ from .select import SCOPES, select
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Settings:
     """Criterion, pattern, scope, budget and method, which fit each other."""
+
+    kind: ClassVar[str] = "Recipe"  # states of pruners name it
 
     criterion: Criterion
     pattern: Pattern
@@ -44,8 +46,8 @@ class Recipe:
         spread: Spread | Mapping[str, Number] | str | None,
         method: Method | str | None = None,
         floor: float = 0.0,
-    ) -> Recipe:
-        """The recipe that these arguments describe. Raises where they contradict each other, and says what to do."""
+    ) -> Settings:
+        """The settings that these arguments describe. Raises where they contradict each other, and says what to do."""
         shape = Pattern.parse(pattern)
         if scope is not None and scope not in SCOPES:
             raise ValueError(f"scope={scope!r} is not one of {', '.join(map(repr, SCOPES))}")
@@ -59,7 +61,7 @@ class Recipe:
             _fits_n_of_m(shape, scope, sparsity, count, spread)
         else:
             _one_budget(sparsity, count, spread)
-        spread = _checked_spread(spread, scope, count)
+        spread = _checked_spread(as_spread(spread), scope, count)
         if scope == "row" and shape.unit == "out":
             raise ValueError(
                 'pattern "out" with scope="row": each row is one unit, with nothing to compete with; use scope="tensor"'
@@ -72,7 +74,7 @@ class Recipe:
                 f"{how} chooses weights by itself and would not use the criterion {by}; drop one of them, or let "
                 'the criterion spread the budget over layers with scope="global" or spread='
             )
-        made = Recipe(by, shape, scope or "tensor", sparsity, count, spread, how, _checked_floor(floor))
+        made = Settings(by, shape, scope or "tensor", sparsity, count, spread, how, _checked_floor(floor))
         made._check_reach()
         how.check(made.pattern, made.scope, made.scheduled)
         return made
@@ -157,7 +159,7 @@ class Recipe:
         return {name: Amount(self.scope, each[name], self.count, comm=comm, floor=self.floor) for name in scores}
 
     def describe(self, step: int = 0) -> str:
-        """The recipe in one line, with the sparsity at a step."""
+        """The settings in one line, with the sparsity at a step."""
         by = str(self.criterion) if self.method.ranks else str(self.method)
         how = f", {self.method}" if self.method.ranks and self.method != as_method(None) else ""
         how = f", floor {self.floor:g}{how}" if self.floor else how
@@ -181,8 +183,8 @@ def method_of(method: Method | str | None, grow: Any, swap: Any) -> Method | str
     return drop_and_grow(grow, swap)
 
 
-def check_ste(recipe: Recipe, ste: bool, every: int) -> None:
-    """Raises where `ste=` and `every=` of a `Pruner` contradict each other or the recipe."""
+def check_ste(recipe: Settings, ste: bool, every: int) -> None:
+    """Raises where `ste=` and `every=` of a `Pruner` contradict each other or the settings."""
     falling = [number for number in recipe.scheduled if number.falls]
     if falling and not (ste or recipe.method.revives):
         raise ValueError(
@@ -199,7 +201,7 @@ def check_ste(recipe: Recipe, ste: bool, every: int) -> None:
 
 
 def _checked_spread(
-    spread: Spread | Mapping[str, Number] | str | None, scope: str | None, count: int | None
+    spread: Spread | Mapping[str, Number] | None, scope: str | None, count: int | None
 ) -> Spread | Mapping[str, Number] | None:
     """The spread, with functions of the step as schedules. Raises where it is none, or where something else decides."""
     if spread is None:
@@ -207,11 +209,6 @@ def _checked_spread(
     if scope == "global" or count is not None:
         rival = 'scope="global"' if scope == "global" else "count="
         raise ValueError(f"spread= gives each tensor its own sparsity, and {rival} decides that too; drop one of them")
-    if isinstance(spread, str):
-        if spread not in NAMED_SPREADS:
-            known = ", ".join(map(repr, NAMED_SPREADS))
-            raise ValueError(f"spread={spread!r} is not one of {known}.{nearest(spread, NAMED_SPREADS)}")
-        return NAMED_SPREADS[spread]
     if spread is owl:
         raise TypeError("spread=sc.owl is made by calling it: spread=sc.owl()")
     if isinstance(spread, Mapping):
