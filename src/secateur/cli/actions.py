@@ -191,9 +191,10 @@ def _evaluation(name: str | None) -> Callable[[Any], float | None]:
     """The function of --evaluate; without it, one that returns None."""
     if name is None:
         return lambda model: None
-    function = imported(name, "a function")
-    if not callable(function):
-        raise Failure(f"{name} is a {type(function).__name__}; expected a function that takes the model and returns a number")
+    given = imported(name, "a function")
+    if not callable(given):
+        raise Failure(f"{name} is a {type(given).__name__}; expected a function that takes the model and returns a number")
+    function: Callable[[Any], Any] = given
 
     def evaluate(model: Any) -> float:
         with torch.no_grad():

@@ -124,7 +124,7 @@ def _from_transformers(path: Path, config: Path, *, empty: bool) -> nn.Module:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     named = (json.loads(config.read_text(encoding="utf-8")).get("architectures") or [""])[0]
-    kind = getattr(transformers, named, None) or transformers.AutoModel
+    kind: Any = getattr(transformers, named, None) or transformers.AutoModel
     if empty:
         return kind._from_config(transformers.AutoConfig.from_pretrained(path))
     return kind.from_pretrained(path, local_files_only=True)
