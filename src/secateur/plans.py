@@ -20,7 +20,7 @@ from ._tree import Prunable, as_module, bare_name, check_unpacked, slots
 from .arguments import plain_arguments
 from .budgets import Spread
 from .criteria import Criterion, magnitude
-from .display import Table, notes_by_reason
+from .display import Reported, Table, notes_by_reason
 from .edit import UNKNOWN, Arguments, forget_, record_
 from .masks import Masks
 from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, write_
@@ -49,7 +49,7 @@ class Layer:
 
 
 @dataclass
-class Plan:
+class Plan(Reported):
     """What pruning does to a model: `masks` (True = kept), new values for the kept weights where the method gives them
     (`weights`), and what was skipped, with the reason. `print` shows a table."""
 
@@ -256,13 +256,15 @@ def make_plan(
         amounts = recipe.amounts(scores, step, held, comm)
         to_be_empty = {name for name, one in amounts.items() if (one.sparsity if one.ranked is None else recipe.at(step)) == 1}
 
-        def solve(target: Target, streamed: Mapping[str, Tensor]) -> Solution:
+        def solve(target: Target, streamed: Mapping[str, Any]) -> Solution:
             name = target.name
             problem = LayerProblem(
                 name,
                 target.layout.matrix(target.weight),
                 H=streamed.get("gram"),
                 C=streamed.get("cross"),
+                D=streamed.get("residual"),
+                tokens=streamed.get("tokens"),
                 scores=scores[name],
                 evidence=evidence[name],
                 step=step,
