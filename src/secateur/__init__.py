@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .progress import set_progress
     from .pruner import Pruner
     from .pruning import prune_
+    from .recipes import Recipe
     from .schedules import Schedule, cosine, cubic, exponential, join, linear, one_shot
     from .summaries import summary
     from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
@@ -53,6 +54,7 @@ __all__ = [
     "Pattern",
     "Plan",
     "Pruner",
+    "Recipe",
     "Schedule",
     "activation_variance",
     "bench",
@@ -114,6 +116,7 @@ _HOMES = {
     "progress": "set_progress",
     "pruner": "Pruner",
     "pruning": "prune_",
+    "recipes": "Recipe",
     "schedules": "Schedule cosine cubic exponential join linear one_shot",
     "summaries": "summary",
     "surgery": "activation_variance bn_scale fpgm reconstruction shrink shrink_",

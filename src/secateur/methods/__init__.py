@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .._text import read_call
 from .._tree import nearest
 from .admm import admm
 from .allocate import greedy_sparsities, squares
@@ -31,17 +32,20 @@ __all__ = [
     "METHODS", "Gate", "Seen", "Measured", "Probe", "greedy_sparsities", "mean", "ratio", "squares",  # for activations
 ]  # fmt: skip
 
-_NAMED = {"rank": rank, "sparsegpt": sparsegpt, "topk": topk, "admm": admm, "flow": lambda: admm(target=flow())}
+_CALLS = {"rank": rank, "topk": topk, "sparsegpt": sparsegpt, "admm": admm}  # what the text of a method may call
+_NAMED = {**_CALLS, "flow": lambda: admm(target=flow())}
 
 
 def as_method(given: Method | str | Any | None) -> Method:
-    """The method that `method=` means: a value, the name of one with default settings, or None for ranking once."""
+    """The method that `method=` means: a value, its text ("sparsegpt", "sparsegpt(damp=0.05)"), or None for ranking once."""
     if isinstance(given, Method):
         return given
     if given is None:
         return rank()
     if isinstance(given, str) and given in _NAMED:
         return _NAMED[given]()
+    if isinstance(given, str) and given.partition("(")[0].strip() in _CALLS:
+        return as_method(read_call(given, {**_CALLS, "own": own, "flow": flow}))
     hint = nearest(given, _NAMED) if isinstance(given, str) else ""
     calls = ("rank()", "topk()", "sparsegpt()", "admm()", "drop_and_grow(grow, swap)")
     known = ", ".join(f"sc.methods.{call}" for call in calls)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..display import Table, notes_by_reason
-from ..edit import Cuts, Inputs, split_inputs
+from ..edit import UNKNOWN, Arguments, Cuts, Inputs, split_inputs
 from .verify import Verified, verify
 
 
@@ -48,6 +48,7 @@ class Shrunk:
     note: str = ""
     errors: dict[str, float] = field(default_factory=dict)
     restore_: Callable[[], None] | None = field(default=None, repr=False)
+    arguments: Arguments = field(default=UNKNOWN, repr=False)  # for `Recipe`: of the call that made the plan
 
     def verify(self, inputs: Any = None, *, original: nn.Module | None = None, groups: bool = False) -> Verified:
         """Compare the small model with the masked one in float64; `inputs` as for `shrink`.
