@@ -54,9 +54,9 @@ class Layer:
 class Solved:
     """How a method that measures its errors solved one layer.
 
-    `asked` is the sparsity that was asked for, None for a number of units. `before` and `error` are the errors of the layer's outputs with the mask alone
-    and with the new weights, relative to the outputs. `tokens` is the number of inputs behind them, `stage` the place of the
-    layer in its block, counted from 0, and `seconds` the time that solving took.
+    `asked` is the sparsity that was asked for, None for a number of units. `before` and `error` are the errors of the layer's
+    outputs with the mask alone and with the new weights, relative to the outputs. `tokens` is the number of inputs behind
+    them, `stage` the place of the layer in its block, counted from 0, and `seconds` the time that solving took.
     """
 
     asked: float | None
@@ -323,7 +323,7 @@ def make_plan(
                 solved[name] = Solved(asked, found.before, found.error, took, problem.tokens, streamed.get("stage"))
             return found
 
-        solutions = solve_all(model, found, recipe.method.needs, data, solve)
+        solutions = solve_all(model, found, recipe.method.needs, data, solve, notes)
     masks = Masks({t.name: like(solutions[t.name].mask, t.tensor) for t in found})
     if recipe.needs:
         check_replicas(model, masks)

@@ -352,7 +352,7 @@ def test_flow_aims_at_a_mixture_of_the_dense_and_the_pruned_model(groups):
 
 def test_flow_needs_the_dense_inputs_and_own_does_not():
     assert sc.methods.admm().needs == sc.methods.topk().needs == {"gram"}
-    assert sc.methods.admm(target=sc.methods.flow()).needs >= {"gram", "cross"}
+    assert sc.methods.admm(target=sc.methods.flow()).needs == {"gram", "cross", "residual"}
     assert sc.methods.flow(0.4) == sc.methods.flow(0.4, 0.4)
     assert str(sc.methods.admm(target=sc.methods.flow(0.4, 0.2), steps=12)) == "admm(steps=12, target=flow(0.4, 0.2))"
 
@@ -505,6 +505,8 @@ def test_a_plan_says_how_each_layer_was_solved():
         assert 0 < one.error < one.before < 1
         assert one.asked == 0.5
         assert one.seconds > 0
+        assert one.tokens == 64 * len(data)
+        assert one.stage == 0
     text, whole = str(plan), plan.to_dict()
     assert all(word in text for word in ("asked", "before", "error", "50.00%"))
     assert whole["layers"]["blocks.0.0.weight"]["error"] == plan.solved["blocks.0.0.weight"].error
