@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from .pruner import Pruner
     from .pruning import prune_
     from .recipes import Recipe
+    from .reorder import reorder_
+    from .reports import report
     from .schedules import Schedule, cosine, cubic, exponential, join, linear, one_shot
     from .summaries import summary
     from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
@@ -87,6 +89,8 @@ __all__ = [
     "prune_",
     "random",
     "reconstruction",
+    "reorder_",
+    "report",
     "ria",
     "save",
     "set_progress",
@@ -117,6 +121,8 @@ _HOMES = {
     "pruner": "Pruner",
     "pruning": "prune_",
     "recipes": "Recipe",
+    "reorder": "reorder_",
+    "reports": "report",
     "schedules": "Schedule cosine cubic exponential join linear one_shot",
     "summaries": "summary",
     "surgery": "activation_variance bn_scale fpgm reconstruction shrink shrink_",

@@ -22,7 +22,7 @@ from .arguments import plain_arguments
 from .budgets import Spread
 from .criteria import Criterion, magnitude
 from .curvature import curvature
-from .display import Table, format_seconds, notes_by_reason
+from .display import Reported, Table, format_seconds, notes_by_reason
 from .edit import UNKNOWN, Arguments, forget_, record_
 from .masks import Masks
 from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, write_
@@ -68,7 +68,7 @@ class Solved:
 
 
 @dataclass
-class Plan:
+class Plan(Reported):
     """What pruning does to a model: `masks` (True = kept), new values for the kept weights where the method gives them
     (`weights`), and what was skipped, with the reason. `print` shows a table.
 
