@@ -143,7 +143,7 @@ def layer_inputs(module: nn.Module, attribute: str, layout: Layout, args: tuple[
         return _wide(inputs[0]).reshape(1, -1, layout.cols)
     outputs = layout.groups * layout.cols
     shape = (layout.shape[0], layout.cols, *layout.shape[2:]) if layout.flip else (outputs, *layout.shape[1:])
-    identity = torch.eye(layout.cols, device=inputs[0].device).repeat(layout.groups, 1)
+    identity = torch.eye(layout.cols, dtype=_wide(inputs[0]).dtype, device=inputs[0].device).repeat(layout.groups, 1)
     layer = bare_layer(module, {attribute: Layout(shape, layout.flip, layout.groups).restore(identity)})
     axis = features_axis(module)
 

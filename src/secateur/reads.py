@@ -20,36 +20,41 @@ from .targeting import Target
 
 Called = Callable[[Target, str, nn.Module, tuple[Any, ...], dict[str, Any]], None]
 Passed = Callable[[Target, slice, Tensor], None]
+Returned = Callable[[Target, slice, Tensor], Tensor]
 
 
 @contextlib.contextmanager
-def listen(targets: Sequence[Target], called: Called, passed: Passed) -> Iterator[None]:
+def listen(targets: Sequence[Target], called: Called, passed: Passed, returned: Returned | None = None) -> Iterator[None]:
     """Reports the reads of these targets, inside the context.
 
     `called(target, attribute, layer, args, kwargs)` reports a call of the target's layer, and `passed(target, groups, x)` an
-    input x that was multiplied with groups of the target's rows outside of such a call. Torch's fused attention kernels hide
-    both (`edit.no_mha_fastpath`).
+    input x that was multiplied with groups of the target's rows outside of such a call. `returned(target, groups, output)`
+    reports the product itself and returns the tensor that the model goes on with. Torch's fused attention kernels hide
+    all of them (`edit.no_mha_fastpath`).
     """
     running: Counter[str] = Counter()  # calls of the layers of each target that have begun and not ended
     with contextlib.ExitStack() as stack:
         for target in targets:
             for owner, attribute in target.slot.owners:
                 if not passes_its_weights(owner):
-                    stack.enter_context(_layer_calls(target, owner, attribute, called, running))
-        stack.enter_context(_linear_calls(targets, passed, running))
+                    stack.enter_context(_layer_calls(target, owner, attribute, called, returned, running))
+        stack.enter_context(_linear_calls(targets, passed, returned, running))
         yield
 
 
 @contextlib.contextmanager
-def _layer_calls(target: Target, owner: nn.Module, attribute: str, called: Called, running: Counter[str]) -> Iterator[None]:
+def _layer_calls(
+    target: Target, owner: nn.Module, attribute: str, called: Called, returned: Returned | None, running: Counter[str]
+) -> Iterator[None]:
     def begin(*_: Any) -> None:
         running[target.name] += 1
 
     def end(*_: Any) -> None:
         running[target.name] -= 1
 
-    def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+    def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
         called(target, attribute, module, args, kwargs)
+        return returned(target, slice(None), output) if returned and isinstance(output, Tensor) else None
 
     handles = [
         owner.register_forward_pre_hook(begin),
@@ -64,7 +69,9 @@ def _layer_calls(target: Target, owner: nn.Module, attribute: str, called: Calle
 
 
 @contextlib.contextmanager
-def _linear_calls(targets: Sequence[Target], passed: Passed, running: Counter[str]) -> Iterator[None]:
+def _linear_calls(
+    targets: Sequence[Target], passed: Passed, returned: Returned | None, running: Counter[str]
+) -> Iterator[None]:
     """Replaces `F.linear`, inside the context, by a function that also reports.
 
     A `TorchFunctionMode` would not see the calls that `F.multi_head_attention_forward` makes.
@@ -82,6 +89,7 @@ def _linear_calls(targets: Sequence[Target], passed: Passed, running: Counter[st
                 groups = _groups(target, weight)
                 if groups is not None and not running[target.name]:
                     passed(target, groups, input.detach())
+                    output = returned(target, groups, output) if returned else output
         return output
 
     F.linear = linear

@@ -73,9 +73,9 @@ def check_place(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None
         if saved == own
         else (
             f"the state was saved by {saved or 'a pruner of a model that was not sharded'}, and this process is "
-            f"{own or 'alone'}. The state of a pruner of a sharded model is that of one process: save it with torch.save to one "
-            "file for each process (torch.distributed.checkpoint keeps only one of them), and load it into the same sharding. "
-            "Nothing has changed."
+            f"{own or 'alone'}. The state of a pruner of a sharded model is that of one process: save it with torch.save to "
+            "one file for each process (torch.distributed.checkpoint keeps only one of them), and load it into the same "
+            "sharding. Nothing has changed."
         )
     )
     check_everywhere(tensors, wrong)

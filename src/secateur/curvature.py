@@ -1,0 +1,308 @@
+"""Curvature: how much the loss reacts to each output of a layer, from one backward pass of the model as it is.
+
+For a layer that maps x to W x, with g the gradient of the loss with respect to W x, G = E[g g'] and H = E[x x'] are the two
+Kronecker factors of the layer's Fisher matrix (K-FAC, Martens & Grosse, 2015): a change D of its weights costs the loss about
+tr(G D H D') / 2 per token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._dist import sharded
+from ._tree import Loose
+from .display import Progress
+from .edit import preserve_rng
+from .moments import layer_inputs
+from .reads import listen
+from .stats import Loss, as_it_was, check_evidence, is_float, on_batch, split_batch
+from .targeting import Target
+
+KINDS = ("diag", "fisher")
+_WIDEST = 8192  # with more outputs, only the diagonal of G is kept
+_ENOUGH = 10  # tokens per output; with fewer, G is shrunk towards its diagonal
+_ELEMENTS = 1 << 22  # labels are drawn for parts of the logits of about this size
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """The factors of each layer's Fisher matrix, by the name of its weight.
+
+    `G` holds a matrix (outputs, outputs), or a vector where only the diagonal is kept. `H` holds a matrix (inputs, inputs), or
+    a vector of the diagonal, with a leading axis for layers whose groups of rows read different inputs; layers that read the
+    same tensor share one. Both are means over `tokens` (positions, for a convolution). `notes` says what was done differently
+    for a layer, and why.
+    """
+
+    G: dict[str, Tensor]
+    H: dict[str, Tensor]
+    tokens: dict[str, int]
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def curvature(
+    model: nn.Module,
+    targets: Sequence[Target],
+    batches: Iterable[Any],
+    *,
+    kind: str = "fisher",
+    gram: str = "full",
+    loss: Loss | None = None,
+    seed: int = 0,
+) -> Curvature:
+    """Runs the model forward and backward once on every batch, and returns G and H of the targets. The model is unchanged.
+
+    `kind="diag"` keeps the diagonal of G only. `gram` is "full", "diag" or "none", for H. Without `loss`, the output of the
+    model must hold logits on its last axis (a tensor, or the `logits` of a mapping or an output object); labels are then drawn
+    from the model's own distribution, which gives the true Fisher matrix. With `loss`, a function of the output and the
+    target, its gradients are used. Positions that a two-dimensional `attention_mask` of the batch excludes count nowhere.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"curvature is one of {', '.join(map(repr, KINDS))}, not {kind!r}")
+    check_evidence(frozenset({"curvature"}), batches, loss, of="this method")
+    if isinstance(model, Loose):
+        raise TypeError("curvature is measured by running a model, and these are tensors without one")
+    if any(sharded(target.tensor) for target in targets):
+        raise NotImplementedError("curvature cannot be measured on a sharded model; prune before sharding it")
+    sums, ran, draw = _Sums(kind, gram), 0, torch.Generator().manual_seed(seed)
+    with torch.inference_mode(False), torch.enable_grad(), preserve_rng(), as_it_was(model), _frozen(model):
+        progress = Progress("curvature", len(batches) if isinstance(batches, Sequence) else None)
+        for number, batch in enumerate(batches, 1):
+            progress(f"batch {number}")
+            args, kwargs, wanted = split_batch(batch)
+            if any(isinstance(value, Tensor) and not value.numel() for value in (*args, *kwargs.values())):
+                continue
+            ran += 1
+            with listen(targets, sums.called, sums.passed, sums.returned):
+                with sums.forward(_valid(kwargs)), on_batch(model, args, kwargs):
+                    output = model(*args, **kwargs)
+                value, gradient = (loss(output, wanted), None) if loss else _sampled(output, sums.valid, draw, number)
+                if not value.requires_grad:
+                    raise ValueError("the output of the model does not depend on any of the layers to prune")
+                torch.autograd.grad(value, sums.anchors, gradient, allow_unused=True)
+    if not ran:
+        raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
+    return sums.means(targets)
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits in the output of a model: the output itself, its `logits`, or the first float tensor of a tuple."""
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    if isinstance(found, tuple | list):
+        found = next((value for value in found if is_float(value)), None)
+    if not isinstance(found, Tensor) or not is_float(found) or found.ndim not in (2, 3) or found.shape[-1] < 2:
+        given = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(output).__name__
+        raise ValueError(
+            f"the model returns {given}, and not logits of shape (batch, classes) or (batch, tokens, classes); pass loss=, a "
+            "function of the output and the target"
+        )
+    return found
+
+
+def _sampled(output: Any, valid: Tensor | None, draw: torch.Generator, number: int) -> tuple[Tensor, Tensor]:
+    """The logits, and the gradient of the summed cross-entropy by them, for labels drawn from the model's distribution."""
+    logits = logits_of(output)
+    flat = logits.detach().reshape(-1, logits.shape[-1])
+    gradient = torch.empty_like(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
+    uniform = torch.rand(len(flat), 1, generator=draw, dtype=torch.float64).to(gradient)
+    step = max(_ELEMENTS // flat.shape[1], 1)
+    for first in range(0, len(flat), step):
+        part = slice(first, first + step)
+        p = torch.softmax(flat[part], -1, dtype=gradient.dtype, out=gradient[part])
+        below = p.cumsum(-1)
+        label = torch.searchsorted(below, uniform[part] * below[:, -1:], right=True).clamp_max(flat.shape[1] - 1)
+        p.scatter_add_(1, label, torch.full_like(p[:, :1], -1.0).expand_as(label))
+    gradient = gradient.view(logits.shape)
+    if not bool(gradient.isfinite().all()):
+        raise ValueError(f"the logits of batch {number} of data= are NaN; look at that batch and at the weights")
+    if valid is not None and valid.shape == logits.shape[:-1]:
+        gradient = gradient.masked_fill_(~valid[..., None].to(gradient.device), 0)
+    return logits, gradient.to(logits.dtype)
+
+
+def _valid(kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Which positions of a batch are not padding, by its attention mask; None if all are, or if nothing says so."""
+    mask = kwargs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or bool(mask.all()):
+        return None
+    return mask.bool()
+
+
+@contextlib.contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter requires a gradient inside, so that the backward pass computes those of layer outputs only."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+Part = tuple[str, int, int]  # a weight, and the groups of its rows (first, last) that read an input
+
+
+@dataclass
+class _Read:
+    """An input of one batch, the sum of its products, and the weights that it was multiplied with."""
+
+    input: Tensor  # held, so that no other tensor gets its id before the batch ends
+    product: Tensor
+    parts: list[Part] = field(default_factory=list)
+
+
+class _Sums:
+    """Adds up the products of inputs and of output gradients while the model runs."""
+
+    def __init__(self, kind: str, gram: str) -> None:
+        self.kind, self.gram = kind, gram
+        self.valid: Tensor | None = None
+        self.anchors: list[Tensor] = []
+        self._forward = False
+        self._reads: dict[Any, _Read] = {}  # of one batch
+        self._H: dict[tuple[Part, ...], Tensor] = {}  # one sum for weights that always read the same inputs
+        self._G: dict[str, Tensor] = {}
+        self._fourth: dict[str, Tensor] = {}
+        self._tokens: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def forward(self, valid: Tensor | None) -> Iterator[None]:
+        """Around the forward pass of one batch. Checkpointed layers run again in the backward pass, and are not counted."""
+        self.valid, self.anchors, self._forward = valid, [], True
+        try:
+            yield
+        finally:
+            self._forward = False
+        for read in self._reads.values():
+            key = tuple(read.parts)
+            self._H[key] = self._H[key].add_(read.product) if key in self._H else read.product
+        self._reads = {}
+
+    def called(self, target: Target, attribute: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs, layout = [value for value in (*args, *kwargs.values()) if is_float(value)], target.layout
+        if not self._forward or self.gram == "none" or not inputs:
+            return
+        if len(inputs) == 1 and len(layout.shape) == 2 and (layout.product or isinstance(module, nn.Linear)):
+            self.passed(target, slice(None), inputs[0])
+        else:
+            self._read(target, slice(None), object(), inputs[0], lambda: layer_inputs(module, attribute, layout, args, kwargs))
+
+    def passed(self, target: Target, groups: slice, x: Tensor) -> None:
+        if self._forward and self.gram != "none":
+            version = None if x.is_inference() else x._version
+            self._read(target, groups, (id(x), version), x, lambda: _wide(self._rows(x, -1))[None])
+
+    def returned(self, target: Target, groups: slice, output: Tensor) -> Tensor:
+        axis, height = 1 - max(len(target.layout.shape), 2), target.layout.rows // target.layout.groups
+        first, last, _ = groups.indices(target.layout.groups)
+        rows = slice(first * height, last * height)
+        if not self._forward or not is_float(output) or output.shape[axis] != rows.stop - rows.start:
+            return output
+        if not output.requires_grad:  # nothing before it does: the backward pass ends here
+            anchor = output.new_zeros((), requires_grad=True)
+            self.anchors.append(anchor)
+            output = output + anchor
+        output.register_hook(lambda g: self._gradient(target, rows, g.detach().movedim(axis, -1)))
+        return output
+
+    def _rows(self, x: Tensor, axis: int) -> Tensor:
+        """The vectors along an axis, as a matrix, without those at padded positions."""
+        x, valid = x.detach().movedim(axis, -1), self.valid
+        if valid is not None and x.shape[:-1] == valid.shape:
+            return x[valid.to(x.device)]
+        if valid is not None and x.shape[:-1] == (valid.numel(),):
+            return x[valid.to(x.device).flatten()]
+        return x.reshape(-1, x.shape[-1])
+
+    def _read(self, target: Target, groups: slice, key: Any, x: Tensor, inputs: Callable[[], Tensor]) -> None:
+        if key not in self._reads:
+            read = inputs()
+            product = read.mT @ read if self.gram == "full" else read.square().sum(1)
+            self._reads[key] = _Read(x, product)
+        first, last, _ = groups.indices(target.layout.groups)
+        self._reads[key].parts.append((target.name, first, last))
+
+    def _gradient(self, target: Target, rows: slice, g: Tensor) -> None:
+        g, name, height = _wide(self._rows(g, -1)), target.name, target.layout.rows
+        whole = self.kind == "fisher" and height <= _WIDEST
+        if name not in self._G:
+            self._G[name] = g.new_zeros((height, height) if whole else (height,))
+            self._fourth[name], self._tokens[name] = g.new_zeros(2, dtype=torch.float64), 0
+        squares = g.square()
+        if whole:
+            self._G[name][rows, rows].addmm_(g.mT, g)
+            each = squares.sum(1)
+            self._fourth[name] += torch.stack([each @ each, squares.flatten() @ squares.flatten()])
+        else:
+            self._G[name][rows] += squares.sum(0)
+        self._tokens[name] += len(g) if rows.start == 0 else 0
+
+    def means(self, targets: Sequence[Target]) -> Curvature:
+        """The sums over the numbers of tokens."""
+        G, notes = {}, {}
+        for target in targets:
+            name, n = target.name, self._tokens.get(target.name, 0)
+            if not n:
+                notes[name] = "no token reached it, so it has no curvature and its outputs are weighed alike"
+                continue
+            G[name] = self._G.pop(name).div_(n)
+            if self.kind == "fisher" and target.layout.rows > _WIDEST:
+                notes[name] = f"of its curvature only the diagonal was kept ({target.layout.rows:,} outputs)"
+            elif self.kind == "fisher" and n < _ENOUGH * target.layout.rows:
+                share = _shrink_(G[name], self._fourth[name] / n, n)
+                notes[name] = (
+                    f"its curvature comes from {n:,} tokens for {target.layout.rows:,} outputs and was shrunk towards its "
+                    f"diagonal by {share:.0%}; {_ENOUGH * target.layout.rows:,} tokens are enough"
+                )
+        if not G:
+            raise ValueError("the data reached none of the layers to prune, so there is no curvature to measure")
+        return Curvature(G, self._grams(targets), {name: self._tokens[name] for name in G}, notes)
+
+    def _grams(self, targets: Sequence[Target]) -> dict[str, Tensor]:
+        parts: dict[str, list[tuple[tuple[Part, ...], int, int]]] = {}
+        for key in self._H:
+            for name, first, last in key:
+                parts.setdefault(name, []).append((key, first, last))
+        means: dict[tuple[Part, ...], Tensor] = {}
+        found = {}
+        for target in targets:
+            name, groups, own = target.name, target.layout.groups, parts.get(target.name, [])
+            n = self._tokens.get(name, 0)
+            if not own or not n:
+                continue
+            if len(own) == 1 and groups == 1:
+                key = own[0][0]
+                means.setdefault(key, self._H[key][0] / n)
+                found[name] = means[key]
+                continue
+            whole = self._H[own[0][0]].new_zeros(groups, *self._H[own[0][0]].shape[1:])
+            for key, first, last in own:
+                whole[first:last] += self._H[key] / n
+            found[name] = whole if groups > 1 else whole[0]
+        return found
+
+
+def _shrink_(G: Tensor, fourth: Tensor, tokens: int) -> float:
+    """Moves G towards its diagonal by the share that minimises the expected squared error, and returns the share.
+
+    The share is the summed variance of the off-diagonal means over their summed squares (Ledoit & Wolf, 2004, with the
+    diagonal as the target). `fourth` holds E[|g|^4] and E[sum of g_i^4].
+    """
+    diagonal = G.diagonal().clone()
+    off = float(G.double().square().sum() - diagonal.double().square().sum())
+    spread = float(fourth[0] - fourth[1]) - off
+    share = min(max(spread / tokens / max(off, 1e-300), 0.0), 1.0)
+    G.mul_(1 - share).diagonal().copy_(diagonal)
+    return share
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.to(torch.promote_types(value.dtype, torch.float32))
