@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from .progress import set_progress
     from .pruner import Pruner
     from .pruning import prune_
+    from .recipes import Recipe
+    from .reorder import reorder_
+    from .reports import report
     from .schedules import Schedule, cosine, cubic, exponential, join, linear, one_shot
     from .summaries import summary
     from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
@@ -55,6 +58,7 @@ __all__ = [
     "Pattern",
     "Plan",
     "Pruner",
+    "Recipe",
     "Schedule",
     "activation_variance",
     "bench",
@@ -88,6 +92,8 @@ __all__ = [
     "prune_",
     "random",
     "reconstruction",
+    "reorder_",
+    "report",
     "ria",
     "save",
     "set_progress",
@@ -120,6 +126,9 @@ _HOMES = {
     "progress": "set_progress",
     "pruner": "Pruner",
     "pruning": "prune_",
+    "recipes": "Recipe",
+    "reorder": "reorder_",
+    "reports": "report",
     "schedules": "Schedule cosine cubic exponential join linear one_shot",
     "summaries": "summary",
     "surgery": "activation_variance bn_scale fpgm reconstruction shrink shrink_",

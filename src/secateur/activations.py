@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from ._hints import hints
 from ._layers import features_axis, input_size
 from ._tree import nearest
+from .arguments import plain_arguments
 from .blocks import repeated_blocks
-from .display import Table
+from .display import Reported, Table
+from .edit import forget_all_, record_
 from .methods import METHODS, Gate, Measured, Probe, Seen, greedy_sparsities, mean, ratio, squares
 from .progress import track
 from .stats import as_it_was, check_evidence, on_batch, split_batch
@@ -65,21 +67,24 @@ def gate_(
         spread: "uniform" gives every layer the same sparsity, "greedy" allocates by measured output error so that `sparsity`
             of all gated weights are skipped.
     """
+    given, at = dict(locals()), globs_of("at", at)
     _check(model, sparsity, method, spread, data)
     with torch.no_grad(), as_it_was(model):  # reading a computed weight may change it (spectral_norm)
         gates = {
             name: Gate(name, method, float(sparsity), features_axis(module), input_size(module), _weights(module))
-            for name, module in _layers(model, globs_of("at", at)).items()
+            for name, module in _layers(model, at).items()
         }
     made = gates
     if data is not None and (method != "topk" or spread == "greedy"):
         made = _calibrated(model, gates, data, float(sparsity), spread, named=bool(at))
     skipped = dict.fromkeys(gates.keys() - made.keys(), "saw no input while the data ran through")
+    text = f"{method}, sparsity {sparsity:g}, spread {spread}"
+    record_(model, ("gate", text), plain_arguments(gate_, {**given, "at": at or None}))
     return Gates(model, made, skipped)._attach()
 
 
 @dataclass
-class Gates:
+class Gates(Reported):
     """The gates of a model. `print` shows a table, `measured` runs them on data, `undo_` removes them.
 
     `skipped` maps the layers that got no gate to the reason.
@@ -123,6 +128,8 @@ class Gates:
             for key in [key for key, hook in module._forward_pre_hooks.items() if id(hook) in own]:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
+        if not any(map(_gate_of, self.model.modules())):
+            forget_all_(self.model, "gate")
 
     def measured(self, batch: Any) -> Measured:
         """Measures the gates on a batch, or on an iterable of batches: the zeros they reach, and the error of the output."""

@@ -17,10 +17,11 @@ from ._dist import Comm, check_replicas, comm_of, like, local, refuse_stage, res
 from ._dist import count as count_true
 from ._hints import hints
 from ._tree import Prunable, as_module, bare_name, check_unpacked, slots
+from .arguments import plain_arguments
 from .budgets import Spread
 from .criteria import Criterion, magnitude
-from .display import Table, notes_by_reason
-from .edit import forget_, record_
+from .display import Reported, Table, notes_by_reason
+from .edit import UNKNOWN, Arguments, forget_, record_
 from .masks import Masks
 from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, write_
 from .patterns import Pattern
@@ -28,7 +29,7 @@ from .schedules import Number
 from .settings import Settings
 from .stats import Loss, TensorEvidence, check_evidence, collect
 from .stats import Table as EvidenceTable
-from .targeting import Globs, Target, targets
+from .targeting import Globs, Target, globs_of, targets
 
 _HEAD = 4096
 
@@ -48,7 +49,7 @@ class Layer:
 
 
 @dataclass
-class Plan:
+class Plan(Reported):
     """What pruning does to a model: `masks` (True = kept), new values for the kept weights where the method gives them
     (`weights`), and what was skipped, with the reason. `print` shows a table."""
 
@@ -57,6 +58,7 @@ class Plan:
     recipe: str
     dense: dict[str, Tensor] = field(default_factory=dict, repr=False)
     weights: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    arguments: Arguments = field(default=UNKNOWN, repr=False, compare=False)  # for `Recipe`: of the call that made the plan
 
     def apply_(self, model: Prunable, *, keep_dense: bool = False) -> Plan:
         """Writes the zeros, and the new weights, into the model. `keep_dense=True` remembers what they replace, for `undo_`."""
@@ -70,7 +72,7 @@ class Plan:
             if name in new:
                 write_(tensor, new[name])
             kernels.zero_(tensor, local(self.masks[name]))
-        record_(as_module(model), ("prune", self.recipe))
+        record_(as_module(model), ("prune", self.recipe), self.arguments)
         return self
 
     def undo_(self, model: Prunable) -> None:
@@ -198,11 +200,13 @@ def plan(
     types: Sequence[type[nn.Module]] | None = None,
     data: Iterable[Any] | None = None,
     loss: Loss | None = None,
-    spread: Spread | Mapping[str, Number] | None = None,
+    spread: Spread | Mapping[str, Number] | str | None = None,
     method: Method | str | None = None,
     floor: float = 0.0,
 ) -> Plan:
     """What `prune_` with the same arguments would do. The model is not touched."""
+    include, exclude = globs_of("include", include), globs_of("exclude", exclude)
+    arguments = plain_arguments(plan, locals())
     model = as_module(model)
     recipe = Settings.of(criterion, pattern, scope, sparsity, count, spread, method, floor)
     if recipe.scheduled:
@@ -215,7 +219,9 @@ def plan(
     if once and recipe.needs & STREAMED:
         data = list(data or ())  # it is run through twice
     table = collect(model, found, once, data, loss)
-    return make_plan(model, recipe, found, skipped, table, data=data)
+    made = make_plan(model, recipe, found, skipped, table, data=data)
+    made.arguments = arguments
+    return made
 
 
 def check_streamed(recipe: Settings, found: Sequence[Target], data: object, loss: object) -> None:
@@ -250,13 +256,15 @@ def make_plan(
         amounts = recipe.amounts(scores, step, held, comm)
         to_be_empty = {name for name, one in amounts.items() if (one.sparsity if one.ranked is None else recipe.at(step)) == 1}
 
-        def solve(target: Target, streamed: Mapping[str, Tensor]) -> Solution:
+        def solve(target: Target, streamed: Mapping[str, Any]) -> Solution:
             name = target.name
             problem = LayerProblem(
                 name,
                 target.layout.matrix(target.weight),
                 H=streamed.get("gram"),
                 C=streamed.get("cross"),
+                D=streamed.get("residual"),
+                tokens=streamed.get("tokens"),
                 scores=scores[name],
                 evidence=evidence[name],
                 step=step,

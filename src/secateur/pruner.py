@@ -20,7 +20,7 @@ from ._hints import hints
 from ._tree import Prunable, as_module, bare_name
 from .budgets import Spread
 from .criteria import Criterion, magnitude
-from .edit import Indices, Step, forget_, record_
+from .edit import IN_TRAINING, Indices, Step, forget_, record_
 from .following import Followed, after_cut, innermost, warn_of_others
 from .holding import HeldZeros, zeros_there
 from .masks import Masks
@@ -70,7 +70,7 @@ class Pruner:
         types: Sequence[type[nn.Module]] | None = None,
         data: Iterable[Any] | None = None,
         loss: Loss | None = None,
-        spread: Spread | Mapping[str, Number] | None = None,
+        spread: Spread | Mapping[str, Number] | str | None = None,
         method: Method | str | None = None,
         floor: float = 0.0,
         grow: Criterion | Callable[..., Tensor] | str | None = None,
@@ -277,7 +277,7 @@ class Pruner:
         if all(bool(local(mask).all()) for mask in self._masks.values()):
             return
         step = "prune", self.recipe.describe(self._step)
-        record_(self.model, step, self._recorded)
+        record_(self.model, step, IN_TRAINING, self._recorded)
         self._recorded = step
 
     def check_cut(self, *, blocks: bool) -> None:
@@ -431,7 +431,7 @@ class Pruner:
         self.apply_()
         if state["recorded"]:
             self._recorded = "prune", state["recorded"]
-            record_(self.model, self._recorded, self._recorded)
+            record_(self.model, self._recorded, IN_TRAINING, self._recorded)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy follows no optimizer until it is attached, because copies of optimizers have no hooks."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._dist import Comm
 from ._tree import nearest
-from .budgets import Spread, cap, hold, owl, uniform
+from .budgets import Spread, as_spread, cap, hold, owl, uniform
 from .criteria import Criterion, criterion, magnitude
 from .methods import Amount, Method, as_method, drop_and_grow
 from .patterns import Pattern
@@ -43,7 +43,7 @@ class Settings:
         scope: str | None,
         sparsity: Number | None,
         count: int | None,
-        spread: Spread | Mapping[str, Number] | None,
+        spread: Spread | Mapping[str, Number] | str | None,
         method: Method | str | None = None,
         floor: float = 0.0,
     ) -> Settings:
@@ -61,7 +61,7 @@ class Settings:
             _fits_n_of_m(shape, scope, sparsity, count, spread)
         else:
             _one_budget(sparsity, count, spread)
-        spread = _checked_spread(spread, scope, count)
+        spread = _checked_spread(as_spread(spread), scope, count)
         if scope == "row" and shape.unit == "out":
             raise ValueError(
                 'pattern "out" with scope="row": each row is one unit, with nothing to compete with; use scope="tensor"'

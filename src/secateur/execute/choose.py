@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from .._layers import DEFAULT_TYPES, is_kind, layout_of
 from .._tree import nearest
+from ..arguments import plain_arguments
+from ..edit import record_
 from ..progress import track
 from .find import Zeros, zeros_of
 from .formats import FORMATS, Format, Use, as_matrix
@@ -100,6 +102,9 @@ def compress_(
         if id(new) in ignored:
             choices[name] = FormatChoice(choices[name].row.left("the model reads its weight without calling the layer"))
     used = {name: new for name, new in built.items() if id(new) not in ignored}
+    given = {"objective": objective, "threads": threads, "store": store}
+    text = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+    record_(model, ("compress", text), plain_arguments(compress_, given))
     return _result(model, layers, choices, used, objective, threads or torch.get_num_threads())
 
 

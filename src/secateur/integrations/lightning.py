@@ -19,7 +19,7 @@ else:
     from lightning.pytorch import Callback  # type: ignore[import-not-found]
 
 
-class SecateurCallback(Callback):
+class SecateurCallback(Callback):  # type: ignore[misc]
     """Prunes a `LightningModule` while it trains::
 
         callback = SecateurCallback(sc.magnitude, sparsity=sc.cubic(0.8, end=900, every=50))

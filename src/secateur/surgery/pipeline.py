@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 from .._hints import hints, unknown_argument
+from ..arguments import plain_arguments
 from ..axes import Group
 from ..criteria import magnitude
 from ..edit import (
+    Arguments,
     Cuts,
     Inputs,
     RngGuard,
@@ -37,7 +39,7 @@ from ..stats import Loss, split_batch
 from ..trace import Trace, trace, undetermined
 from .budget import Baseline, Budget, Reached
 from .caches import CacheSlot, empty_caches_, without_caches
-from .calibrate import UnitCriterion, reestimate_, refit_, unit_scores
+from .calibrate import UNIT_CRITERIA, UnitCriterion, reestimate_, refit_, unit_scores
 from .depth import RemovedBlocks, remove_blocks
 from .leftovers import drop_leftovers_
 from .masked import CutModel, make
@@ -207,9 +209,18 @@ def _shrunk(model: nn.Module, example_inputs: Any, request: ShrinkRequest, rng: 
         else:
             small, plan = _only_blocks(model, inputs, blocks, request)
         empty_caches_(small, caches)
-    plan.cuts.recipe = plan.recipe
+    plan.cuts.recipe, plan.arguments = plan.recipe, _arguments(request)
     state = {} if request.optimizer is None else sliced_state(request.optimizer, model, plan.cuts)
     return _Done(small, plan, state, caches)
+
+
+def _arguments(request: ShrinkRequest) -> Arguments:
+    """The request as a recipe holds it. Blocks are chosen by the data, if there are any, so that "none" is said too."""
+    given = vars(request)
+    if isinstance(request.criterion, UnitCriterion) and UNIT_CRITERIA.get(request.criterion.name) is request.criterion:
+        given = {**given, "criterion": request.criterion.name}
+    found = plain_arguments(shrink, given)
+    return {**found, "data": None} if isinstance(found, dict) and request.depth is not None and request.data is None else found
 
 
 def _without_blocks(model: nn.Module, inputs: Inputs, request: ShrinkRequest) -> RemovedBlocks | None:
@@ -378,7 +389,7 @@ def _nothing_left(traced: Trace, left: Mapping[Group, str]) -> str:
 def _remember_(small: nn.Module, past: Sequence[Cuts], plan: Shrunk) -> None:
     """Store the cuts in the small model, and add the cut to the record of what was done to it."""
     remember_(small, (*past, plan.cuts))
-    record_(small, ("shrink", plan.recipe))
+    record_(small, ("shrink", plan.recipe), plan.arguments)
 
 
 def _carry_gradients(model: nn.Module, small: nn.Module, cuts: Cuts) -> None:

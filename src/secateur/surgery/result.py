@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ..display import Table, notes_by_reason
-from ..edit import Cuts, Inputs, split_inputs
+from ..display import Reported, Table, notes_by_reason
+from ..edit import UNKNOWN, Arguments, Cuts, Inputs, split_inputs
 from .verify import Verified, verify
 
 
@@ -28,7 +28,7 @@ class GroupCut:
 
 
 @dataclass
-class Shrunk:
+class Shrunk(Reported):
     """What `shrink` did. `print(plan)` shows it as a table.
 
     `groups`: one entry for each group that may be cut. `skipped`: what was left whole, and why. `moved`: groups that keep
@@ -48,6 +48,7 @@ class Shrunk:
     note: str = ""
     errors: dict[str, float] = field(default_factory=dict)
     restore_: Callable[[], None] | None = field(default=None, repr=False)
+    arguments: Arguments = field(default=UNKNOWN, repr=False)  # for `Recipe`: of the call that made the plan
 
     def verify(self, inputs: Any = None, *, original: nn.Module | None = None, groups: bool = False) -> Verified:
         """Compare the small model with the masked one in float64; `inputs` as for `shrink`.

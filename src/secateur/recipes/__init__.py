@@ -1,0 +1,9 @@
+"""Recipes: files of stages (prune, shrink, gate, compress), each of which holds the arguments of one function and nothing else.
+
+`schema` checks a file against the signatures of these functions. The `.yaml` files beside it are the recipes that ship with the
+package.
+"""
+
+from .recipe import Ran, Recipe, Stage, shipped
+
+__all__ = ["Ran", "Recipe", "Stage", "shipped"]
