@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from ._text import read_call
+from ._tree import nearest
 from .scores import Scores
 
 
@@ -56,6 +58,22 @@ def owl(strength: float = 0.08, outlier: float = 5.0) -> Spread:
     spread.measure = lambda scores: _outliers(scores, outlier)  # type: ignore[attr-defined]  # of one whole tensor
     spread.__qualname__ = f"owl({strength}, {outlier})"  # a pruner's state names its spread
     return spread
+
+
+_NAMED: dict[str, Spread] = {"uniform": uniform, "erk": erk}
+_MADE: dict[str, Callable[..., Spread]] = {"owl": owl}  # functions that make a spread
+
+
+def as_spread(given: Any) -> Any:
+    """The spread that a text means: "erk", "owl" or "owl(0.1, outlier=4)". Other values are returned unchanged."""
+    if not isinstance(given, str):
+        return given
+    if given in _NAMED or given in _MADE:
+        return _NAMED[given] if given in _NAMED else _MADE[given]()
+    if given.partition("(")[0].strip() in _MADE:
+        return read_call(given, _MADE)
+    known = [*_NAMED, *_MADE]
+    raise ValueError(f"spread={given!r} is not one of {', '.join(map(repr, known))}.{nearest(given, known)}")
 
 
 def hold(

@@ -15,9 +15,9 @@ from torch import Tensor
 from ._dist import Box, Comm, Share, comm_of
 from ._layers import Layout
 from .criteria import Criterion
+from .evidence import TensorEvidence, input_norms, random_scores
 from .scores import RANKED, Scores
 from .shards import move
-from .stats import TensorEvidence, input_norms, random_scores
 
 
 @dataclass

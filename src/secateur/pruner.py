@@ -20,14 +20,14 @@ from ._hints import hints
 from ._tree import Prunable, as_module
 from .budgets import Spread
 from .criteria import Criterion, magnitude
-from .edit import Indices, Step, forget_, record_
+from .edit import IN_TRAINING, Indices, Step, forget_, record_
 from .following import Followed, after_cut, innermost, warn_of_others
 from .holding import HeldZeros, zeros_there
 from .masks import Masks
 from .methods import STREAMED, Method, SoftMasks, write_
 from .patterns import Pattern
 from .plans import Plan, check_streamed, make_plan
-from .resuming import VERSION, check_state, described, tensors_from, tensors_of, upgraded
+from .resuming import VERSION, check_state, check_weights, described, tensors_from, tensors_of, upgraded
 from .schedules import Number
 from .settings import Settings, check_ste, method_of
 from .stats import Loss, Table, add_gradient, check_evidence, collect
@@ -70,7 +70,7 @@ class Pruner:
         types: Sequence[type[nn.Module]] | None = None,
         data: Iterable[Any] | None = None,
         loss: Loss | None = None,
-        spread: Spread | Mapping[str, Number] | None = None,
+        spread: Spread | Mapping[str, Number] | str | None = None,
         method: Method | str | None = None,
         floor: float = 0.0,
         grow: Criterion | Callable[..., Tensor] | str | None = None,
@@ -256,7 +256,7 @@ class Pruner:
     def _update(self) -> None:
         table = self._evidence()
         held = self._masks if self._soft is None else None
-        how = {"data": self._data, "step": self._step, "previous": held, "group": self._group}
+        how = {"data": self._data, "loss": self._loss, "step": self._step, "previous": held, "group": self._group}
         made = make_plan(self.model, self.recipe, self._targets, self.skipped, table, **how)
         for target in self._targets:
             if target.name in self._dense:  # follows a weight while it is kept, and stays where it was pruned
@@ -278,7 +278,7 @@ class Pruner:
         if all(bool(local(mask).all()) for mask in self._masks.values()):
             return
         step = "prune", self.recipe.describe(self._step)
-        record_(self.model, step, self._recorded)
+        record_(self.model, step, IN_TRAINING, self._recorded)
         self._recorded = step
 
     def check_cut(self, *, blocks: bool) -> None:
@@ -406,7 +406,7 @@ class Pruner:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a state of a pruner with the same recipe, on a model with the same tensors. Load first, then attach.
+        """Resumes from a state of a pruner with the same recipe, on a model with the same tensors, after the model's state.
 
         Either model may be compiled (torch.compile), wrapped in DistributedDataParallel, or sharded over other processes.
         """
@@ -415,9 +415,7 @@ class Pruner:
         check_state(state, self.recipe, self._options())
         found = tensors_from(state, self._targets, self._masks, self._dense)
         if self._pruned_by_attach:
-            raise RuntimeError(
-                "attach() has pruned this model already; load the model's and the pruner's state first, then attach"
-            )
+            check_weights(self._targets, self._masks, found[0])
         self._masks, self._gathered, self._dense = found
         self._step, self._due, self._batches = state["step"], state["due"], state["batches"]
         if self._soft is not None:
@@ -425,7 +423,7 @@ class Pruner:
         self.apply_()
         if state["recorded"]:
             self._recorded = "prune", state["recorded"]
-            record_(self.model, self._recorded, self._recorded)
+            record_(self.model, self._recorded, IN_TRAINING, self._recorded)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy follows no optimizer until it is attached, because copies of optimizers have no hooks."""

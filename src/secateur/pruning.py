@@ -34,7 +34,7 @@ def prune_(
     types: Sequence[type[nn.Module]] | None = None,
     data: Iterable[Any] | None = None,
     loss: Loss | None = None,
-    spread: Spread | Mapping[str, Number] | None = None,
+    spread: Spread | Mapping[str, Number] | str | None = None,
     method: Method | str | None = None,
     floor: float = 0.0,
     keep_dense: bool = False,

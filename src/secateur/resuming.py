@@ -223,3 +223,14 @@ def _whole(name: str, value: Tensor) -> Tensor:
             f"{name!r} is sharded in the state and whole in the model; load the state with torch.distributed.checkpoint"
         )
     return value
+
+
+def check_weights(targets: Iterable[Target], now: Masks, masks: Masks) -> None:
+    """Raises RuntimeError if weights that masks keep were set to zero by the masks of now, and not loaded since."""
+    for target in targets:
+        back = local(masks[target.name]) & ~local(now[target.name])
+        if bool(back.any()) and not bool(target.weight[back].any()):
+            raise RuntimeError(
+                f"attach() has pruned this model already, and weights of {target.name!r} that the state keeps are zero; load "
+                "the model's state before that of the pruner"
+            )

@@ -39,7 +39,18 @@ from .guards import (
     split_inputs,
     why_failed,
 )
-from .provenance import Step, forget_, record_, restore_steps_, steps_of
+from .provenance import (
+    IN_TRAINING,
+    UNKNOWN,
+    Arguments,
+    Step,
+    forget_,
+    forget_all_,
+    record_,
+    record_of,
+    restore_record_,
+    steps_of,
+)
 from .tensors import OWN, Slot, StandIns, owned_tensors, put_, states, tensors_inside
 
 __all__ = [
@@ -66,10 +77,15 @@ __all__ = [
     "without",
     "write_attribute",
     # provenance
+    "IN_TRAINING",
+    "UNKNOWN",
+    "Arguments",
     "Step",
     "forget_",
+    "forget_all_",
     "record_",
-    "restore_steps_",
+    "record_of",
+    "restore_record_",
     "steps_of",
     # configs
     "Place",

@@ -1,11 +1,13 @@
 """The record, in a model, of what was done to it: ("shrink", recipe) and ("prune", recipe), the first one first.
 
-It is text for people. The cuts that rebuild a model are stored apart (`cuts`).
+That is text for people. With each step are stored the arguments for a recipe that repeats it, or the reason why there are none.
+The cuts that rebuild a model are stored apart (`cuts`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -13,6 +15,9 @@ from .._tree import bare_name
 from .cuts import history
 
 Step = tuple[str, str]
+Arguments = dict[str, Any] | str  # plain data; a text is the reason why a recipe cannot repeat the step
+UNKNOWN = "its arguments were not recorded"
+IN_TRAINING = "a Pruner made it during training"
 _STEPS = "_secateur_steps"
 
 
@@ -21,47 +26,59 @@ def steps_of(model: nn.Module) -> list[Step]:
 
     Cuts that were applied by other means come before all that.
     """
-    found = [(bare_name(path), vars(module)[_STEPS]) for path, module in model.named_modules() if _STEPS in vars(module)]
-    steps = [
-        (what, f"{recipe} (in {path})" if path else recipe)
-        for path, made in sorted(found, key=lambda item: -len(item[0].split(".")) if item[0] else 0)
-        for what, recipe in made
-    ]
-    known = {recipe for _, made in found for _, recipe in made}
-    return [*(("shrink", cuts.recipe) for cuts in history(model) if cuts.recipe and cuts.recipe not in known), *steps]
+    return [step for step, _ in record_of(model)]
 
 
-def record_(model: nn.Module, step: Step, replaces: Step | None = None) -> None:
+def record_of(model: nn.Module) -> list[tuple[Step, Arguments]]:
+    """The steps of `steps_of`, each with the arguments that a recipe would repeat it with, or the reason why none can."""
+    found = [(bare_name(path), _own(module)) for path, module in model.named_modules() if _STEPS in vars(module)]
+    made: list[tuple[Step, Arguments]] = []
+    for path, steps in sorted(found, key=lambda item: -len(item[0].split(".")) if item[0] else 0):
+        for (what, recipe), arguments in steps:
+            inside = f"{recipe} (in {path})" if path else recipe
+            made.append(((what, inside), f"it changed the module {path!r} alone" if path else arguments))
+    known = {recipe for _, steps in found for (_, recipe), _ in steps}
+    others = [cuts.recipe for cuts in history(model) if cuts.recipe and cuts.recipe not in known]
+    return [*((("shrink", recipe), UNKNOWN) for recipe in others), *made]
+
+
+def record_(model: nn.Module, step: Step, arguments: Arguments = UNKNOWN, replaces: Step | None = None) -> None:
     """Adds a step to the record, in the place of `replaces` if that is there. A repetition of the last step is not added."""
-    steps = _own(model)
-    if replaces in steps:
-        steps = [step if one == replaces else one for one in steps]
-    elif steps[-1:] != [step]:
-        steps.append(step)
+    steps, new = _own(model), (step, arguments)
+    if replaces is not None and any(one == replaces for one, _ in steps):
+        steps = [new if one[0] == replaces else one for one in steps]
+    elif [one for one, _ in steps[-1:]] != [step]:
+        steps.append(new)
     _put(model, steps)
 
 
 def forget_(model: nn.Module, step: Step) -> None:
     """Takes a step that was undone, the last of its kind, from the record."""
     steps = _own(model)
-    for place in [place for place, one in enumerate(steps) if one == step][-1:]:
+    for place in [place for place, (one, _) in enumerate(steps) if one == step][-1:]:
         del steps[place]
     _put(model, steps)
 
 
-def restore_steps_(model: nn.Module, steps: Sequence[Step]) -> None:
+def forget_all_(model: nn.Module, what: str) -> None:
+    """Takes all steps of one kind from the record of the model."""
+    _put(model, [one for one in _own(model) if one[0][0] != what])
+
+
+def restore_record_(model: nn.Module, record: Sequence[tuple[Step, Arguments]]) -> None:
     """Stores these steps as all that was done to the model and to the models inside it."""
     for module in model.modules():
         vars(module).pop(_STEPS, None)
-    _put(model, steps)
+    _put(model, record)
 
 
-def _put(model: nn.Module, steps: Sequence[Step]) -> None:
+def _put(model: nn.Module, record: Sequence[tuple[Step, Arguments]]) -> None:
     space = vars(getattr(model, "_orig_mod", model))  # torch.compile: the module that is saved
     space.pop(_STEPS, None)
-    if steps:
-        space[_STEPS] = tuple(steps)
+    if record:
+        space[_STEPS] = tuple((*step, arguments) for step, arguments in record)
 
 
-def _own(model: nn.Module) -> list[Step]:
-    return list(vars(getattr(model, "_orig_mod", model)).get(_STEPS, ()))
+def _own(model: nn.Module) -> list[tuple[Step, Arguments]]:
+    held = vars(getattr(model, "_orig_mod", model)).get(_STEPS, ())
+    return [((what, recipe), arguments[0] if arguments else UNKNOWN) for what, recipe, *arguments in held]

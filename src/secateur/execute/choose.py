@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from .._layers import DEFAULT_TYPES, is_kind, layout_of
 from .._tree import nearest
+from ..arguments import plain_arguments
+from ..edit import record_
 from ..progress import track
 from .find import Zeros, zeros_of
 from .formats import FORMATS, Format, Use, as_matrix
@@ -82,9 +84,10 @@ def compress_(
             own dtype.
 
     Returns:
-        A `Compression` with one row per layer: `print` it, or read `metrics()`. `undo_(model)` puts the dense layers back.
+        A `Compression` with one row per layer: `print` it, or read `metrics()`. `undo_()` puts the dense layers back.
 
-    If anything raises, the model is left unchanged.
+    The model keeps its mode. Compressed layers run in eval mode only; in train mode their call raises, and the printed result
+    says so. If anything raises, the model is left unchanged.
     """
     _check(model, objective, threads, store)
     layers = {name: module for name, module in model.named_modules() if _has_row(module)}
@@ -100,6 +103,9 @@ def compress_(
         if id(new) in ignored:
             choices[name] = FormatChoice(choices[name].row.left("the model reads its weight without calling the layer"))
     used = {name: new for name, new in built.items() if id(new) not in ignored}
+    given = {"objective": objective, "threads": threads, "store": store}
+    text = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+    record_(model, ("compress", text), plain_arguments(compress_, given))
     return _result(model, layers, choices, used, objective, threads or torch.get_num_threads())
 
 
@@ -143,7 +149,7 @@ def _result(
     before = _bytes(layers.values()) + kept
     after = _bytes(layers.values(), model) + sum(new.bytes() for new in used.values()) + kept
     rows = [*earlier, *(choice.row for choice in choices.values())]
-    return Compression(rows, objective, threads, before, after, tuple(used))
+    return Compression(rows, objective, threads, before, after, tuple(used), model)
 
 
 def _check(model: Any, objective: str, threads: Any, store: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._tree import slots
+from ..edit import forget_all_
 from .layers import Compressed
 
 
@@ -38,6 +39,8 @@ def restore_(model: nn.Module, only: Collection[str] | None) -> nn.Module:
     for parent, attribute, child in places(model):
         if id(child) in restored:
             parent._modules[attribute] = restored[id(child)]
+    if not any(isinstance(module, Compressed) for module in model.modules()):
+        forget_all_(model, "compress")
     return model
 
 

@@ -26,6 +26,7 @@ from .._dist import sharded
 from .._layers import layout_of
 from .._tree import nearest
 from ..edit import (
+    Arguments,
     Cuts,
     Passing,
     Step,
@@ -34,9 +35,9 @@ from ..edit import (
     history,
     is_cut,
     owned_tensors,
+    record_of,
     remember_,
-    restore_steps_,
-    steps_of,
+    restore_record_,
 )
 from ..execute import Compressed, decompress_, zeros_of
 from ..methods import without_soft_masks
@@ -47,7 +48,7 @@ from .files import CODES, DTYPES, BadFile, Entry, Tensors, alone, names_of, read
 from .fill import check_kinds, dtype_of, fill_, read
 from .manifest import MAX, TENSOR_FILES, Manifest, Stored, about, check_file, from_text, shapes_of, to_text
 
-__all__ = ["save", "load", "dense_state_dict", "BadFile"]
+__all__ = ["save", "load", "dense_state_dict", "BadFile", "MANIFEST", "record_in", "replaced", "write_text"]
 
 MANIFEST, CONFIG = "secateur.json", "config.json"
 _TRIES = 20  # how often a folder is read that others write to meanwhile
@@ -65,7 +66,8 @@ def save(
     is being pruned with `ste=True` is saved with its masks applied.
 
     The entry "history" lists what was done to the model, the first thing first: `["shrink", recipe]`, `["prune", recipe]`.
-    "recipe" is that of `plan`, or the last one. `load` restores the history, and `sc.summary` shows it.
+    "recipe" is that of `plan`, or the last one. `load` restores the history, and `sc.summary` shows it. "arguments" holds the
+    arguments of each step, and `sc.Recipe.load(path)` returns them as a recipe that makes such a model again.
 
     For a Hugging Face model, `config.json` is written with the sizes of the small model. If a config can describe it (all
     layers cut alike), plain `from_pretrained(path)` loads the folder. The entry "from_pretrained" of the result is True then;
@@ -84,8 +86,7 @@ def save(
     cuts = _cuts(model, plan)
     layers = compressed.listed(model)
     listed, entries = _described(model, tensors, packed)
-    steps = _steps(model, plan)
-    said = about(model, plan.recipe if plan is not None else steps[-1][1] if steps else None, steps)
+    said = about(model, None if plan is None else plan.recipe, _record(model, plan))
     against = "is packed; save it without packed=True" if packed else "has compressed layers; decompress_ it first"
     extra, note = hf.files(model, against if packed or layers else None)
     if note is not None:
@@ -128,7 +129,7 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
                 for cuts in manifest.cuts:
                     apply_cuts_(model, cuts)
             remember_(model, manifest.cuts)
-            restore_steps_(model, manifest.steps)
+            restore_record_(model, [one for one in manifest.record if as_ is None or one[0][0] != "compress"])
             fill_(model, manifest, file, {} if as_ == "dense" else manifest.layers)
     return given
 
@@ -152,6 +153,26 @@ def dense_state_dict(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> d
         found = {name: read(file, name, stored) for name, stored in manifest.tensors.items()}
         found |= {other: found[name] for other, name in manifest.tied.items()}
         return {name: tensor.to(DTYPES[dtype_of(name, manifest)]) for name, tensor in found.items()}
+
+
+def record_in(folder: Path) -> list[tuple[Step, Arguments]]:
+    """What was done to the model in a folder that `save` wrote: each step, and its arguments for a recipe."""
+    with _opened(folder) as (manifest, _):
+        return manifest.record
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file completely or not at all."""
+    with replaced(path) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A path for a new file, which replaces `path` after the block. If anything raises, `path` is as it was."""
+    with replacing(path) as beside:
+        yield beside
+    rename(beside, path)
 
 
 # --- saving ---------------------------------------------------------------------------------------------------------
@@ -199,12 +220,12 @@ def _cuts(model: nn.Module, plan: Plan | Shrunk | None) -> list[Cuts]:
     return [*known, plan.cuts]
 
 
-def _steps(model: nn.Module, plan: Plan | Shrunk | None) -> list[Step]:
+def _record(model: nn.Module, plan: Plan | Shrunk | None) -> list[tuple[Step, Arguments]]:
     """What was done to the model, with the given plan at the end if the model has no record of it."""
-    steps = steps_of(model)
-    if plan is not None and plan.recipe not in [recipe for _, recipe in steps]:
-        steps.append(("prune" if isinstance(plan, Plan) else "shrink", plan.recipe))
-    return steps
+    record = [one for one in record_of(model) if one[0][0] != "gate"]  # gates are hooks, which the file does not hold
+    if plan is not None and plan.recipe not in [recipe for (_, recipe), _ in record]:
+        record.append((("prune" if isinstance(plan, Plan) else "shrink", plan.recipe), plan.arguments))
+    return record
 
 
 def _check_cut(model: nn.Module, cuts: Cuts) -> None:

@@ -8,13 +8,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
 
 import safetensors
 import torch
 
-from ..edit import Attribute, Cuts, Step
+from .._version import __version__
+from ..edit import UNKNOWN, Arguments, Attribute, Cuts, Step
 from .files import DTYPES, BadFile, Tensors, Written, counts, names_of, read_json
 from .packed import BITMASK, PARTS, SHAPE, VALUES
 from .packed import check as check_bits
@@ -62,11 +62,12 @@ class Manifest:
     file: str = TENSOR_FILES[0]
 
     @property
-    def steps(self) -> list[Step]:
-        """What was done to the model. Files of earlier versions list the cuts only."""
-        if "history" in self.about:
-            return [(what, recipe) for what, recipe in self.about["history"]]
-        return [("shrink", cuts.recipe) for cuts in self.cuts if cuts.recipe]
+    def record(self) -> list[tuple[Step, Arguments]]:
+        """What was done to the model. Files of earlier versions have no arguments, or list the cuts only."""
+        if "history" not in self.about:
+            return [(("shrink", cuts.recipe), UNKNOWN) for cuts in self.cuts if cuts.recipe]
+        steps = [(what, recipe) for what, recipe in self.about["history"]]
+        return list(zip(steps, self.about.get("arguments") or [UNKNOWN] * len(steps), strict=True))
 
 
 def stored_names(name: str, stored: Stored) -> tuple[str, ...]:
@@ -209,6 +210,10 @@ def _about(data: dict[str, Any]) -> dict[str, Any]:
     pairs = isinstance(steps, list) and all(isinstance(step, list) and len(step) == 2 for step in steps)
     if not pairs or not all(isinstance(text, str) for step in steps for text in step):
         raise BadFile("the history of the model must be a list of pairs of strings")
+    arguments = found.get("arguments", [])
+    whole = isinstance(arguments, list) and ("history" not in found or len(arguments) in (0, len(steps)))
+    if not whole or not all(isinstance(one, dict | str) for one in arguments):
+        raise BadFile("the arguments of the history must be a list with a mapping or a reason for each step")
     return found
 
 
@@ -322,18 +327,13 @@ def _parts_fit(file: Tensors, name: str, stored: Stored) -> bool:
     return (bits, bits_shape, sizes, sizes_shape) == right and len(values_shape) == 1
 
 
-def about(model: Any, recipe: str | None, steps: Sequence[Step]) -> dict[str, Any]:
+def about(model: Any, recipe: str | None, record: Sequence[tuple[Step, Arguments]]) -> dict[str, Any]:
     """The origin of a file: the class of the model, the recipe, what was done to it, the versions of the libraries."""
     versions = {"torch": str(torch.__version__), "safetensors": safetensors.__version__}  # with the build, such as +cu132
-    done = [list(step) for step in steps]
-    return {"model": type(model).__name__, "recipe": recipe, "history": done, "secateur": _version("secateur"), **versions}
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # a copy of the source that was never installed
-        return "unknown"
+    done, arguments = [list(step) for step, _ in record], [each for _, each in record]
+    recipe = recipe or (done[-1][1] if done else None)
+    said = {"model": type(model).__name__, "recipe": recipe, "history": done, "arguments": arguments}
+    return {**said, "secateur": __version__, **versions}
 
 
 def shapes_of(manifest: Manifest) -> Mapping[str, tuple[int, ...]]:

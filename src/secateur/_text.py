@@ -1,0 +1,32 @@
+"""Reads values from text such as "owl(0.1)" or "sparsegpt(damp=0.05)". No code in the text is run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def read_call(text: str, known: Mapping[str, Callable[..., Any]]) -> Any:
+    """Calls the function of this name with the arguments in the text: numbers, strings, None, booleans, tuples, and calls.
+
+    Raises ValueError for anything else.
+    """
+    try:
+        return _value(ast.parse(text.strip(), mode="eval").body, known)
+    except SyntaxError:
+        raise ValueError(f"{text!r} is not of the form name(argument, name=argument)") from None
+
+
+def _value(node: ast.expr, known: Mapping[str, Callable[..., Any]]) -> Any:
+    match node:
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in known:
+            named = {keyword.arg: _value(keyword.value, known) for keyword in keywords if keyword.arg}
+            return known[name](*(_value(arg, known) for arg in args), **named)
+        case ast.Constant(value=None | bool() | int() | float() | str() as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.Tuple(elts=items):
+            return tuple(_value(item, known) for item in items)
+    raise ValueError(f"{ast.unparse(node)!r} is neither a plain value nor a call of {', '.join(known)}")

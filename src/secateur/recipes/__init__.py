@@ -1,0 +1,10 @@
+"""Recipes: files of stages (prune, shrink, gate, compress), each of which holds the arguments of one function and nothing else.
+
+`schema` checks a file against the signatures of these functions. The `.yaml` files beside it are the recipes that ship with the
+package.
+"""
+
+from .recipe import Ran, Recipe, Stage, shipped
+from .schema import BadRecipe
+
+__all__ = ["BadRecipe", "Ran", "Recipe", "Stage", "shipped"]

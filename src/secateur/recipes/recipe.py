@@ -1,0 +1,187 @@
+"""`Recipe`: stages of a file, run on a model in order, and the recipe that made a model."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from .._tree import nearest
+from ..edit import copied, record_of
+from ..io import record_in, write_text
+from ..stats import Loss, split_batch
+from .schema import KINDS, VERSION, BadRecipe, checked, fields_of, resolved
+
+_SHIPPED = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a recipe: its kind ("prune", "shrink", "gate", "compress") and its arguments as plain data."""
+
+    kind: str
+    arguments: Mapping[str, Any]
+
+
+class Ran(NamedTuple):
+    """What `Recipe.run` returns: the new model, and the result of each stage (`Plan`, `Shrunk`, `Gates`, `Compression`)."""
+
+    model: nn.Module
+    results: list[Any]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Stages that are run on a model in order, with the arguments of `prune_`, `shrink`, `gate_` and `compress_` as fields::
+
+        version: 1
+        stages:
+          - shrink: {channels: 0.7}
+          - prune: {criterion: wanda, sparsity: 0.5, scope: row}
+
+    `Recipe.load` reads a file, `Recipe.parse` a text and `Recipe.of` the recipe that made a model. All fields are checked: an
+    unknown one raises ValueError with its path and the nearest known name. `str(recipe)` is the text of the file.
+    """
+
+    stages: tuple[Stage, ...]
+
+    @staticmethod
+    def parse(text: str, where: str = "recipe") -> Recipe:
+        """The recipe in a YAML text. `where` names it in errors."""
+        import yaml
+
+        try:
+            data = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise BadRecipe(f"{where}: not YAML: {' '.join(str(error).split())}") from None
+        return Recipe(tuple(Stage(*stage) for stage in checked(data, where)))
+
+    @staticmethod
+    def of_stages(stages: Sequence[Mapping[str, Any]], where: str = "recipe") -> Recipe:
+        """The recipe of stages as plain data, such as `[{"prune": {"sparsity": 0.5}}]`."""
+        return Recipe(tuple(Stage(*stage) for stage in checked({"version": VERSION, "stages": list(stages)}, where)))
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Recipe:
+        """The recipe in a file, the recipe that made the model in a folder of `sc.save`, or a recipe of the package by name."""
+        file = Path(path)
+        if file.is_dir():
+            return _from_record(record_in(file), str(path))
+        if not file.exists() and str(path) in shipped():
+            file = _SHIPPED / f"{path}.yaml"
+        if not file.exists():
+            known = shipped()
+            raise FileNotFoundError(
+                f"{path} is neither a file nor a recipe of the package ({', '.join(known)}).{nearest(str(path), known)}"
+            )
+        return Recipe.parse(file.read_text(encoding="utf-8"), str(path))
+
+    @staticmethod
+    def of(model: nn.Module) -> Recipe:
+        """The recipe that made a model, through all its stages. Raises ValueError where a stage cannot be written down."""
+        return _from_record(record_of(model), type(model).__name__)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the recipe to a file."""
+        write_text(Path(path), str(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of the file as plain values."""
+        return {"version": VERSION, "stages": [{stage.kind: dict(stage.arguments)} for stage in self.stages]}
+
+    def __str__(self) -> str:
+        import yaml
+
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+    def replace(self, path: str, value: Any) -> Recipe:
+        """The recipe with another value for one field: "prune.sparsity", or "stages[1].sparsity" where two stages prune."""
+        place, name = _place(self, path)
+        stages = list(self.stages)
+        stages[place] = Stage(stages[place].kind, {**stages[place].arguments, name: value})
+        made = Recipe(tuple(stages))
+        checked(made.to_dict())
+        return made
+
+    def run(self, model: nn.Module, *, data: Iterable[Any] | None = None, inputs: Any = None, loss: Loss | None = None) -> Ran:
+        """Runs the stages on a copy of the model, and returns the copy and the result of each stage. The model is unchanged.
+
+        `data` (batches) goes to every stage whose function takes it, unless the stage says `data: null`; `loss` likewise.
+        `inputs` are the example inputs of `shrink` and `compress_`; by default those of the first batch.
+        """
+        return self.run_(copied(model), data=data, inputs=inputs, loss=loss)
+
+    def run_(self, model: nn.Module, *, data: Iterable[Any] | None = None, inputs: Any = None, loss: Loss | None = None) -> Ran:
+        """`run` in place: the model itself is changed. If a stage fails, the stages before it stay done."""
+        batches = list(data) if data is not None and iter(data) is data else data
+        if inputs is None and batches is not None:
+            inputs = _inputs_of(batches)
+        results = []
+        for place, stage in enumerate(self.stages):
+            try:
+                results.append(_run_stage(stage, model, {"data": batches, "loss": loss, "example_inputs": inputs}))
+            except Exception as error:
+                error.add_note(f"in stages[{place}].{stage.kind} of the recipe")
+                raise
+        return Ran(model, results)
+
+
+def shipped() -> dict[str, str]:
+    """The recipes of the package: each name with the first line of its file."""
+    return {file.stem: _title(file) for file in sorted(_SHIPPED.glob("*.yaml"))}
+
+
+def _title(file: Path) -> str:
+    with file.open(encoding="utf-8") as lines:
+        return lines.readline().removeprefix("#").strip()
+
+
+def _run_stage(stage: Stage, model: nn.Module, given: Mapping[str, Any]) -> Any:
+    kind = KINDS[stage.kind]
+    known = _parameters(kind.signature)
+    arguments = {name: value for name, value in given.items() if name in known and value is not None}
+    if "example_inputs" in known and "example_inputs" not in arguments:
+        raise ValueError(f"{stage.kind} runs the model, so pass inputs= (example inputs) or data= (batches)")
+    result = kind.call(model, **{**arguments, **resolved(stage.arguments)})
+    return result[1] if isinstance(result, tuple) else result
+
+
+def _parameters(function: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+def _inputs_of(batches: Iterable[Any]) -> Any:
+    """The inputs in the first batch, without labels."""
+    first = next(iter(batches), None)
+    if first is None:
+        raise ValueError("data= gave no batch")
+    args, kwargs, _ = split_batch(first)
+    return {name: value for name, value in kwargs.items() if name != "labels"} if kwargs else args
+
+
+def _from_record(record: Iterable[Any], where: str) -> Recipe:
+    stages = []
+    for (what, text), arguments in record:
+        if not isinstance(arguments, dict):
+            raise BadRecipe(f"{where}: step {len(stages) + 1}, {what} ({text}), cannot be written as a stage: {arguments}")
+        stages.append({what: arguments})
+    if not stages:
+        raise BadRecipe(f"{where}: nothing was done to the model, so there is no recipe")
+    return Recipe.of_stages(stages, where)
+
+
+def _place(recipe: Recipe, path: str) -> tuple[int, str]:
+    """The position of the stage and the name of the field that a path means."""
+    where, _, name = path.rpartition(".")
+    kinds = [stage.kind for stage in recipe.stages]
+    places = [place for place, kind in enumerate(kinds) if where in (kind, f"stages[{place}]", f"stages[{place}].{kind}")]
+    if len(places) == 1 and name in fields_of(kinds[places[0]]):
+        return places[0], name
+    known = [f"stages[{place}].{kind}.{field}" for place, kind in enumerate(kinds) for field in fields_of(kind)]
+    why = "names several stages" if len(places) > 1 else "is no field of this recipe"
+    raise ValueError(f"{path!r} {why}.{nearest(path, known)}")
