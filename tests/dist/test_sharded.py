@@ -390,7 +390,7 @@ def refused(rank: int, kind: str, criterion: sc.Criterion, arguments: dict) -> l
         (sc.magnitude, {"sparsity": 0.5, "pattern": "2x1"}),
         (sc.magnitude, {"pattern": "16x1/2:4"}),
         (sc.magnitude, {"sparsity": 0.5, "spread": sc.erk}),
-        (sc.magnitude, {"sparsity": 0.5, "pattern": "out", "scope": "global"}),
+        (sc.magnitude, {"sparsity": 0.3, "pattern": "out", "scope": "global", "exclude": "4"}),
         (sc.magnitude, {"sparsity": 0.5, "pattern": "1x3"}),
     ],
     ids=["lamp", "in", "2x1", "16x1/2:4", "erk", "out of several widths", "1x3 with a rest"],
