@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         weight,
     )
     from .execute import bench, compress_, decompress_
+    from .folders import prune_folder
     from .integrations.adapters import merge_lora_
     from .integrations.onnx import to_onnx
     from .io import dense_state_dict, load, save
@@ -89,6 +90,7 @@ __all__ = [
     "owl",
     "plan",
     "prune_",
+    "prune_folder",
     "random",
     "reconstruction",
     "reorder_",
@@ -125,6 +127,7 @@ _HOMES = {
     "progress": "set_progress",
     "pruner": "Pruner",
     "pruning": "prune_",
+    "folders": "prune_folder",
     "recipes": "Recipe",
     "reorder": "reorder_",
     "reports": "report",

@@ -187,6 +187,10 @@ class Criterion:
         whole = self._rows(evidence, 0, evidence.layout.rows)
         return Scores(evidence.layout, evidence.device, lambda a, b: whole[a:b])
 
+    def slab(self, evidence: Evidence, first: int, last: int) -> Tensor:
+        """The scores of some rows, computed from the evidence of these rows alone. The criterion must be elementwise."""
+        return self._rows(evidence, first, last)
+
     def _rows(self, evidence: Evidence, first: int, last: int) -> Any:
         if self.op == "leaf":
             return evidence.rows(self.args[0], first, last)

@@ -133,7 +133,7 @@ def find_cuts(pools: Sequence[Pool], bits: int, add: Add, *, longest: int) -> bo
     if not ties:
         return False
     for pool in ties:
-        pool.number = pool.parts[0].number if len(pools) > 1 else 0
+        pool.number = pool.parts[0].number if len(pools) > 1 and pool.parts else 0
     if len(pools) == 1:
         _round(ties, bits, _Digit("number", 0, 16), add)
     for shift in reversed(range(0, max(longest - 1, 1).bit_length(), width)):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ._layers import Layout, features_axis, is_product
+from .input_squares import bare_layer, is_float
 from .reads import listen
-from .stats import bare_layer, is_float
 from .targeting import Target
 
 _TOKENS = 4096  # products over so many inputs are taken at once

@@ -201,7 +201,7 @@ def _small_pools(
 
 
 @dataclass(frozen=True)
-class _Facts:
+class Facts:
     """What all processes know about the pools of a call: sizes over all tensors, and how keys are made."""
 
     tensors: int
@@ -214,7 +214,7 @@ class _Facts:
     earlier: int  # tensors of the processes of `group=` before this one
 
 
-def _facts(scores: Mapping[str, Scores], pattern: Pattern, comm: Comm) -> _Facts:
+def facts_of(scores: Mapping[str, Scores], pattern: Pattern, comm: Comm) -> Facts:
     sizes: Counter[int] = Counter()
     for one in scores.values():
         sizes += _sizes(pattern, _share(one).layout)
@@ -226,7 +226,7 @@ def _facts(scores: Mapping[str, Scores], pattern: Pattern, comm: Comm) -> _Facts
     table = comm.over_stages(row)
     n, total, weight, squares, tensors, _, *flags = (sum(column) for column in zip(*table, strict=True))
     kinds = {kind for kind, there in zip(_KINDS, flags, strict=True) if there}
-    return _Facts(
+    return Facts(
         tensors, n, total, weight, squares * n == weight * weight, bits_for(kinds),
         max(r[5] for r in table), sum(r[4] for r in table[: comm.stage]),
     )  # fmt: skip
@@ -270,7 +270,7 @@ def _large_pools(
 ) -> dict[str, Tensor]:
     if pattern.lose is not None:  # elements of blocks are ranked on their process
         _check_nan(scores, previous, comm)
-    facts = _facts(scores, pattern, comm)
+    facts = facts_of(scores, pattern, comm)
     parts = {
         name: _part(one, pattern, facts.earlier + i, None if previous is None else previous[name], comm)
         for i, (name, one) in enumerate(scores.items())
@@ -278,8 +278,8 @@ def _large_pools(
     groups = [list(scores)] if scope == "global" else [[name] for name in scores]
     pools = []
     for names in groups:
-        own = facts if scope == "global" else _facts({name: scores[name] for name in names}, pattern, Comm())
-        drop, weighted = _budget(names, own, pattern, sparsity, count)
+        own = facts if scope == "global" else facts_of({name: scores[name] for name in names}, pattern, Comm())
+        drop, weighted = budget_of(names, own, pattern, sparsity, count)
         pools.append(Pool([parts[name] for name in names], drop, own.units, weighted))
     if floor:
         caps = {name: _most_units(name, _share(one).layout, pattern, floor) for name, one in scores.items()}
@@ -316,7 +316,7 @@ def _most_units(name: str, layout: Layout, pattern: Pattern, floor: float) -> in
     return min((elements - least_kept(elements, floor)) // min(sizes, default=1), sizes.total())
 
 
-def _protected(parts: Sequence[Part], caps: Sequence[int], facts: _Facts, comm: Comm) -> list[Part]:
+def _protected(parts: Sequence[Part], caps: Sequence[int], facts: Facts, comm: Comm) -> list[Part]:
     """The parts with all units but the lowest `caps` of each tensor marked as safe."""
     pools = [Pool([part], cap, part.size) for part, cap in zip(parts, caps, strict=True)]
     find_cuts(pools, facts.bits, comm.add_, longest=facts.longest)  # NaN is found by the cut itself
@@ -337,8 +337,8 @@ def _part(scores: Scores, pattern: Pattern, number: int, previous: Tensor | None
     return Part(units, number, down * across, across, where, comm.counted(share), sizes=pattern.sizes(placed.scores.layout))
 
 
-def _budget(
-    names: Sequence[str], facts: _Facts, pattern: Pattern, sparsity: Number | None, count: int | Mapping[str, int] | None
+def budget_of(
+    names: Sequence[str], facts: Facts, pattern: Pattern, sparsity: Number | None, count: int | Mapping[str, int] | None
 ) -> tuple[float, bool]:
     """How many units go from a pool, or, if they differ in size, what weight of them (and True)."""
     shown = ", ".join(map(repr, names[:3]))

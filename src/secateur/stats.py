@@ -11,25 +11,23 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import parametrize
 
-from ._dist import local_as, sharded
-from ._layers import Layout
+from ._dist import DataRanks, data_ranks_of, local_as, run_of
+from ._layers import Layout, layout_of
 from ._tree import Loose
 from .edit import eval_mode, no_mha_fastpath, why_failed
+from .input_squares import InputSquares, Table
 from .progress import track
 from .reads import listen
 from .targeting import Target
 
 Loss = Callable[[Any, Any], Tensor]
-Table = dict[str, dict[str, Tensor]]
 
 
 def collect(
@@ -53,25 +51,24 @@ def collect(
     table: Table = {target.name: {} for target in targets}
     if not needs:
         return table
-    if any(sharded(target.tensor) for target in targets):
-        raise NotImplementedError(
-            f"{_list(needs)} cannot be collected from data= on a sharded model; prune before sharding it, use a criterion "
-            "without data, or let a Pruner take the gradients of the training"
-        )
     check_evidence(needs, data, loss)
     assert data is not None
     if isinstance(model, Loose):
         raise TypeError(f"{_list(needs)} is collected by running a model, and these are tensors without one")
+    ranks = data_ranks_of(model, {target.name: target.tensor for target in targets}, _list(needs))
+    model = run_of(model)
     with torch.inference_mode(False), as_it_was(model):
         if "linear_grad" in needs:
+            if ranks.steps_together:
+                raise NotImplementedError("linear_grad cannot be collected from a sharded model; prune before sharding it")
             data = iter(data)
             batch = next(data, None)
-            if batch is None:
+            if not all(ranks.flags(batch is not None)):
                 raise ValueError("data= gave no batch; one is needed for the shape of the model's input")
             _linearised(model, targets, batch, table)
             data = itertools.chain([batch], data)
         if needs - {"linear_grad"}:
-            _one_pass(model, targets, needs, data, loss, table, unread)
+            _one_pass(model, [Target(t.slot, t.share.layout) for t in targets], needs, data, loss, table, unread, ranks)
     return table
 
 
@@ -230,45 +227,118 @@ def _one_pass(
     loss: Loss | None,
     table: Table,
     unread: bool,
+    ranks: DataRanks,
 ) -> None:
+    """Runs the model on all batches, and adds up what the processes found. The layouts are those of whole tensors."""
     gradients = needs & {"grad", "grad_square"}
-    parameters = [target.tensor for target in targets]
-    frozen = [p for p in parameters if not p.requires_grad] if gradients else []
     batches, listening = 0, Event()
     with contextlib.ExitStack() as stack:
-        for parameter in frozen:
-            stack.callback(parameter.requires_grad_, False)
-            parameter.requires_grad_(True)
+        differentiate = stack.enter_context(_gradients_of(model, targets, ranks)) if gradients else None
         if "input_norm" in needs:
-            sums = _InputSquares(table, listening)
+            sums = InputSquares(table, listening)
             stack.enter_context(listen(targets, sums.called, sums.passed))
         stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
-        for batch in track(data, "scores from data"):
-            batches += 1
+        for batch, counts in ranks.batches(track(data, "scores from data")):
+            batches += counts
             if batches == 1 and loss is None:
                 warn_of_unused_input(model, batch)
-            args, kwargs, target_value = split_batch(batch)
-            listening.set()
-            with on_batch(model, args, kwargs):
-                output = model(*args, **kwargs)
-            listening.clear()  # checkpointed layers run again in the backward pass
-            if gradients:
-                if loss is None:
-                    value = own_loss(output, batch)
-                else:
-                    with _on_loss(model, output, batch, target_value):
-                        value = loss(output, target_value)
-                value = _differentiable(value)
-                found = torch.autograd.grad(value, parameters, allow_unused=True)
-                for one, gradient in zip(targets, found, strict=True):
-                    if gradient is None:
-                        hint = "exclude it, or use a criterion without gradients"
-                        raise ValueError(f"the loss does not depend on {one.name!r}; {hint}")
-                    add_gradient(one, gradient, gradients, table[one.name])
-    if not batches:
+            # FSDP2 averages gradients over processes, so squares are taken of one process's batch at a time.
+            turns = range(ranks.size) if ranks.steps_together and "grad_square" in needs else [ranks.rank]
+            for turn in turns:
+                mine = counts and turn == ranks.rank
+                output = _output(model, batch, listening if mine else Event())
+                if differentiate is not None:
+                    value = _loss_value(model, loss, output, batch)
+                    for one, gradient in zip(targets, differentiate(value * mine), strict=True):
+                        add_gradient(Target(one.slot, _part(one)), gradient, gradients, table[one.name])
+    (total,) = ranks.comm.sum(batches)
+    if not total:
         raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
+    _add_up(targets, needs, table, ranks)
     for target in targets:
-        _finish(target, needs, batches, table[target.name], unread)
+        _finish(target, needs, total, table[target.name], unread)
+
+
+def _part(target: Target) -> Layout:
+    """The layout of the part of a target that this process holds."""
+    return layout_of(target.slot.module, tuple(target.weight.shape), target.slot.attribute)
+
+
+def _output(model: nn.Module, batch: Any, listening: Event) -> Any:
+    args, kwargs, _ = split_batch(batch)
+    listening.set()
+    with on_batch(model, args, kwargs):
+        output = model(*args, **kwargs)
+    listening.clear()  # checkpointed layers run again in the backward pass
+    return output
+
+
+def _loss_value(model: nn.Module, loss: Loss | None, output: Any, batch: Any) -> Tensor:
+    if loss is None:
+        return _differentiable(own_loss(output, batch))
+    target = split_batch(batch)[2]
+    with _on_loss(model, output, batch, target):
+        return _differentiable(loss(output, target))
+
+
+@contextlib.contextmanager
+def _gradients_of(model: nn.Module, targets: Sequence[Target], ranks: DataRanks) -> Iterator[Callable[[Tensor], list[Tensor]]]:
+    """A function that gives the gradients of a loss by the targets: of this process's loss, or the sum over processes.
+
+    FSDP2 reduces gradients only in `backward()`. Those that the model has are put back afterwards.
+    """
+    parameters, every = [target.tensor for target in targets], list(model.parameters())
+    frozen, before = [p for p in parameters if not p.requires_grad], [p.grad for p in every]
+
+    def by_autograd(value: Tensor) -> list[Tensor]:
+        return checked(torch.autograd.grad(value, parameters, allow_unused=True))
+
+    def by_backward(value: Tensor) -> list[Tensor]:
+        for parameter in every:
+            parameter.grad = None
+        value.backward()
+        return [gradient * ranks.size for gradient in checked([target.tensor.grad for target in targets])]
+
+    def checked(found: Sequence[Tensor | None]) -> list[Tensor]:
+        for target, gradient in zip(targets, found, strict=True):
+            if gradient is None:
+                hint = "exclude it, or use a criterion without gradients"
+                raise ValueError(f"the loss does not depend on {target.name!r}; {hint}")
+        return [gradient for gradient in found if gradient is not None]
+
+    if frozen and ranks.steps_together:
+        names = [target.name for target in targets if not target.tensor.requires_grad]
+        raise ValueError(f"{names[:3]} are frozen, so FSDP2 gives no gradients for them; exclude them, or unfreeze them")
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield by_backward if ranks.steps_together else by_autograd
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        for parameter, gradient in zip(every, before, strict=True) if ranks.steps_together else ():
+            parameter.grad = gradient
+
+
+def _add_up(targets: Sequence[Target], needs: frozenset[str], table: Table, ranks: DataRanks) -> None:
+    """Adds the sums of all processes up. FSDP2 has added the gradients up already."""
+    if ranks.size == 1:
+        return
+    if "input_norm" in needs:
+        seen = ranks.comm.sum(*("input_norm" in table[target.name] for target in targets))
+        for target, number in zip(targets, seen, strict=True):
+            if number:
+                zeros = torch.zeros(target.layout.groups, target.layout.cols, device=target.weight.device)
+                table[target.name]["input_norm"] = table[target.name].get("input_norm", zeros).double()
+        found = [table[target.name] for target, number in zip(targets, seen, strict=True) if number]
+        ranks.add_([entry["input_norm"] for entry in found])
+        for entry in found:
+            entry["input_norm"] = entry["input_norm"].float()
+    for kind in sorted(needs & {"grad", "grad_square"} if not ranks.steps_together else ()):
+        for target in targets:
+            zeros = torch.zeros(target.layout.rows, target.layout.cols, device=target.weight.device)
+            table[target.name].setdefault(kind, zeros)
+        ranks.add_([table[target.name][kind] for target in targets])
 
 
 @contextlib.contextmanager
@@ -317,81 +387,6 @@ def _finish(target: Target, needs: frozenset[str], batches: int, entry: dict[str
         entry["input_norm"] = entry["input_norm"].sqrt_()
     elif "input_norm" in needs and not unread:
         raise ValueError(f"{target.name!r} saw no input while the data ran through; exclude it, or use another criterion")
-
-
-@dataclass
-class _InputSquares:
-    """Adds up the squares of the inputs that each weight is multiplied with, in a table, while `listening` is set."""
-
-    table: Table
-    listening: Event
-
-    def called(self, target: Target, attribute: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Adds the inputs of one call of a layer.
-
-        For a layer that is linear in its weight, the sum is the derivative of its summed output by the weight, with squared
-        inputs. One output per group is enough, so no layer type needs a branch here. Matrices (in, out) are known to be
-        multiplied with the input itself.
-        """
-        layout = target.layout
-        if not self.listening.is_set() or not any(is_float(value) for value in (*args, *kwargs.values())):
-            return  # a look-up by index multiplies nothing
-        if layout.product:
-            self.passed(target, slice(None), _only_float(target, args, kwargs))
-            return
-        try:
-            inputs = tuple(_squared(value) for value in args)
-            named = {key: _squared(value) for key, value in kwargs.items()}
-            probe = layout.probe(torch.empty(layout.shape, device="meta"))
-            ones = torch.ones(probe.shape, dtype=torch.float32, device=target.weight.device, requires_grad=True)
-            with torch.enable_grad(), torch.autocast(target.weight.device.type, enabled=False), _own_graph():
-                output = bare_layer(module, {attribute: ones}).forward(*inputs, **named)
-                (squares,) = torch.autograd.grad(output.sum(), ones)
-        except Exception as error:
-            kind = type(module).__name__
-            raise ValueError(f"the input norm of {target.name!r} cannot be measured: {kind} is not linear in it") from error
-        self._add(target, slice(None), Layout(tuple(probe.shape), layout.flip, layout.groups).matrix(squares))
-
-    def passed(self, target: Target, groups: slice, x: Tensor) -> None:
-        """Adds one input of a product with groups of the rows of a weight."""
-        if self.listening.is_set():
-            self._add(target, groups, _squared(x).reshape(-1, target.layout.cols).sum(0))
-
-    def _add(self, target: Target, groups: slice, squares: Tensor) -> None:
-        entry = self.table[target.name]
-        if "input_norm" not in entry:
-            entry["input_norm"] = squares.new_zeros(target.layout.groups, target.layout.cols)
-        entry["input_norm"][groups] += squares
-
-
-def bare_layer(module: nn.Module, parameters: dict[str, Tensor]) -> nn.Module:
-    """A copy of a layer with these parameters, without bias, hooks and parametrizations. The layer itself is unchanged."""
-    twin = object.__new__(parametrize.type_before_parametrizations(module))
-    twin.__dict__.update(module.__dict__)
-    twin._parameters = {**module._parameters, **parameters} | ({"bias": None} if "bias" in module._parameters else {})
-    twin._modules = {name: child for name, child in module._modules.items() if name != "parametrizations"}
-    return twin
-
-
-def _own_graph() -> torch.autograd.graph.saved_tensors_hooks:
-    """Saves tensors for the backward pass also inside a checkpointed block, which would drop them."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-
-
-def is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _only_float(target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    found = [value for value in (*args, *kwargs.values()) if is_float(value)]
-    if len(found) != 1 or found[0].shape[-1:] != (target.layout.cols,):
-        shapes = [tuple(value.shape) for value in found]
-        raise ValueError(f"{target.name!r} takes one input with {target.layout.cols} features, not tensors of shape {shapes}")
-    return found[0]
-
-
-def _squared(value: Any) -> Any:
-    return value.detach().float() ** 2 if is_float(value) else value
 
 
 def _linearised(model: nn.Module, targets: Sequence[Target], batch: Any, table: Table) -> None:

@@ -7,10 +7,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
-from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import secateur as sc
 
@@ -32,10 +30,6 @@ def refusal(call, kind: type[Exception]) -> str:
         assert int(total) == dist.get_world_size()
         return str(error)
     raise AssertionError("was not refused")
-
-
-def square(output: Tensor, _: Tensor) -> Tensor:
-    return output.square().mean()
 
 
 # --- FSDP1 and ZeRO-3 -----------------------------------------------------------------------------------------------
@@ -77,23 +71,3 @@ def stage_of_a_pipeline(rank: int) -> str:
 def test_a_global_pool_on_one_stage_is_refused(pair):
     for text in pair.both(stage_of_a_pipeline):
         assert "stage" in text
-
-
-# --- data that differs by rank --------------------------------------------------------------------------------------
-
-
-def own_data(rank: int, criterion: sc.Criterion, inner: bool) -> str:
-    model = DistributedDataParallel(build())
-    data = [torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))]
-    given = model.module if inner else model
-    before = [parameter.clone() for parameter in model.parameters()]
-    text = refusal(lambda: sc.prune_(given, criterion, sparsity=0.5, data=data, loss=square), ValueError)
-    assert all(torch.equal(old, now) for old, now in zip(before, model.parameters(), strict=True))
-    return text
-
-
-@pytest.mark.parametrize("inner", [True, False], ids=["the model inside", "the wrapper"])
-@pytest.mark.parametrize("criterion", [sc.wanda, sc.taylor], ids=str)
-def test_data_that_differs_by_rank_is_refused_under_ddp(pair, criterion, inner):
-    for text in pair.both(own_data, criterion, inner):
-        assert "different masks" in text

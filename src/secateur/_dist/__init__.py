@@ -2,6 +2,7 @@
 
 - `shares`: which part of a tensor a process holds, and which the others hold.
 - `groups`: how processes agree (`Comm`), count, and move parts of tensors to each other.
+- `data`: processes with their own share of the data.
 - `guards`: what other libraries do to parameters, and models that cannot be pruned.
 
 A sharded tensor is ranked where it lies. What travels is counts; a part of a tensor travels only where a pool is cut by the
@@ -10,11 +11,13 @@ sharding, one tensor at a time.
 
 from __future__ import annotations
 
+from .data import DataRanks, data_ranks_of
 from .groups import Comm, Group, comm_of, counts, digest, exchange, replicas_of
 from .guards import refuse_flat, refuse_stage, reshard_, run_of
 from .shares import Box, Share, as_rows, by_rows, like, local, local_as, sharded, share_of, stripes
 
 __all__ = [
-    "Box", "Comm", "Group", "Share", "as_rows", "by_rows", "comm_of", "counts", "digest", "exchange", "like", "local",
-    "local_as", "refuse_flat", "refuse_stage", "replicas_of", "reshard_", "run_of", "share_of", "sharded", "stripes",
+    "Box", "Comm", "DataRanks", "Group", "Share", "as_rows", "by_rows", "comm_of", "counts", "data_ranks_of", "digest",
+    "exchange", "like", "local", "local_as", "refuse_flat", "refuse_stage", "replicas_of", "reshard_", "run_of", "share_of",
+    "sharded", "stripes",
 ]  # fmt: skip

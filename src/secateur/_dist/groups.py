@@ -22,7 +22,7 @@ Group = dist.ProcessGroup
 _made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 
 
-def _group(ranks: Sequence[int]) -> Any:
+def group_of_ranks(ranks: Sequence[int]) -> Any:
     """The process group of these ranks, made at the first call. All of them have to call."""
     world = dist.group.WORLD
     if list(ranks) == dist.get_process_group_ranks(world):
@@ -39,7 +39,7 @@ def group_of(share: Share) -> Any:
         group = share.mesh.get_group(share.axes[0])
         if dist.get_process_group_ranks(group) == list(share.ranks):
             return group
-    return _group(share.ranks)
+    return group_of_ranks(share.ranks)
 
 
 class Comm:
@@ -55,6 +55,15 @@ class Comm:
     @property
     def alone(self) -> bool:
         return not self.groups
+
+    @property
+    def size(self) -> int:
+        return math.prod(dist.get_world_size(group) for group in self.groups)
+
+    @property
+    def rank(self) -> int:
+        """The position of this process in a comm of one group."""
+        return dist.get_rank(self.groups[0]) if self.groups else 0
 
     def counted(self, share: Share | None) -> bool:
         """Whether this process counts its part of a tensor, or leaves that to the process of another replica."""
@@ -107,11 +116,10 @@ class Comm:
         """For each integer, whether all processes gave the same. All processes find the same answer."""
         if not self.groups:
             return [True] * len(values)
-        size = math.prod(dist.get_world_size(group) for group in self.groups)
         own = torch.tensor(values, dtype=torch.int64)
         parts = torch.stack([(own >> shift) & 0xFFFF for shift in (0, 16, 32, 48)])
         total, squares = self.add_(torch.stack([parts, parts * parts])).unbind(0)
-        return (total * total == squares * size).all(0).tolist()  # by Cauchy and Schwarz only if all are equal
+        return (total * total == squares * self.size).all(0).tolist()  # by Cauchy and Schwarz only if all are equal
 
     def check_same(self, text: str) -> None:
         """Raises ValueError on every process unless all of them gave the same text."""
@@ -146,7 +154,7 @@ def comm_of(shares: Mapping[str, Share], group: Any = None) -> Comm:
         )
     ranks = _closed(largest, ranks)
     one = next((share for share in spread.values() if set(share.ranks) == ranks), None)
-    return Comm([_group(sorted(ranks)) if one is None else group_of(one), *stages], min(ranks), *stages)
+    return Comm([group_of_ranks(sorted(ranks)) if one is None else group_of(one), *stages], min(ranks), *stages)
 
 
 def _closed(mesh: Any, ranks: set[int]) -> set[int]:

@@ -8,6 +8,7 @@ A saved model is a folder with a safetensors file, which any reader of that form
 - `manifest`: the list of what the tensor file holds, and the cuts that made the model.
 - `fill`: copies a file into a model.
 - `hf`: configs for Hugging Face models.
+- `folder`: folders of one or several safetensors files, read a few rows at a time.
 """
 
 from __future__ import annotations
@@ -46,9 +47,21 @@ from ..surgery import Shrunk
 from . import compressed, hf, packed
 from .files import CODES, DTYPES, BadFile, Entry, Tensors, alone, names_of, read_json, rename, replacing, write_tensors
 from .fill import check_kinds, dtype_of, fill_, read
+from .folder import INDEX, Folder, replacing_file, stale_weights
 from .manifest import MAX, TENSOR_FILES, Manifest, Stored, about, check_file, from_text, shapes_of, to_text
 
-__all__ = ["save", "load", "dense_state_dict", "BadFile", "MANIFEST", "record_in", "replaced", "write_text"]
+__all__ = [
+    "save",
+    "load",
+    "dense_state_dict",
+    "BadFile",
+    "MANIFEST",
+    "record_in",
+    "replaced",
+    "write_text",
+    "Folder",
+    "replacing_file",
+]
 
 MANIFEST, CONFIG = "secateur.json", "config.json"
 _TRIES = 20  # how often a folder is read that others write to meanwhile
@@ -294,7 +307,7 @@ def _put(folder: Path, new: Mapping[str, Path]) -> None:
     So a crash at any moment leaves a manifest with its tensors: see `_opened`. Files of an earlier save that this one does not
     replace are removed.
     """
-    waiting, stale = folder / f"{MANIFEST}.next", _earlier(folder) - new.keys()
+    waiting, stale = folder / f"{MANIFEST}.next", (_earlier(folder) | _old_index(folder)) - new.keys()
     try:
         rename(new[MANIFEST], waiting)
         for name, beside in new.items():
@@ -307,6 +320,11 @@ def _put(folder: Path, new: Mapping[str, Path]) -> None:
         for beside in new.values():  # left over after an error
             with suppress(OSError):
                 beside.unlink(missing_ok=True)
+
+
+def _old_index(folder: Path) -> set[str]:
+    """The index of a folder of Hugging Face, and the files that it lists: readers would prefer them to the new file."""
+    return stale_weights(folder) - {TENSOR_FILES[0]} if (folder / INDEX).is_file() else set()
 
 
 def _earlier(folder: Path) -> set[str]:

@@ -46,7 +46,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _CHUNK = 1 << 20
-_BESIDE = re.compile(r".+\.secateur-[0-9a-f]{8}\.tmp")  # the names that `replacing` gives its files
+BESIDE = re.compile(r".+\.secateur-[0-9a-f]{8}\.tmp")  # the names that `replacing` gives its files
 
 
 class BadFile(ValueError):
@@ -90,7 +90,7 @@ def alone(folder: Path) -> Iterator[None]:
     handle = _lock(folder)
     try:
         for left in folder.iterdir() if handle is not None else ():
-            if _BESIDE.fullmatch(left.name) and left.is_file():
+            if BESIDE.fullmatch(left.name) and left.is_file():
                 with contextlib.suppress(OSError):  # it may belong to another user
                     left.unlink()
         yield

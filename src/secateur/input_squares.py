@@ -1,0 +1,92 @@
+"""Sums of the squared inputs that each weight is multiplied with, taken while a model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from threading import Event
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ._layers import Layout
+from .targeting import Target
+
+Table = dict[str, dict[str, Tensor]]
+
+
+@dataclass
+class InputSquares:
+    """Adds up the squares of the inputs that each weight is multiplied with, in a table, while `listening` is set."""
+
+    table: Table
+    listening: Event
+
+    def called(self, target: Target, attribute: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Adds the inputs of one call of a layer.
+
+        For a layer that is linear in its weight, the sum is the derivative of its summed output by the weight, with squared
+        inputs. One output per group is enough, so no layer type needs a branch here. Matrices (in, out) are known to be
+        multiplied with the input itself.
+        """
+        layout = target.layout
+        if not self.listening.is_set() or not any(is_float(value) for value in (*args, *kwargs.values())):
+            return  # a look-up by index multiplies nothing
+        if layout.product:
+            self.passed(target, slice(None), _only_float(target, args, kwargs))
+            return
+        try:
+            inputs = tuple(_squared(value) for value in args)
+            named = {key: _squared(value) for key, value in kwargs.items()}
+            probe = layout.probe(torch.empty(layout.shape, device="meta"))
+            ones = torch.ones(probe.shape, dtype=torch.float32, device=target.weight.device, requires_grad=True)
+            with torch.enable_grad(), torch.autocast(target.weight.device.type, enabled=False), _own_graph():
+                output = bare_layer(module, {attribute: ones}).forward(*inputs, **named)
+                (squares,) = torch.autograd.grad(output.sum(), ones)
+        except Exception as error:
+            kind = type(module).__name__
+            raise ValueError(f"the input norm of {target.name!r} cannot be measured: {kind} is not linear in it") from error
+        self._add(target, slice(None), Layout(tuple(probe.shape), layout.flip, layout.groups).matrix(squares))
+
+    def passed(self, target: Target, groups: slice, x: Tensor) -> None:
+        """Adds one input of a product with groups of the rows of a weight."""
+        if self.listening.is_set():
+            self._add(target, groups, _squared(x).reshape(-1, target.layout.cols).sum(0))
+
+    def _add(self, target: Target, groups: slice, squares: Tensor) -> None:
+        entry = self.table[target.name]
+        if "input_norm" not in entry:
+            entry["input_norm"] = squares.new_zeros(target.layout.groups, target.layout.cols)
+        entry["input_norm"][groups] += squares
+
+
+def bare_layer(module: nn.Module, parameters: dict[str, Tensor]) -> nn.Module:
+    """A copy of a layer with these parameters, without bias, hooks and parametrizations. The layer itself is unchanged."""
+    twin = object.__new__(parametrize.type_before_parametrizations(module))
+    twin.__dict__.update(module.__dict__)
+    twin._parameters = {**module._parameters, **parameters} | ({"bias": None} if "bias" in module._parameters else {})
+    twin._modules = {name: child for name, child in module._modules.items() if name != "parametrizations"}
+    return twin
+
+
+def _own_graph() -> torch.autograd.graph.saved_tensors_hooks:
+    """Saves tensors for the backward pass also inside a checkpointed block, which would drop them."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _only_float(target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    found = [value for value in (*args, *kwargs.values()) if is_float(value)]
+    if len(found) != 1 or found[0].shape[-1:] != (target.layout.cols,):
+        shapes = [tuple(value.shape) for value in found]
+        raise ValueError(f"{target.name!r} takes one input with {target.layout.cols} features, not tensors of shape {shapes}")
+    return found[0]
+
+
+def _squared(value: Any) -> Any:
+    return value.detach().float() ** 2 if is_float(value) else value

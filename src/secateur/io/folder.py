@@ -1,0 +1,145 @@
+"""Folders of safetensors files as Hugging Face has them: one file, or several with an index. Read a few rows at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .files import BESIDE, DTYPES, BadFile, rename, replacing
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_CHUNK = 1 << 22  # bytes that are copied at once
+
+
+class Folder:
+    """The tensors of a folder. `entries`: dtype and shape by name, in the order of the index; `file_of`: the file of each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open: dict[str, Any] = {}
+        self.file_of = _listed(path)
+        self.files = sorted(set(self.file_of.values()))
+        self.entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._headers: dict[str, tuple[bytes, dict[str, Any]]] = {file: _header(path / file) for file in self.files}
+        if not (path / INDEX).is_file():
+            self.file_of = dict.fromkeys(self._headers[SINGLE][1], SINGLE)
+        for name, file in self.file_of.items():
+            entry = self._headers[file][1].get(name)
+            if entry is None or entry["dtype"] not in DTYPES:
+                raise BadFile(f"{path / file} holds no tensor {name!r} of a known dtype, which {INDEX} lists")
+            self.entries[name] = DTYPES[entry["dtype"]], tuple(entry["shape"])
+
+    def size(self, file: str) -> int:
+        return (self.path / file).stat().st_size
+
+    def stamp(self) -> list[list[int]]:
+        """Sizes and times of the files, to see whether they changed between two runs."""
+        found = [(self.path / file).stat() for file in self.files]
+        return [[one.st_size, one.st_mtime_ns] for one in found]
+
+    def header(self, file: str) -> bytes:
+        return self._headers[file][0]
+
+    def in_order(self, file: str) -> list[str]:
+        """The tensors of a file in the order of their bytes."""
+        return sorted(self._headers[file][1], key=lambda name: self._headers[file][1][name]["data_offsets"])
+
+    def rows(self, name: str, first: int, last: int, axis: int = 0) -> Tensor:
+        """Some indices of an axis of a tensor. A vector is one row."""
+        file = self.file_of[name]
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(self.path / file, framework="pt", backend="pread")
+            shape = self.entries[name][1]
+            if len(shape) < 2:
+                return self._open[file].get_tensor(name).reshape(1, -1)[first:last]
+            part = self._open[file].get_slice(name)
+            return part[first:last] if axis == 0 else part[:, first:last]
+        except SafetensorError as error:
+            raise BadFile(f"{self.path / file}: {name!r} cannot be read: {error}") from None
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor."""
+        self.rows(name, 0, 0)
+        return self._open[self.file_of[name]].get_tensor(name)
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """The bytes of a tensor, a chunk at a time."""
+        head, entries = self._headers[self.file_of[name]]
+        begin, end = entries[name]["data_offsets"]
+        with (self.path / self.file_of[name]).open("rb") as file:
+            file.seek(len(head) + begin)
+            for left in range(end - begin, 0, -_CHUNK):
+                chunk = file.read(min(left, _CHUNK))
+                if len(chunk) != min(left, _CHUNK):
+                    raise BadFile(f"{self.path / self.file_of[name]} ends within {name!r}; it was cut short")
+                yield chunk
+
+    def copy_rest(self, target: Path) -> None:
+        """Copies the index and the files without tensors, and removes weights of an earlier model from the target."""
+        for left in target.iterdir():
+            if BESIDE.fullmatch(left.name):  # of a run that was killed
+                left.unlink()
+        for old in stale_weights(target) - {*self.files, INDEX}:
+            (target / old).unlink(missing_ok=True)
+        if not (self.path / INDEX).is_file():
+            (target / INDEX).unlink(missing_ok=True)
+        for file in self.path.iterdir():
+            if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack"):
+                shutil.copyfile(file, target / file.name)
+
+
+def stale_weights(folder: Path) -> set[str]:
+    """The weights that a folder of Hugging Face holds: the index, the files that it lists, and the single file."""
+    found = {name for name in (SINGLE, INDEX) if (folder / name).is_file()}
+    with contextlib.suppress(BadFile, OSError):
+        found |= {name for name in _listed(folder).values() if (folder / name).is_file()}
+    return found
+
+
+def _listed(folder: Path) -> dict[str, str]:
+    """The file of each tensor by the index; of a single file, no names are known yet."""
+    if not (folder / INDEX).is_file():
+        if not (folder / SINGLE).is_file():
+            raise FileNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}")
+        return {"": SINGLE}
+    try:
+        found = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        names = {str(name): str(file) for name, file in found.items()}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise BadFile(f"{folder / INDEX} is not an index of safetensors files: {error}") from None
+    if odd := [file for file in names.values() if Path(file).name != file or not file.endswith(".safetensors")]:
+        raise BadFile(f"{folder / INDEX} lists {odd[0]!r}, which is no safetensors file of this folder")
+    return names
+
+
+def _header(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """The header of a file, and its entries. The safetensors library has checked both against the size of the file."""
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+        with path.open("rb") as file:
+            start = file.read(8)
+            text = file.read(int.from_bytes(start, "little"))
+    except (SafetensorError, FileNotFoundError) as error:
+        raise BadFile(f"{path} is missing, damaged or cut short: {error}") from None
+    return start + text, {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+
+
+@contextlib.contextmanager
+def replacing_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which takes the place of `path` when it is whole and on the disk."""
+    with replacing(path) as beside, beside.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    rename(beside, path)

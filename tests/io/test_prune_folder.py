@@ -1,0 +1,191 @@
+"""`prune_folder` leaves in the files what `prune_` leaves in the loaded model, in little memory, and goes on after a kill."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import secateur as sc
+
+OPERATIONS = {
+    "tensor": {"sparsity": 0.5},
+    "global": {"sparsity": 0.6, "scope": "global"},
+    "global count": {"count": 37, "scope": "global"},
+    "row": {"sparsity": 0.5, "scope": "row"},
+    "2:4": {"pattern": "2:4"},
+    "16x1/2:4": {"pattern": "16x1/2:4"},
+    "4x4": {"pattern": "4x4", "sparsity": 0.5},
+    "3x5 with rests": {"pattern": "3x5", "sparsity": 0.5},
+    "4x4-3": {"pattern": "4x4-3", "sparsity": 0.1},
+    "out, global": {"pattern": "out", "sparsity": 0.05, "scope": "global"},
+    "in": {"pattern": "in", "sparsity": 0.5},
+    "erk": {"sparsity": 0.7, "spread": sc.erk},
+    "by name": {"sparsity": 0.5, "spread": {"0.weight": 0.9}},
+    "owl": {"sparsity": 0.7, "spread": sc.owl()},
+    "random": {"criterion": sc.random(5), "sparsity": 0.5, "scope": "global"},
+    "square": {"criterion": sc.weight**2, "sparsity": 0.5, "scope": "global"},
+}
+
+
+def build() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(24, 40), nn.BatchNorm1d(40), nn.Linear(40, 33), nn.Conv2d(4, 6, 3), nn.ConvTranspose2d(4, 6, 3)
+    )
+
+
+def made(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = build().to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_((parameter * 24).round() / 24)  # many ties
+    return model
+
+
+def write(folder, model: nn.Module, files: int) -> None:
+    """A folder as Hugging Face writes it: one file, or several with an index, in another order than the model's."""
+    folder.mkdir()
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    (folder / "config.json").write_text("{}")
+    if files == 1:
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+        return
+    names = sorted(state, reverse=True)
+    parts = {f"model-{i + 1:05}-of-{files:05}.safetensors": names[i::files] for i in range(files)}
+    for file, own in parts.items():
+        save_file({name: state[name] for name in own}, folder / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, own in parts.items() for name in own}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def read(folder) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_files_hold_what_prune_leaves_in_the_model(tmp_path, operation, files):
+    arguments = dict(OPERATIONS[operation])
+    criterion = arguments.pop("criterion", sc.magnitude)
+    write(tmp_path / "dense", made(), files)
+    counts = sc.prune_folder(tmp_path / "dense", tmp_path / "sparse", criterion, into=build, **arguments)
+    model = made()
+    plan = sc.prune_(model, criterion, **arguments)
+    found = read(tmp_path / "sparse")
+    assert found.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found[name], tensor), name
+    assert counts["kept"] == plan.metrics()["kept"]
+    assert {name: layer["kept"] for name, layer in counts["layers"].items()} == {x.name: x.kept for x in plan.layers}
+    assert {file.name for file in (tmp_path / "sparse").iterdir()} == {file.name for file in (tmp_path / "dense").iterdir()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_every_dtype(tmp_path, dtype):
+    write(tmp_path / "dense", made(dtype), 2)
+    sc.prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.6, scope="global", into=build)
+    model = made(dtype)
+    sc.prune_(model, sparsity=0.6, scope="global")
+    assert all(torch.equal(read(tmp_path / "sparse")[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_tensors_can_be_named_instead_of_building_the_model(tmp_path):
+    write(tmp_path / "dense", made(), 2)
+    counts = sc.prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5, include=["0.weight", "2.*"])
+    assert counts["layers"].keys() == {"0.weight", "2.weight"}
+    assert counts["pruned"] == (24 * 40 + 40 * 33) // 2
+    with pytest.raises(ValueError, match=r"into=.*include="):
+        sc.prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5)
+
+
+def test_old_weights_of_the_target_are_taken_away(tmp_path):
+    write(tmp_path / "sparse", made(), 3)
+    write(tmp_path / "dense", made(), 1)
+    sc.prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5, into=build)
+    assert {file.name for file in (tmp_path / "sparse").iterdir()} == {"model.safetensors", "config.json"}
+
+
+def test_save_takes_an_old_index_away(tmp_path):
+    write(tmp_path / "model", made(), 3)
+    sc.save(made(), tmp_path / "model")
+    assert not list(tmp_path.glob("model/*index*")) + list(tmp_path.glob("model/*-of-*"))
+    sc.load(tmp_path / "model", build)
+
+
+@pytest.mark.parametrize("criterion", [sc.wanda, sc.lamp], ids=str)
+def test_what_needs_data_or_whole_tensors_is_refused(tmp_path, criterion):
+    write(tmp_path / "dense", made(), 1)
+    with pytest.raises(NotImplementedError, match="prune_"):
+        sc.prune_folder(tmp_path / "dense", tmp_path / "sparse", criterion, sparsity=0.5, into=build)
+    assert not (tmp_path / "sparse").exists()
+
+
+def test_nan_is_refused(tmp_path):
+    model = made()
+    with torch.no_grad():
+        model[2].weight[3, 3] = torch.nan
+    write(tmp_path / "dense", model, 2)
+    with pytest.raises(ValueError, match="NaN"):
+        sc.prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5, into=build)
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_a_killed_run_goes_on(tmp_path):
+    """The limit on the size of a file kills the process in the second file, which is larger than the first."""
+    small, large = torch.randn(64, 64), torch.randn(256, 256)
+    folder = tmp_path / "dense"
+    folder.mkdir()
+    save_file({"a.weight": small}, folder / "a.safetensors")
+    save_file({"b.weight": large}, folder / "b.safetensors")
+    weight_map = {"a.weight": "a.safetensors", "b.weight": "b.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    code = """
+        import resource, signal, sys
+        import secateur as sc
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, 1 << 17))
+        sc.prune_folder(sys.argv[1], sys.argv[2], sparsity=0.5, scope="global", include="*")
+    """
+    killed = run(code, str(folder), str(tmp_path / "sparse"))
+    assert killed.returncode != 0
+    assert not (tmp_path / "sparse" / "b.safetensors").exists()
+    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "sparse").glob("a.safetensors")}
+    sc.prune_folder(folder, tmp_path / "sparse", sparsity=0.5, scope="global", include="*")
+    tensors = {"a.weight": small, "b.weight": large}
+    sc.prune_(tensors, sparsity=0.5, scope="global", include="*")
+    assert all(torch.equal(read(tmp_path / "sparse")[name], tensor) for name, tensor in tensors.items())
+    assert all((tmp_path / "sparse" / name).stat().st_mtime_ns == time for name, time in before.items())
+    assert not list((tmp_path / "sparse").glob("*.tmp")) + list((tmp_path / "sparse").glob("*journal*"))
+
+
+def test_memory_does_not_grow_with_the_files(tmp_path):
+    """One slab is 16 MB here; the files have 200 MB in two tensors."""
+    folder = tmp_path / "dense"
+    folder.mkdir()
+    save_file({f"{i}.weight": torch.randn(5000, 5000) for i in range(2)}, folder / "model.safetensors")
+    code = """
+        import resource, sys
+        import torch
+        import secateur as sc
+        from secateur import folders
+        sc.prune_({"warm": torch.randn(64, 64)}, sparsity=0.5)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        counts = sc.prune_folder(sys.argv[1], sys.argv[2], sparsity=0.5, scope="global", include="*")
+        assert counts["pruned"] == counts["total"] // 2
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    """
+    done = run(code, str(folder), str(tmp_path / "sparse"))
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 16 + 64
