@@ -89,7 +89,7 @@ class _Sums:
         Few inputs say little about a large matrix; this shrinks what they say towards what all inputs say.
         """
         found = {first: part for (first, _), part in self.parts.items()}
-        mean = sum(part.total() for part in found.values()) / sum(part.number for part in found.values())
+        mean = torch.stack([part.total() for part in found.values()]).sum(0) / sum(part.number for part in found.values())
         own = [found[i].total() if i in found else torch.zeros_like(mean) for i in range(self.groups)]
         return torch.stack(own) + weight * mean
 

@@ -43,8 +43,8 @@ def no_mha_fastpath() -> Iterator[None]:
 @contextmanager
 def eager_experts(model: nn.Module) -> Iterator[None]:
     """Lets transformers run its experts one after the other, each by a product with its own matrix, and not in one kernel."""
-    configs = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), "_experts_implementation")}
-    before = [(config, config._experts_implementation) for config in configs.values()]
+    configs: dict[int, Any] = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    before = [(c, c._experts_implementation) for c in configs.values() if hasattr(c, "_experts_implementation")]
     try:
         for config, _ in before:
             config._experts_implementation = "eager"
