@@ -77,7 +77,7 @@ def inputs_of(model, batches, block, stage, streams, layouts):
     def read(layer, module):
         def hook(_, args):
             name = f"{block}.{layer}.weight"
-            seen[layer][0].append(layer_inputs(module, "weight", layouts[name], args, {}))
+            seen[layer][0].append(layer_inputs(module, "weight", layouts[name], args, {}).clone())
 
         return hook
 
