@@ -256,13 +256,15 @@ def make_plan(
         amounts = recipe.amounts(scores, step, held, comm)
         to_be_empty = {name for name, one in amounts.items() if (one.sparsity if one.ranked is None else recipe.at(step)) == 1}
 
-        def solve(target: Target, streamed: Mapping[str, Tensor]) -> Solution:
+        def solve(target: Target, streamed: Mapping[str, Any]) -> Solution:
             name = target.name
             problem = LayerProblem(
                 name,
                 target.layout.matrix(target.weight),
                 H=streamed.get("gram"),
                 C=streamed.get("cross"),
+                D=streamed.get("residual"),
+                tokens=streamed.get("tokens"),
                 scores=scores[name],
                 evidence=evidence[name],
                 step=step,
