@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._dist import Comm
 from ._tree import nearest
-from .budgets import Spread, as_spread, cap, hold, owl, uniform
+from .budgets import Spread, as_spread, by_loss, cap, hold, owl, uniform
 from .criteria import Criterion, criterion, magnitude
 from .methods import Amount, Method, as_method, drop_and_grow
 from .patterns import Pattern
@@ -208,12 +208,12 @@ def _checked_spread(
     if scope == "global" or count is not None:
         rival = 'scope="global"' if scope == "global" else "count="
         raise ValueError(f"spread= gives each tensor its own sparsity, and {rival} decides that too; drop one of them")
-    if spread is owl:
-        raise TypeError("spread=sc.owl is made by calling it: spread=sc.owl()")
+    if spread in (owl, by_loss):
+        raise TypeError(f"spread=sc.{spread.__name__} is made by calling it: spread=sc.{spread.__name__}()")
     if isinstance(spread, Mapping):
         return {name: _fraction(f"spread[{name!r}]", share) for name, share in spread.items()}
     if not callable(spread):
-        raise TypeError(f"spread= is sc.uniform, sc.erk, sc.owl() or a mapping of name to sparsity, not {spread!r}")
+        raise TypeError(f"spread= is sc.uniform, sc.erk, sc.owl(), sc.by_loss() or a mapping of name to sparsity, not {spread!r}")
     return spread
 
 

@@ -14,6 +14,7 @@ from .._text import read_call
 from .._tree import nearest
 from .admm import admm
 from .allocate import greedy_sparsities, squares
+from .curves import error_curves
 from .dropgrow import drop_and_grow
 from .gates import METHODS, Gate, Seen
 from .measure import Measured, Probe, mean, ratio
@@ -28,7 +29,7 @@ from .walk import STREAMED, solve_all, write_
 __all__ = [
     "Amount", "LayerProblem", "Method", "Solution",
     "admm", "drop_and_grow", "flow", "own", "rank", "sparsegpt", "topk",
-    "as_method", "STREAMED", "solve_all", "write_", "SoftMasks", "without_soft_masks",  # for plans, pruning and io
+    "as_method", "STREAMED", "solve_all", "write_", "SoftMasks", "without_soft_masks", "error_curves",  # for plans, pruning and io
     "METHODS", "Gate", "Seen", "Measured", "Probe", "greedy_sparsities", "mean", "ratio", "squares",  # for activations
 ]  # fmt: skip
 
