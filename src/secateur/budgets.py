@@ -86,7 +86,7 @@ class ByLoss:
         return f"by_loss({self.reach:g}{more})"
 
 
-_POINTS = 7  # of an error curve
+_POINTS = 5  # of an error curve
 _FINE = 20  # steps between two of them that a budget can take
 
 

@@ -213,7 +213,9 @@ def _checked_spread(
     if isinstance(spread, Mapping):
         return {name: _fraction(f"spread[{name!r}]", share) for name, share in spread.items()}
     if not callable(spread):
-        raise TypeError(f"spread= is sc.uniform, sc.erk, sc.owl(), sc.by_loss() or a mapping of name to sparsity, not {spread!r}")
+        raise TypeError(
+            f"spread= is sc.uniform, sc.erk, sc.owl(), sc.by_loss() or a mapping of name to sparsity, not {spread!r}"
+        )
     return spread
 
 

@@ -29,7 +29,7 @@ from .walk import STREAMED, solve_all, write_
 __all__ = [
     "Amount", "LayerProblem", "Method", "Solution",
     "admm", "drop_and_grow", "flow", "own", "rank", "sparsegpt", "topk",
-    "as_method", "STREAMED", "solve_all", "write_", "SoftMasks", "without_soft_masks", "error_curves",  # for plans, pruning and io
+    "as_method", "STREAMED", "error_curves", "solve_all", "write_", "SoftMasks", "without_soft_masks",  # for plans and io
     "METHODS", "Gate", "Seen", "Measured", "Probe", "greedy_sparsities", "mean", "ratio", "squares",  # for activations
 ]  # fmt: skip
 
