@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .pruning import prune_
     from .recipes import Recipe
     from .reorder import reorder_
+    from .reports import report
     from .schedules import Schedule, cosine, cubic, exponential, join, linear, one_shot
     from .summaries import summary
     from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
@@ -89,6 +90,7 @@ __all__ = [
     "random",
     "reconstruction",
     "reorder_",
+    "report",
     "ria",
     "save",
     "set_progress",
@@ -120,6 +122,7 @@ _HOMES = {
     "pruning": "prune_",
     "recipes": "Recipe",
     "reorder": "reorder_",
+    "reports": "report",
     "schedules": "Schedule cosine cubic exponential join linear one_shot",
     "summaries": "summary",
     "surgery": "activation_variance bn_scale fpgm reconstruction shrink shrink_",

@@ -20,7 +20,7 @@ from ._tree import Prunable, as_module, bare_name, check_unpacked, slots
 from .arguments import plain_arguments
 from .budgets import Spread
 from .criteria import Criterion, magnitude
-from .display import Table, notes_by_reason
+from .display import Reported, Table, notes_by_reason
 from .edit import UNKNOWN, Arguments, forget_, record_
 from .masks import Masks
 from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, write_
@@ -49,7 +49,7 @@ class Layer:
 
 
 @dataclass
-class Plan:
+class Plan(Reported):
     """What pruning does to a model: `masks` (True = kept), new values for the kept weights where the method gives them
     (`weights`), and what was skipped, with the reason. `print` shows a table."""
 
