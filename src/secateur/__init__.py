@@ -11,7 +11,7 @@ from ._imports import after_import
 if TYPE_CHECKING:
     from . import methods
     from .activations import Gates, gate_
-    from .budgets import erk, owl, uniform
+    from .budgets import by_loss, erk, owl, uniform
     from .criteria import (
         Criterion,
         criterion,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         wanda,
         weight,
     )
+    from .distill import distill_
     from .execute import bench, compress_, decompress_
     from .io import dense_state_dict, load, save
     from .masks import Masks
@@ -61,12 +62,14 @@ __all__ = [
     "activation_variance",
     "bench",
     "bn_scale",
+    "by_loss",
     "compress_",
     "cosine",
     "criterion",
     "cubic",
     "decompress_",
     "dense_state_dict",
+    "distill_",
     "erk",
     "exponential",
     "fisher",
@@ -109,9 +112,10 @@ __all__ = [
 # The module that each name comes from.
 _HOMES = {
     "activations": "Gates gate_",
-    "budgets": "erk owl uniform",
+    "budgets": "by_loss erk owl uniform",
     "criteria": "Criterion criterion fisher grad grad_square input_norm lamp linear_grad magnitude movement random ria snip "
     "synflow taylor wanda weight",
+    "distill": "distill_",
     "execute": "bench compress_ decompress_",
     "io": "dense_state_dict load save",
     "masks": "Masks",

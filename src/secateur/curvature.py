@@ -24,7 +24,7 @@ from .reads import listen
 from .stats import Loss, as_it_was, check_evidence, is_float, on_batch, split_batch
 from .targeting import Target
 
-KINDS = ("none", "diag", "fisher")
+KINDS = ("none", "diag", "fisher")  # each knows more than the one before
 _WIDEST = 8192  # with more outputs, only the diagonal of G is kept
 _ENOUGH = 10  # tokens per output; with fewer, G is shrunk towards its diagonal
 _ELEMENTS = 1 << 22  # labels are drawn for parts of the logits of about this size
