@@ -351,8 +351,10 @@ def _measured(
 ) -> Curvature | None:
     """What the method and the spread need to know of the dense model, from one pass over the data; None if nothing."""
     spread = recipe.spread if isinstance(recipe.spread, ByLoss) else None
-    if data is None or not _measures(recipe):
+    if not _measures(recipe):
         return None
+    if data is None:
+        raise TypeError(f"{recipe.method} with spread={spread} measures the model on data=; use sc.plan or sc.prune_ for it")
     kind = max(recipe.method.curvature, spread.curvature if spread else "none", key=KINDS.index)
     measured = curvature(model, found, data, kind=kind, gram="full" if spread else "none", loss=loss)
     notes |= measured.notes
