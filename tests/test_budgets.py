@@ -247,3 +247,15 @@ def test_by_loss_can_be_text():
     other = sc.plan(model, spread=sc.by_loss(0.2, "diag"), **given)
     assert [layer.kept for layer in one.layers] == [layer.kept for layer in other.layers]
     assert one.recipe == other.recipe
+
+
+@pytest.mark.parametrize(("name", "spread"), [("uniform", sc.uniform), ("erk", sc.erk), ("owl", sc.owl())])
+def test_a_spread_is_accepted_by_name(name, spread):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8))
+    assert sc.plan(model, sparsity=0.7, spread=name).masks == sc.plan(model, sparsity=0.7, spread=spread).masks
+
+
+def test_an_unknown_name_of_a_spread_gets_the_nearest():
+    with pytest.raises(ValueError, match=r"spread='erg' is not one of 'uniform', 'erk', 'owl', 'by_loss'.*'erk'"):
+        sc.plan(nn.Linear(4, 4), sparsity=0.5, spread="erg")
