@@ -165,7 +165,11 @@ def write_text(path: Path, text: str) -> None:
     """Writes a text file completely or not at all: under another name first, which then replaces the file."""
     with replacing(path) as beside:
         beside.write_text(text, encoding="utf-8")
-    rename(beside, path)
+    try:
+        rename(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 # --- saving ---------------------------------------------------------------------------------------------------------

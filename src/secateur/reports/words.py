@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..display import format_seconds
-from .document import Call, Document, LayerRow, Metric, Stage, Time
+from .document import Call, Document, LayerRow, Metric, StageFigures, Time
 
 NONE = "–"  # what was not measured
 GAIN = 1.05  # a smaller ratio is not called a gain
@@ -80,12 +80,12 @@ def shorter(name: str, most: int = 60) -> str:
 # --- before and after -------------------------------------------------------------------------------------------------------
 
 
-def ends(document: Document) -> tuple[Stage, Stage] | None:
+def ends(document: Document) -> tuple[StageFigures, StageFigures] | None:
     """The first and the last stage, if there are two."""
     return (document.stages[0], document.stages[-1]) if len(document.stages) > 1 else None
 
 
-def main_time(stage: Stage) -> Time | None:
+def main_time(stage: StageFigures) -> Time | None:
     return stage.times[0] if stage.times else None
 
 
@@ -127,7 +127,7 @@ def tiles(document: Document) -> list[Tile]:
     ]
 
 
-def _foot(stage: Stage, key: str, usual: str) -> str:
+def _foot(stage: StageFigures, key: str, usual: str) -> str:
     if key in stage.missing:
         return f"Not measured: {stage.missing[key]}"
     return usual if getattr(stage, key) is not None else "Not measured"
