@@ -29,13 +29,14 @@ def ends(before: StageFigures, after: StageFigures, **changes):
         (stage("a", "", 1.0, 93.4), stage("b", "", 0.4, 90.3),
          "2.5× fewer FLOPs, 2.5× smaller on disk, 2.5× faster on one image. Accuracy 93.4 → 90.3 %."),
         (StageFigures("a", flops=100), StageFigures("b", flops=90), "1.1× fewer FLOPs. Accuracy not measured."),
-        (StageFigures("a", flops=100, metric=metric(90)), StageFigures("b", flops=97, metric=metric(10)),
+        (StageFigures("a", bytes=100, metric=metric(90)), StageFigures("b", bytes=97, metric=metric(10)),
          "Nothing got smaller or faster; accuracy 90.0 → 10.0 %."),
-        (StageFigures("a", flops=100), StageFigures("b", flops=200), "Nothing got smaller or faster; accuracy not measured."),
+        (StageFigures("a", bytes=100), StageFigures("b", bytes=200), "Nothing got smaller or faster; accuracy not measured."),
         (StageFigures("a", bytes=300, metric=Metric("perplexity", 12.0, better="lower")),
          StageFigures("b", bytes=100, metric=Metric("perplexity", 13.5, better="lower")),
          "3.0× smaller on disk. Perplexity 12 → 13.5."),
-        (StageFigures("a"), StageFigures("b", metric=metric(90)), "21.2 % of the weights are zero. Accuracy 90.0 %."),
+        (StageFigures("a", flops=9), StageFigures("b", flops=9, metric=metric(90)),
+         "21.2 % of the weights are zero. Accuracy 90.0 %."),
     ],
 )  # fmt: skip
 def test_headline_says_what_was_gained_and_ends_with_the_metric(before, after, expected):
@@ -106,7 +107,7 @@ def test_large_models_get_one_column_for_each_block():
     assert many.blocks
     assert len(many.columns) == 999 // 7 + 1 + 1  # the last block is not complete, and the head is a column of its own
     assert sorted(i for column in many.columns for i in column.layers) == list(range(1000))
-    assert all(track.range for track in many.tracks[1:])
+    assert many.tracks[1].range  # the shares of weights inside a block differ
 
 
 def test_columns_are_grouped_by_name_with_a_gap_between():
