@@ -118,6 +118,19 @@ def test_columns_are_grouped_by_name_with_a_gap_between():
     assert [i for i, gap in enumerate(gaps) if gap > 1] == [19]
 
 
+def labels_of(names):
+    return network(document(layers=[layer(i, name) for i, name in enumerate(names)])).labels
+
+
+def test_names_on_the_axis_leave_out_what_they_share_and_do_not_collide():
+    names = ["model.embed", *(f"model.layers.{i}.q" for i in range(30)), "model.norm"]
+    assert [label.text for label in labels_of(names)] == ["embed", "layers", "norm"]
+    crowded = labels_of([f"a_rather_long_part_{i}.conv" for i in range(12)])
+    assert 1 < len(crowded) < 12
+    for a, b in zip(crowded, crowded[1:]):
+        assert b.left - a.left >= 0.4 * (len(a.text) + len(b.text))
+
+
 def test_layer_that_is_far_wider_does_not_flatten_the_others():
     rows = [layer(i, f"block.{i}") for i in range(9)] + [layer(9, "head", channels=[32000, 32000])]
     track = network(document(layers=rows)).tracks[0]

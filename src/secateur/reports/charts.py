@@ -110,8 +110,9 @@ def _labels(columns: Sequence[Column], width: float) -> list[Label]:
     """The names of the groups that have room: about 0.8 % of the width for a character, and 2.4 % on a phone."""
     found: list[Label] = []
     taken = {False: -1.0, True: -1.0}
+    common = _common_path([column.group for column in columns])
     for run in _runs(columns):
-        text = shorter(columns[run[0]].group, 22)
+        text = shorter(columns[run[0]].group.removeprefix(common), 22)
         left, right = 100 * columns[run[0]].x / width, 100 * (columns[run[-1]].x + 1) / width
         fits = {}
         for phone, each in ((False, 0.8), (True, 2.4)):
@@ -125,6 +126,13 @@ def _labels(columns: Sequence[Column], width: float) -> list[Label]:
             align = "first" if middle < half else "last" if middle > 100 - half else ""
             found.append(Label(text, middle, fits[True] and not align, align))
     return found
+
+
+def _common_path(names: Sequence[str]) -> str:
+    """The parts that all names begin with, with the dot behind them, such as "model."."""
+    parts = [name.split(".")[:-1] for name in names]
+    shared = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*parts))
+    return "".join(f"{each[0]}." for each in shared)
 
 
 Values = Sequence[float | None]  # one for each layer, or for each column

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._tree import bare_name
+from .._tree import bare_name, slots
 from ..display import Timing
 from ..edit import Inputs, eval_mode, plain_kernels, run, split_inputs
 from ..execute import bench
@@ -72,6 +72,10 @@ def flops_of(model: nn.Module, inputs: Inputs) -> Flops:
         stack.enter_context(eval_mode(model))
         stack.enter_context(plain_kernels())
         run(model, *inputs, under=count)
+    for slot in slots(model):  # a tied weight is listed once, under its first name
+        first, *others = (bare_name(name).rpartition(".")[0] for name in (slot.name, *slot.also))
+        for other in others if slot.tensor.ndim > 1 else ():
+            count.by_module[first] += count.by_module.pop(other, 0)
     return count
 
 
