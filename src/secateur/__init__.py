@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ._imports import after_import
+from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import methods
@@ -40,13 +41,12 @@ if TYPE_CHECKING:
     from .pruner import Pruner
     from .pruning import prune_
     from .recipes import Recipe
+    from .reorder import reorder_
     from .reports import report
     from .schedules import Schedule, cosine, cubic, exponential, join, linear, one_shot
     from .summaries import summary
     from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
     from .targeting import targets
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Criterion",
@@ -88,6 +88,7 @@ __all__ = [
     "prune_",
     "random",
     "reconstruction",
+    "reorder_",
     "report",
     "ria",
     "save",
@@ -119,6 +120,7 @@ _HOMES = {
     "pruner": "Pruner",
     "pruning": "prune_",
     "recipes": "Recipe",
+    "reorder": "reorder_",
     "reports": "report",
     "schedules": "Schedule cosine cubic exponential join linear one_shot",
     "summaries": "summary",

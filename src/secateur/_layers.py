@@ -132,6 +132,11 @@ def passes_its_weights(module: nn.Module) -> bool:
     return bool(_several(module))
 
 
+def is_product(module: nn.Module, layout: Layout) -> bool:
+    """Whether a layer multiplies its input itself with a matrix, as `nn.Linear` does, and not patches of it."""
+    return layout.product or (len(layout.shape) == 2 and isinstance(module, nn.Linear))
+
+
 def features_axis(module: nn.Module) -> int:
     """The axis of a layer's input that holds the features: the last, or the one before the axes of a convolution's kernel."""
     weight = getattr(module, "weight", None)

@@ -1,5 +1,6 @@
 """The text and the page of a report are functions of its document: rules for sentences, sections, size and time."""
 
+import itertools
 import re
 import time
 from dataclasses import replace
@@ -127,7 +128,7 @@ def test_names_on_the_axis_leave_out_what_they_share_and_do_not_collide():
     assert [label.text for label in labels_of(names)] == ["embed", "layers", "norm"]
     crowded = labels_of([f"a_rather_long_part_{i}.conv" for i in range(12)])
     assert 1 < len(crowded) < 12
-    for a, b in zip(crowded, crowded[1:]):
+    for a, b in itertools.pairwise(crowded):
         assert b.left - a.left >= 0.4 * (len(a.text) + len(b.text))
 
 
