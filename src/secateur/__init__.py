@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ._imports import after_import
+from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import methods
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
     from .summaries import summary
     from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
     from .targeting import targets
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Criterion",
