@@ -254,9 +254,8 @@ class Pruner:
     def _update(self) -> None:
         table = self._evidence()
         held = self._masks if self._soft is None else None
-        made = make_plan(
-            self.model, self.recipe, self._targets, self.skipped, table, data=self._data, step=self._step, previous=held
-        )
+        seen = {"data": self._data, "loss": self._loss}
+        made = make_plan(self.model, self.recipe, self._targets, self.skipped, table, **seen, step=self._step, previous=held)
         for target in self._targets:
             if target.name in self._dense:  # follows a weight while it is kept, and stays where it was pruned
                 kept = local(self._masks[target.name])
