@@ -17,7 +17,7 @@ from .methods import Method, as_method
 from .patterns import Pattern
 
 Arguments = dict[str, Any]
-GIVEN_AT_RUN = frozenset({"model", "example_inputs", "data", "optimizer", "keep_dense"})  # a recipe does not hold them
+GIVEN_AT_RUN = frozenset({"model", "example_inputs", "data", "optimizer", "keep_dense", "group"})  # a recipe does not hold them
 
 
 def plain_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> Arguments | str:
