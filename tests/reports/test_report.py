@@ -181,6 +181,32 @@ def test_channels_that_are_all_zero_do_not_count(model):
     assert rows(plan.report(before=model))["conv1"].channels == [16, 8]
 
 
+def test_weights_that_cannot_be_read_are_listed_with_the_reason(model):
+    broken = copy.deepcopy(model)
+    broken.head = nn.Linear(24, 10, device="meta")
+    report = sc.report(before=broken, after=broken, disk=False)
+    assert rows(report).keys() == {"conv1", "conv2"}
+    assert [(r.reason, r.names) for r in report.document.reasons] == [("on the meta device", ["head.weight"])]
+
+
+def test_weights_that_are_not_finite_get_no_histogram_or_a_partial_one(model):
+    broken = copy.deepcopy(model)
+    broken.conv1.weight.data[0, 0, 0, 0] = torch.nan
+    broken.conv2.weight.data.fill_(torch.nan)
+    report = sc.report(before=model, after=broken)
+    assert sum(rows(report)["conv1"].hist.after) <= broken.conv1.weight.numel() - 1
+    assert sum(rows(report)["conv2"].hist.after) == 0
+    assert report.html()
+
+
+def test_compiled_model_is_reported_as_the_model_inside(model, images):
+    compiled = torch.compile(copy.deepcopy(model))
+    report = sc.report(before=model, after=compiled, inputs=images, seconds=0)
+    assert report.document.model.kind == "Net"
+    assert [stage.flops for stage in report.document.stages] == [report.document.stages[0].flops] * 2
+    assert rows(report).keys() == {"conv1", "conv2", "head"}
+
+
 # --- several results --------------------------------------------------------------------------------------------------------
 
 

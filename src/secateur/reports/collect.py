@@ -25,7 +25,7 @@ from ..surgery import Shrunk
 from . import history
 from .document import Call, Document, LayerRow, Line, Model, Point, Reason, StageFigures, Sweep, Time
 from .history import Action, Result, Version, dense_form
-from .layers import masks_of, other_masks, plan_rows, rows
+from .layers import masks_of, other_masks, plan_rows, rows, unread
 from .measure import (
     Evaluate,
     Flops,
@@ -109,7 +109,7 @@ def report(
         note=note,
         stages=[stage for stage in listed if stage != StageFigures(stage.name, stage.how)],
         steps=[_step(action) for action in actions],
-        reasons=[reason for action in actions for reason in _reasons(action)],
+        reasons=[*(reason for action in actions for reason in _reasons(action)), *_unread(found)],
         masks=masks,
         sweep=None if sweep is None else _sweep(sweep, metric, listed),
         recipe=recipe or _recipe_of(found),
@@ -201,7 +201,7 @@ class Counted:
     """What one version holds and computes. `missing`: what could not be measured, and why."""
 
     parameters: int
-    nonzero: int
+    nonzero: int | None
     flops: Flops | None
     missing: dict[str, str]
 
@@ -372,6 +372,11 @@ def _reasons(action: Action) -> list[Reason]:
     if isinstance(action, Compression):
         return _grouped("Layers that stay dense", how, {row.layer: row.reason for row in action.rows if not row.format})
     return _grouped("Layers without a gate", how, action.skipped)
+
+
+def _unread(found: Sequence[Version]) -> list[Reason]:
+    model = found[-1].model if found else None
+    return [] if model is None else _grouped("Weights that could not be read", "report", unread(model))
 
 
 def _grouped(title: str, call: str, reasons: Mapping[str, str]) -> list[Reason]:

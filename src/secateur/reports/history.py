@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from ..activations import Gates
+from ..edit import copied
 from ..execute import Bench, Compressed, Compression, decompress_
 from ..plans import Plan
 from ..surgery import Shrunk
@@ -61,8 +61,9 @@ def named(stages: Mapping[str, nn.Module], actions: Sequence[Action]) -> list[Ve
 
 def dense_form(model: nn.Module) -> nn.Module:
     """The model with plain layers: itself, or a copy if some of its layers are compressed."""
+    model = getattr(model, "_orig_mod", model)  # the module under torch.compile
     if any(isinstance(module, Compressed) for module in model.modules()):
-        return decompress_(copy.deepcopy(model))
+        return decompress_(copied(model))
     return model
 
 
@@ -74,7 +75,7 @@ def _made_by(actions: Sequence[Action], before: nn.Module | None) -> nn.Module |
     if isinstance(last, Gates):
         return last.model
     if isinstance(last, Plan) and len(actions) == 1 and before is not None:
-        model = copy.deepcopy(before)
+        model = copied(before)
         replace(last, dense={}).apply_(model)
         return model
     return None
@@ -90,7 +91,7 @@ def _undone(action: Action, model: nn.Module | None) -> nn.Module | None:
         return dense_form(model)
     if isinstance(action, Plan) and not action.dense:
         return None
-    model = copy.deepcopy(model)
+    model = copied(model)
     if isinstance(action, Gates):
         Gates.of(model).undo_()
     else:
