@@ -12,7 +12,7 @@ from ._version import __version__ as __version__
 if TYPE_CHECKING:
     from . import methods
     from .activations import Gates, gate_
-    from .budgets import erk, owl, uniform
+    from .budgets import by_loss, erk, owl, uniform
     from .criteria import (
         Criterion,
         criterion,
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
         wanda,
         weight,
     )
+    from .distill import distill_
     from .execute import bench, compress_, decompress_
+    from .integrations.adapters import merge_lora_
+    from .integrations.onnx import to_onnx
     from .io import dense_state_dict, load, save
     from .masks import Masks
     from .patterns import Pattern
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from .summaries import summary
     from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
     from .targeting import targets
+    from .tuning import search, sensitivity
 
 __all__ = [
     "Criterion",
@@ -60,12 +64,14 @@ __all__ = [
     "activation_variance",
     "bench",
     "bn_scale",
+    "by_loss",
     "compress_",
     "cosine",
     "criterion",
     "cubic",
     "decompress_",
     "dense_state_dict",
+    "distill_",
     "erk",
     "exponential",
     "fisher",
@@ -80,6 +86,7 @@ __all__ = [
     "linear_grad",
     "load",
     "magnitude",
+    "merge_lora_",
     "methods",
     "movement",
     "one_shot",
@@ -92,6 +99,8 @@ __all__ = [
     "report",
     "ria",
     "save",
+    "search",
+    "sensitivity",
     "set_progress",
     "shrink",
     "shrink_",
@@ -100,6 +109,7 @@ __all__ = [
     "synflow",
     "targets",
     "taylor",
+    "to_onnx",
     "uniform",
     "wanda",
     "weight",
@@ -108,10 +118,13 @@ __all__ = [
 # The module that each name comes from.
 _HOMES = {
     "activations": "Gates gate_",
-    "budgets": "erk owl uniform",
+    "budgets": "by_loss erk owl uniform",
     "criteria": "Criterion criterion fisher grad grad_square input_norm lamp linear_grad magnitude movement random ria snip "
     "synflow taylor wanda weight",
+    "distill": "distill_",
     "execute": "bench compress_ decompress_",
+    "integrations.adapters": "merge_lora_",
+    "integrations.onnx": "to_onnx",
     "io": "dense_state_dict load save",
     "masks": "Masks",
     "patterns": "Pattern",
@@ -126,6 +139,7 @@ _HOMES = {
     "summaries": "summary",
     "surgery": "activation_variance bn_scale fpgm reconstruction shrink shrink_",
     "targeting": "targets",
+    "tuning": "search sensitivity",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 _MODULES = ("layers", "methods", "ops")  # public modules
