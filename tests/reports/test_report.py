@@ -244,6 +244,24 @@ def test_results_are_joined_and_undone_step_by_step(model, images, pipeline):
     assert any(isinstance(module, Compressed) for module in small.modules())
 
 
+def test_training_after_pruning_is_a_step_of_its_own(model, images):
+    teacher = copy.deepcopy(model)
+    plan = sc.prune_(model, sparsity=0.5)
+    pruned = copy.deepcopy(model.state_dict())
+    trained = sc.distill_(model, teacher, data=[images] * 4, steps=4, keep_dense=True)
+    report = sc.report(plan, trained, before=teacher, after=model, disk=False)
+    assert list(stages(report)) == ["dense", "pruned", "distilled"]
+    assert stages(report)["pruned"].nonzero == sum(int(pruned[name].count_nonzero()) for name, _ in model.named_parameters())
+    assert ("trained for" if trained.improved else "did not improve") in str(report)
+
+
+def test_curves_of_sensitivity_are_a_sweep(model):
+    found = sc.sensitivity(model, lambda each: float(each.head.weight.abs().sum()), levels=(0.5,))
+    report = sc.report(before=model, after=model, sweep=found.sweep(), metric="size", disk=False)
+    assert {line.label for line in report.document.sweep.lines} == set(found.curves)
+    assert "How far it could go" in report.html()
+
+
 def test_copies_that_were_kept_give_every_stage_its_figures(model, images, pipeline):
     small, results = pipeline
     cut_only, _ = sc.shrink(model, images, flops=0.6)

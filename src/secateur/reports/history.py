@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from ..activations import Gates
+from ..distill import Distilled
 from ..edit import copied
 from ..execute import Bench, Compressed, Compression, decompress_
 from ..plans import Plan
+from ..reorder import Reordering
 from ..surgery import Shrunk
 
-Result = Plan | Shrunk | Compression | Gates | Bench
-Action = Plan | Shrunk | Compression | Gates
+Action = Plan | Shrunk | Compression | Gates | Distilled | Reordering
+Result = Action | Bench
 
 # How the page names a step and the model after it.
 NAMES: dict[type, tuple[str, str]] = {
@@ -22,6 +24,8 @@ NAMES: dict[type, tuple[str, str]] = {
     Plan: ("prune_", "pruned"),
     Compression: ("compress_", "compressed"),
     Gates: ("gate_", "gated"),
+    Distilled: ("distill_", "distilled"),
+    Reordering: ("reorder_", "reordered"),
 }
 
 
@@ -89,11 +93,13 @@ def _undone(action: Action, model: nn.Module | None) -> nn.Module | None:
         return None
     if isinstance(action, Compression):
         return dense_form(model)
-    if isinstance(action, Plan) and not action.dense:
+    if isinstance(action, Plan | Distilled) and not action.dense:
         return None
     model = copied(model)
     if isinstance(action, Gates):
         Gates.of(model).undo_()
+    elif isinstance(action, Reordering):
+        action.undo_(model)
     else:
         replace(action, dense=dict(action.dense)).undo_(model)
     return model
