@@ -19,7 +19,7 @@ from ._hints import hints
 from ._tree import as_module
 from .axes import Atom, Cat, Expr, Fam, Group, Prod, atoms, norm
 from .curvature import Curvature, curvature
-from .display import Table, notes_by_reason
+from .display import Reported, Table, notes_by_reason
 from .edit import Inputs, all_or_nothing, forget_, owned_tensors, put_, record_, run, tensors_inside
 from .patterns import Pattern
 from .progress import Progress
@@ -55,7 +55,7 @@ class Order:
 
 
 @dataclass
-class Reordering:
+class Reordering(Reported):
     """What `reorder_` did to a model: an `Order` for each group, and the reason for each weight that was left alone."""
 
     recipe: str
