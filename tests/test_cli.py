@@ -236,6 +236,26 @@ def test_shrink_and_compress(here):
     assert list(times) == ["cli_nets:net (1)", "cli_nets:net (2)"]
 
 
+def test_report_compares_two_models(here):
+    run("prune cli_nets:net --sparsity 0.5 -o out")
+    found = answer("report cli_nets:net out --data cli_nets:batches --seconds 0 -o page.html")
+    assert [stage["metric"]["name"] for stage in found["stages"]] == ["accuracy", "accuracy"]
+    assert Path("page.html").read_text().startswith("<!doctype html>")
+    run("report cli_nets:net out --evaluate cli_nets:share --metric zeros --seconds 0 -o page.json")
+    assert json.loads(Path("page.json").read_text())["stages"][1]["metric"]["value"] == 0.5
+    assert "ends in .html or .json" in run("report cli_nets:net out -o page.txt", code=2)
+
+
+def test_the_demo_keeps_a_model_and_a_report(here, monkeypatch):
+    from secateur.cli import demo
+
+    monkeypatch.setattr(demo, "STEPS", 10)
+    found = answer("demo -o made")
+    assert len(found["rows"]) == 4
+    assert (here / "made" / "report.html").exists()
+    assert sc.load(here / "made" / "model", demo._network)
+
+
 def test_recipes_are_listed_shown_checked_and_run(here):
     assert set(answer("recipes list")["recipes"]) >= {"wanda-2-4", "magnitude-80"}
     assert "pattern: '2:4'" in run("recipes show wanda-2-4")

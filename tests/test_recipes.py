@@ -138,6 +138,7 @@ MADE = {
         sc.prune_(model, sparsity=0.9),
         sc.compress_(model, DATA[0][0], objective="size", store=torch.bfloat16),
     ),
+    "reorder": lambda model: (sc.reorder_(model, "2:4", data=DATA, exclude="0"), sc.prune_(model, pattern="2:4")),
     "gate": lambda model: sc.gate_(model, at="7", data=DATA, sparsity=0.4),
 }
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ _SHIPPED = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a recipe: its kind ("prune", "shrink", "gate", "compress") and its arguments as plain data."""
+    """One stage of a recipe: its kind ("prune", "shrink", ...) and its arguments as plain data."""
 
     kind: str
     arguments: Mapping[str, Any]
@@ -37,7 +36,7 @@ class Ran(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Stages that are run on a model in order, with the arguments of `prune_`, `shrink`, `gate_` and `compress_` as fields::
+    """Stages that are run on a model in order. Their fields are the arguments of `prune_`, `shrink`, `gate_`, `compress_`::
 
         version: 1
         stages:
@@ -154,16 +153,11 @@ def _title(file: Path) -> str:
 
 def _run_stage(stage: Stage, model: nn.Module, given: Mapping[str, Any]) -> Any:
     kind = KINDS[stage.kind]
-    known = _parameters(kind.signature)
-    arguments = {name: value for name, value in given.items() if name in known and value is not None}
-    if "example_inputs" in known and "example_inputs" not in arguments:
+    arguments = {name: given[name] for name in kind.gets if given[name] is not None}
+    if "example_inputs" in kind.gets and "example_inputs" not in arguments:
         raise ValueError(f"{stage.kind} runs the model, so pass inputs= (example inputs) or data= (batches)")
     result = kind.call(model, **{**arguments, **resolved(stage.arguments)})
     return result[1] if isinstance(result, tuple) else result
-
-
-def _parameters(function: Callable[..., Any]) -> set[str]:
-    return set(inspect.signature(function).parameters)
 
 
 def _inputs_of(batches: Iterable[Any]) -> Any:

@@ -26,6 +26,7 @@ from ..execute import compress_
 from ..methods import Method
 from ..patterns import Pattern
 from ..pruning import prune_
+from ..reorder import reorder_
 from ..settings import Settings
 from ..surgery import UnitCriterion, shrink, shrink_
 
@@ -38,17 +39,20 @@ class BadRecipe(ValueError):
 
 @dataclass(frozen=True)
 class StageKind:
-    """A kind of stage: the function whose arguments it takes, and the one that it calls on the model, which it changes."""
+    """A kind of stage: the function whose arguments it takes, the one that it calls on the model, which it changes, and the
+    arguments that are given when the recipe runs."""
 
     signature: Callable[..., Any]
     call: Callable[..., Any]
+    gets: tuple[str, ...]
 
 
 KINDS = {
-    "prune": StageKind(prune_, prune_),
-    "shrink": StageKind(shrink, shrink_),
-    "gate": StageKind(gate_, gate_),
-    "compress": StageKind(compress_, compress_),
+    "shrink": StageKind(shrink, shrink_, ("example_inputs", "data", "loss")),
+    "reorder": StageKind(reorder_, reorder_, ("data", "loss")),
+    "prune": StageKind(prune_, prune_, ("data", "loss")),
+    "gate": StageKind(gate_, gate_, ("data",)),
+    "compress": StageKind(compress_, compress_, ("example_inputs",)),
 }
 
 # --- from signatures to fields ------------------------------------------------------------------------------------------
