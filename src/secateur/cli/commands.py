@@ -208,8 +208,8 @@ def bench(**options: Any) -> running.Answer:
 def report(**options: Any) -> running.Answer:
     """Compare a model before and after (sc.report).
 
-    With --data that has labels, accuracy or perplexity is measured on it. A folder that secateur wrote, or a file of weights, is
-    loaded into the module:factory of the other model.
+    With --data that has labels, accuracy or perplexity is measured on it. A folder that secateur wrote, or a file of
+    weights, is loaded into the module:factory of the other model.
     """
     from . import actions
 
