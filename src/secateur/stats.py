@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 from ._dist import local, row_offset, sharded
 from ._layers import Layout
 from ._tree import Loose
-from .edit import eval_mode, no_mha_fastpath, why_failed
+from .edit import eager_experts, eval_mode, no_mha_fastpath, why_failed
 from .progress import track
 from .reads import listen
 from .targeting import Target
@@ -246,7 +246,7 @@ def _list(needs: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Sets evaluation mode inside, without fused attention kernels, and restores the mode and the buffers afterwards."""
+    """Sets evaluation mode inside, without fused kernels that hide weights, and restores mode and buffers afterwards."""
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -254,7 +254,7 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     try:
-        with eval_mode(model), no_mha_fastpath():
+        with eval_mode(model), no_mha_fastpath(), eager_experts(model):
             yield
     finally:
         with torch.no_grad():

@@ -122,19 +122,27 @@ class Recipe:
         """Runs the stages on a copy of the model, and returns the copy and the result of each stage. The model is unchanged.
 
         `data` (batches) goes to every stage whose function takes it, unless the stage says `data: null`; `loss` likewise.
-        `inputs` are the example inputs of `shrink` and `compress_`; by default those of the first batch.
+        `inputs` are the example inputs of `shrink` and `compress_`; by default those of the first batch. The teacher of
+        `distill_` is the model as it is given.
         """
-        return self.run_(copied(model), data=data, inputs=inputs, loss=loss)
+        return self._run_(copied(model), model, data, inputs, loss)
 
     def run_(self, model: nn.Module, *, data: Iterable[Any] | None = None, inputs: Any = None, loss: Loss | None = None) -> Ran:
         """`run` in place: the model itself is changed. If a stage fails, the stages before it stay done."""
+        distills = any(stage.kind == "distill" for stage in self.stages)
+        return self._run_(model, copied(model) if distills else None, data, inputs, loss)
+
+    def _run_(
+        self, model: nn.Module, teacher: nn.Module | None, data: Iterable[Any] | None, inputs: Any, loss: Loss | None
+    ) -> Ran:
         batches = list(data) if data is not None and iter(data) is data else data
         if inputs is None and batches is not None:
             inputs = _inputs_of(batches)
+        given = {"data": batches, "loss": loss, "example_inputs": inputs, "teacher": teacher}
         results = []
         for place, stage in enumerate(self.stages):
             try:
-                results.append(_run_stage(stage, model, {"data": batches, "loss": loss, "example_inputs": inputs}))
+                results.append(_run_stage(stage, model, given))
             except Exception as error:
                 error.add_note(f"in stages[{place}].{stage.kind} of the recipe")
                 raise

@@ -22,6 +22,7 @@ from .._tree import nearest
 from ..activations import gate_
 from ..arguments import GIVEN_AT_RUN
 from ..criteria import Criterion
+from ..distill import distill_
 from ..execute import compress_
 from ..methods import Method
 from ..patterns import Pattern
@@ -51,6 +52,7 @@ KINDS = {
     "shrink": StageKind(shrink, shrink_, ("example_inputs", "data", "loss")),
     "reorder": StageKind(reorder_, reorder_, ("data", "loss")),
     "prune": StageKind(prune_, prune_, ("data", "loss")),
+    "distill": StageKind(distill_, distill_, ("teacher", "data")),
     "gate": StageKind(gate_, gate_, ("data",)),
     "compress": StageKind(compress_, compress_, ("example_inputs",)),
 }
