@@ -275,6 +275,12 @@ WRONG = {
     "loss": (stages("{prune: {sparsity: 0.5, loss: crossentropy}}"), r"'cross_entropy'"),
     "class": (stages("{prune: {sparsity: 0.5, types: [Linaer]}}"), r"'Linear'"),
     "choice": (stages("{compress: {objective: sped}}"), r"expected speed or size, got 'sped'.*'speed'"),
+    "target of shrink": (
+        stages("{shrink: {channels: 1.5}}"),
+        r"stages\[0\]\.shrink: channels=1\.5 is the fraction that remains",
+    ),
+    "no target of shrink": (stages("{shrink: {refit: true}}"), r"shrink needs one of channels="),
+    "method of gate": (stages("{gate: {sparsity: 0.5, method: topp}}"), r"gate\.method: expected threshold or topk.*'topk'"),
     "data": (stages("{prune: {sparsity: 0.5, data: [1]}}"), r"prune\.data: expected null"),
     "optimizer": (stages("{shrink: {channels: 0.5, optimizer: adam}}"), r"not part of a recipe"),
     "two kinds in one stage": (stages("{prune: {sparsity: 0.5}, shrink: {}}"), r"stages\[0\]: expected one of"),

@@ -21,9 +21,7 @@ Arguments = dict[str, Any]
 GIVEN_AT_RUN = frozenset({"model", "example_inputs", "data", "teacher", "optimizer", "pruner", "keep_dense"})
 
 
-def plain_arguments(
-    function: Callable[..., Any], given: Mapping[str, Any], *, loss_at_run: bool = True
-) -> Arguments | str:
+def plain_arguments(function: Callable[..., Any], given: Mapping[str, Any], *, loss_at_run: bool = True) -> Arguments | str:
     """The arguments that differ from the defaults of the function, as plain data, or the reason why a file cannot hold one.
 
     A loss is held by its name in `torch.nn.functional`. Another function is left out if it is given when the recipe runs.

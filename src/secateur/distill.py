@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ._hints import hints
 from ._tree import as_module, check_unpacked, slots
+from .arguments import plain_arguments
 from .curvature import logits_of, valid_positions
 from .display import Table
-from .arguments import plain_arguments
 from .edit import IN_TRAINING, forget_, preserve_rng, record_
 from .masks import Masks
 from .progress import Progress

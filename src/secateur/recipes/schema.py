@@ -29,7 +29,7 @@ from ..patterns import Pattern
 from ..pruning import prune_
 from ..reorder import reorder_
 from ..settings import Settings
-from ..surgery import UnitCriterion, shrink, shrink_
+from ..surgery import ShrinkRequest, UnitCriterion, check_request, shrink, shrink_
 
 VERSION = 1
 
@@ -148,13 +148,19 @@ def _check_types(arguments: Mapping[str, Any], fields: Mapping[str, Any], path: 
 def _check_values(kind: str, arguments: dict[str, Any], path: str) -> None:
     """Raises for values that no model could be pruned with. What depends on the model is checked when the recipe runs."""
     try:
-        given = resolved(arguments)
+        given = {**_defaults(kind), **resolved(arguments)}
         if kind == "prune":
             names = ("criterion", "pattern", "scope", "sparsity", "count", "spread", "method", "floor")
-            defaults = inspect.signature(prune_).parameters
-            Settings.of(*(given.get(name, defaults[name].default) for name in names))
+            Settings.of(*(given[name] for name in names))
+        if kind == "shrink":  # repairs need data, which are not here yet
+            check_request(ShrinkRequest(**{**given, "reestimate": False, "refit": False}))
     except (ValueError, TypeError) as error:
         raise BadRecipe(f"{path}: {error}") from None
+
+
+def _defaults(kind: str) -> dict[str, Any]:
+    parameters = inspect.signature(KINDS[kind].signature).parameters.values()
+    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
 
 
 def _words(text: str) -> str:
