@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.shell_completion import get_completion_class
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
@@ -152,6 +153,20 @@ def test_every_command_has_help():
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts(shell):
     assert "_SECATEUR_COMPLETE" in run("completion", shell)
+
+
+@pytest.mark.parametrize(
+    ("words", "begin", "found"),
+    [
+        ([], "pr", ["prune"]),
+        (["recipes", "show"], "wa", ["wanda-2-4"]),
+        (["prune", "net:net"], "--spa", ["--sparsity"]),
+        (["prune", "net:net", "--scope"], "r", ["row"]),
+    ],
+)
+def test_completion_finds_commands_options_values_and_recipes(words, begin, found):
+    shell = get_completion_class("bash")(main, {}, "secateur", "_SECATEUR_COMPLETE")
+    assert [item.value for item in shell.get_completions(words, begin)] == found
 
 
 def test_the_package_declares_the_program():
@@ -294,6 +309,7 @@ def test_hugging_face_folders_with_a_text_file(here, llama):
     assert [stage for each in sc.Recipe.load("small").to_dict()["stages"] for stage in each] == ["prune", "shrink"]
     assert small["results"][0]["totals"]["params"][1] < small["results"][0]["totals"]["params"][0]
     assert answer("inspect small")["layers"]
+    assert answer("prune", llama, "--sparsity 0.5 --criterion taylor --dry-run", words)["results"][0]["sparsity"] == 0.5
 
 
 def test_a_folder_of_images(here):
