@@ -247,5 +247,15 @@ def test_what_cannot_be_measured_is_refused_by_name():
         curvature(model, found(model), [torch.randn(2, 4), torch.full((2, 4), torch.nan)])
     with pytest.raises(ValueError, match="gave no batch"):
         curvature(model, found(model), [])
-    with pytest.raises(ValueError, match="'diag', 'fisher'"):
+    with pytest.raises(ValueError, match="'none', 'diag', 'fisher'"):
         curvature(model, found(model), [torch.randn(2, 4)], kind="full")
+
+
+def test_without_curvature_only_the_inputs_are_measured():
+    model = llama()
+    which, data = found(model, exclude="lm_head"), [torch.randint(31, (2, 8))]
+    made, whole = curvature(model, which, data, kind="none"), curvature(model, which, data)
+    assert made.G == {}
+    assert made.tokens == whole.tokens
+    for name, H in whole.H.items():
+        assert_same(made.H[name], H)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
         weight,
     )
     from .execute import bench, compress_, decompress_
+    from .integrations.adapters import merge_lora_
+    from .integrations.onnx import to_onnx
     from .io import dense_state_dict, load, save
     from .masks import Masks
     from .patterns import Pattern
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from .pruner import Pruner
     from .pruning import prune_
     from .recipes import Recipe
+    from .reorder import reorder_
+    from .reports import report
     from .schedules import Schedule, cosine, cubic, exponential, join, linear, one_shot
     from .summaries import summary
     from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
@@ -78,6 +82,7 @@ __all__ = [
     "linear_grad",
     "load",
     "magnitude",
+    "merge_lora_",
     "methods",
     "movement",
     "one_shot",
@@ -86,6 +91,8 @@ __all__ = [
     "prune_",
     "random",
     "reconstruction",
+    "reorder_",
+    "report",
     "ria",
     "save",
     "set_progress",
@@ -96,6 +103,7 @@ __all__ = [
     "synflow",
     "targets",
     "taylor",
+    "to_onnx",
     "uniform",
     "wanda",
     "weight",
@@ -108,6 +116,8 @@ _HOMES = {
     "criteria": "Criterion criterion fisher grad grad_square input_norm lamp linear_grad magnitude movement random ria snip "
     "synflow taylor wanda weight",
     "execute": "bench compress_ decompress_",
+    "integrations.adapters": "merge_lora_",
+    "integrations.onnx": "to_onnx",
     "io": "dense_state_dict load save",
     "masks": "Masks",
     "patterns": "Pattern",
@@ -116,6 +126,8 @@ _HOMES = {
     "pruner": "Pruner",
     "pruning": "prune_",
     "recipes": "Recipe",
+    "reorder": "reorder_",
+    "reports": "report",
     "schedules": "Schedule cosine cubic exponential join linear one_shot",
     "summaries": "summary",
     "surgery": "activation_variance bn_scale fpgm reconstruction shrink shrink_",

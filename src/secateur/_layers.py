@@ -50,6 +50,16 @@ def is_kind(layer: nn.Module | type[nn.Module], kinds: Iterable[Kind]) -> bool:
     )
 
 
+def adapter_parameters(model: nn.Module) -> set[int]:
+    """The ids of the parameters of adapters (LoRA and others of PEFT), whose layers list them in `adapter_layer_names`."""
+    found: set[int] = set()
+    for module in model.modules():
+        for name in getattr(module, "adapter_layer_names", ()):
+            adapter = getattr(module, name, None)
+            found |= {id(parameter) for parameter in adapter.parameters()} if isinstance(adapter, nn.Module) else set()
+    return found
+
+
 def input_first(*types: type[nn.Module]) -> None:
     """Declares that these layer types store their weight as (in, out, ...), like `nn.ConvTranspose2d`.
 
@@ -130,6 +140,11 @@ def is_weight(module: nn.Module, attribute: str) -> bool:
 def passes_its_weights(module: nn.Module) -> bool:
     """Whether the layer passes its weights to a function, so that its own call is not linear in any of them."""
     return bool(_several(module))
+
+
+def is_product(module: nn.Module, layout: Layout) -> bool:
+    """Whether a layer multiplies its input itself with a matrix, as `nn.Linear` does, and not patches of it."""
+    return layout.product or (len(layout.shape) == 2 and isinstance(module, nn.Linear))
 
 
 def features_axis(module: nn.Module) -> int:

@@ -24,7 +24,7 @@ from ._layers import features_axis, input_size
 from ._tree import bare_name, nearest
 from .arguments import plain_arguments
 from .blocks import repeated_blocks
-from .display import Table
+from .display import Reported, Table
 from .edit import forget_all_, record_
 from .methods import METHODS, Gate, Measured, Probe, Seen, greedy_sparsities, mean, ratio, squares
 from .progress import track
@@ -84,7 +84,7 @@ def gate_(
 
 
 @dataclass
-class Gates:
+class Gates(Reported):
     """The gates of a model. `print` shows a table, `measured` runs them on data, `undo_` removes them.
 
     `skipped` maps the layers that got no gate to the reason.

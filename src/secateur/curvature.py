@@ -24,7 +24,7 @@ from .reads import listen
 from .stats import Loss, as_it_was, check_evidence, is_float, on_batch, split_batch
 from .targeting import Target
 
-KINDS = ("diag", "fisher")
+KINDS = ("none", "diag", "fisher")
 _WIDEST = 8192  # with more outputs, only the diagonal of G is kept
 _ENOUGH = 10  # tokens per output; with fewer, G is shrunk towards its diagonal
 _ELEMENTS = 1 << 22  # labels are drawn for parts of the logits of about this size
@@ -58,7 +58,8 @@ def curvature(
 ) -> Curvature:
     """Runs the model forward and backward once on every batch, and returns G and H of the targets. The model is unchanged.
 
-    `kind="diag"` keeps the diagonal of G only. `gram` is "full", "diag" or "none", for H. Without `loss`, the output of the
+    `kind="diag"` keeps the diagonal of G only, and `kind="none"` computes no G and takes no backward pass. `gram` is "full",
+    "diag" or "none", for H. Without `loss`, the output of the
     model must hold logits on its last axis (a tensor, or the `logits` of a mapping or an output object); labels are then drawn
     from the model's own distribution, which gives the true Fisher matrix. With `loss`, a function of the output and the
     target, its gradients are used. Positions that a two-dimensional `attention_mask` of the batch excludes count nowhere.
@@ -71,7 +72,8 @@ def curvature(
     if any(sharded(target.tensor) for target in targets):
         raise NotImplementedError("curvature cannot be measured on a sharded model; prune before sharding it")
     sums, ran, draw = _Sums(kind, gram), 0, torch.Generator().manual_seed(seed)
-    with torch.inference_mode(False), torch.enable_grad(), preserve_rng(), as_it_was(model), _frozen(model):
+    backward = kind != "none"
+    with torch.inference_mode(False), torch.set_grad_enabled(backward), preserve_rng(), as_it_was(model), _frozen(model):
         progress = Progress("curvature", len(batches) if isinstance(batches, Sequence) else None)
         for number, batch in enumerate(batches, 1):
             progress(f"batch {number}")
@@ -82,6 +84,8 @@ def curvature(
             with listen(targets, sums.called, sums.passed, sums.returned):
                 with sums.forward(_valid(kwargs)), on_batch(model, args, kwargs):
                     output = model(*args, **kwargs)
+                if not backward:
+                    continue
                 value, gradient = (loss(output, wanted), None) if loss else _sampled(output, sums.valid, draw, number)
                 if not value.requires_grad:
                     raise ValueError("the output of the model does not depend on any of the layers to prune")
@@ -206,12 +210,22 @@ class _Sums:
         rows = slice(first * height, last * height)
         if not self._forward or not is_float(output) or output.shape[axis] != rows.stop - rows.start:
             return output
+        self._tokens[target.name] = self._tokens.get(target.name, 0) + (self._count(output, axis) if first == 0 else 0)
+        if self.kind == "none":
+            return output
         if not output.requires_grad:  # nothing before it does: the backward pass ends here
             anchor = output.new_zeros((), requires_grad=True)
             self.anchors.append(anchor)
             output = output + anchor
         output.register_hook(lambda g: self._gradient(target, rows, g.detach().movedim(axis, -1)))
         return output
+
+    def _count(self, x: Tensor, axis: int) -> int:
+        """The number of vectors along an axis, without those at padded positions."""
+        positions, valid = x.movedim(axis, -1).shape[:-1], self.valid
+        if valid is not None and positions in (valid.shape, (valid.numel(),)):
+            return int(valid.sum())
+        return positions.numel()
 
     def _rows(self, x: Tensor, axis: int) -> Tensor:
         """The vectors along an axis, as a matrix, without those at padded positions."""
@@ -235,7 +249,7 @@ class _Sums:
         whole = self.kind == "fisher" and height <= _WIDEST
         if name not in self._G:
             self._G[name] = g.new_zeros((height, height) if whole else (height,))
-            self._fourth[name], self._tokens[name] = g.new_zeros(2, dtype=torch.float64), 0
+            self._fourth[name] = g.new_zeros(2, dtype=torch.float64)
         squares = g.square()
         if whole:
             self._G[name][rows, rows].addmm_(g.mT, g)
@@ -243,15 +257,15 @@ class _Sums:
             self._fourth[name] += torch.stack([each @ each, squares.flatten() @ squares.flatten()])
         else:
             self._G[name][rows] += squares.sum(0)
-        self._tokens[name] += len(g) if rows.start == 0 else 0
 
     def means(self, targets: Sequence[Target]) -> Curvature:
         """The sums over the numbers of tokens."""
         G, notes = {}, {}
         for target in targets:
             name, n = target.name, self._tokens.get(target.name, 0)
-            if not n:
+            if not n or (self.kind != "none" and name not in self._G):
                 notes[name] = "no token reached it, so it has no curvature and its outputs are weighed alike"
+            if name not in self._G:
                 continue
             G[name] = self._G.pop(name).div_(n)
             if self.kind == "fisher" and target.layout.rows > _WIDEST:
@@ -262,9 +276,9 @@ class _Sums:
                     f"its curvature comes from {n:,} tokens for {target.layout.rows:,} outputs and was shrunk towards its "
                     f"diagonal by {share:.0%}; {_ENOUGH * target.layout.rows:,} tokens are enough"
                 )
-        if not G:
+        if not G and (self.kind != "none" or not self._tokens):
             raise ValueError("the data reached none of the layers to prune, so there is no curvature to measure")
-        return Curvature(G, self._grams(targets), {name: self._tokens[name] for name in G}, notes)
+        return Curvature(G, self._grams(targets), {name: n for name, n in self._tokens.items() if n}, notes)
 
     def _grams(self, targets: Sequence[Target]) -> dict[str, Tensor]:
         parts: dict[str, list[tuple[tuple[Part, ...], int, int]]] = {}

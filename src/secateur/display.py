@@ -1,4 +1,4 @@
-"""What results show to people: a table as text or HTML, notes, and one clock. (`progress` shows what long runs do.)
+"""What results show to people: a table as text or HTML, notes, a report, and one clock. (`progress` shows what long runs do.)
 
 Results decide what their cells say; this module lays them out. The clock times several callables in turn.
 """
@@ -6,11 +6,13 @@ Results decide what their cells say; this module lays them out. The clock times 
 from __future__ import annotations
 
 import html
+import os
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -79,6 +81,18 @@ def notes_by_reason(title: str, reasons: Mapping[str, str | None]) -> list[str]:
         names = [name for name, why in reasons.items() if why == reason]
         notes.append(f"{title}, {number}: {reason} ({', '.join(names[:4])}{', ...' if number > 4 else ''})")
     return notes
+
+
+# --- reports --------------------------------------------------------------------------------------------------------
+
+
+class Reported:
+    """A result that `report` shows as a page. The reports are imported by name: they are above all results and import them."""
+
+    def report(self, path: str | os.PathLike[str] | None = None, **options: Any) -> Any:
+        """Returns the report of this result, and writes it to `path` (.html or .json). The options are those of `sc.report`,
+        which also takes several results."""
+        return import_module("secateur.reports").report(self, path=path, **options)
 
 
 # --- the clock ------------------------------------------------------------------------------------------------------

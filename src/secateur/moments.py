@@ -1,4 +1,4 @@
-"""Moments: the Gram matrix of a layer's inputs, and their cross matrix with the inputs of another run.
+"""Moments: the Gram matrix of a layer's inputs, and their products with those of another run and with the residual stream.
 
 Products are taken of values that were centred first, so that inputs with a large mean lose no digits, and are added up in
 float64 on the device of the layer.
@@ -7,14 +7,14 @@ float64 on the device of the layer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ._layers import Layout, features_axis
+from ._layers import Layout, features_axis, is_product
 from .reads import listen
 from .stats import bare_layer, is_float
 from .targeting import Target
@@ -27,7 +27,7 @@ _ELEMENTS = 1 << 24  # patches of a convolution are cut out in parts of about th
 class Products:
     """The sum of u v' over pairs of vectors, given as matrices (groups, number, size).
 
-    Keeps the sum of (u - a)(v - b)' for fixed a and b (the means of the first pairs), and the sums of u and v.
+    Keeps the sums of (u - a)(v - b)', u - a and v - b for fixed a and b (the means of the first pairs).
     """
 
     a: Tensor | None = None
@@ -42,17 +42,34 @@ class Products:
             self.u, self.v = torch.zeros_like(self.a, dtype=wide), torch.zeros_like(self.b, dtype=wide)
         self.number += u.shape[1]
         for one, other in zip(u.split(_TOKENS, 1), v.split(_TOKENS, 1), strict=True):
-            self.shifted += (one - self.a).mT @ (other - self.b)
-            self.u += one.sum(1, keepdim=True, dtype=wide)
-            self.v += other.sum(1, keepdim=True, dtype=wide)
+            one, same = one - self.a, u is v
+            other = one if same else other - self.b
+            self.shifted += _squares(one) if same else one.mT @ other
+            self.u += (total := one.sum(1, keepdim=True))
+            self.v += total if same else other.sum(1, keepdim=True)
 
     def total(self) -> Tensor:
         """The sum of u v', as (size, size), or with a leading axis if there are several groups."""
         assert self.a is not None
         assert self.b is not None
         a, b = self.a.to(self.u.dtype), self.b.to(self.u.dtype)
-        whole = self.shifted + a.mT @ self.v + self.u.mT @ b - self.number * (a.mT @ b)
+        whole = self.shifted + (a.mT @ self.v + self.u.mT @ b) + self.number * (a.mT @ b)
         return whole if whole.shape[0] > 1 else whole[0]
+
+
+def _squares(x: Tensor, panel: int = 128) -> Tensor:
+    """x' x. Products of the columns' left half with the right half are taken once, as the matrix is symmetric."""
+    size = x.shape[-1]
+    if size < 2 * panel:
+        return x.mT @ x
+    half = size // 2
+    left, right = x[..., :half], x[..., half:]
+    found = x.new_empty(*x.shape[:-2], size, size)
+    found[..., :half, half:] = corner = left.mT @ right
+    found[..., half:, :half] = corner.mT
+    found[..., :half, :half] = _squares(left, panel)
+    found[..., half:, half:] = _squares(right, panel)
+    return found
 
 
 @dataclass
@@ -77,65 +94,151 @@ class _Sums:
         return whole
 
 
-class Moments:
-    """Collects `gram` (sum of x x') and `cross` (sum of x° x') of layers, while `listen` is active and the model runs.
+class Seen(NamedTuple):
+    """One read of a target: a call of its layer, or (with `groups`) an input `x` multiplied with some of its rows.
 
-    For `cross`, run the dense model with `dense` set to True first, then the pruned one with False, batch by batch.
+    `streams` holds, for targets that read this input, the tensor that their output is added to.
+    """
+
+    target: Target
+    attribute: str = ""
+    layer: nn.Module | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+    groups: slice | None = None
+    x: Tensor | None = None
+    streams: Mapping[str, Tensor] = {}
+
+
+class Moments:
+    """Collects `gram` (sum of x x'), `cross` (sum of x° x') and `residual` (sum of (r° - r) x') of layers.
+
+    x is an input of a layer and r the tensor that its output is added to, x° and r° those of the dense model. Reads come in
+    through `listen`, while the model runs, or through `feed`. For `cross` and `residual`, run the dense model with `dense` set
+    to True first, then the pruned one with False, batch by batch. `valid`, a matrix (batch, position) of bool, leaves
+    positions out, such as padding. `unplaced` names the layers whose inputs do not have these positions.
     """
 
     def __init__(self, targets: Sequence[Target], needs: frozenset[str]):
         self.targets, self.needs = targets, needs
         self.dense = False
-        self._sums = {target.name: {kind: _Sums(target.layout.groups) for kind in needs} for target in targets}
-        self._inputs: dict[str, list[Tensor]] = {target.name: [] for target in targets}  # of the dense run, in order
+        self.valid: Tensor | None = None
+        self.unplaced: set[str] = set()
+        self._sums = {target.name: {kind: _Sums(target.layout.groups) for kind in needs - {"residual"}} for target in targets}
+        self._streams: dict[str, Products] = {}
+        self._inputs: dict[str, list[tuple[Tensor, dict[str, Tensor]]]] = {target.name: [] for target in targets}
+        self._tokens = dict.fromkeys(self._sums, 0)
 
     def listen(self) -> contextlib.AbstractContextManager[None]:
         """Collects inside this context; the model comes out without hooks."""
-        return listen(self.targets, self._called, self._add)
+        return listen(self.targets, self._called, self._passed)
 
-    def next_batch(self) -> None:
+    def next_batch(self, valid: Tensor | None = None) -> None:
         """Forgets what the dense run of the batch before left."""
+        self.valid = valid
         for inputs in self._inputs.values():
             inputs.clear()
 
-    def table(self) -> dict[str, dict[str, Tensor]]:
-        """The sums, by layer and kind; the collector holds them no longer."""
+    def feed(self, seen: Seen) -> None:
+        """Adds one read."""
+        if seen.groups is not None:
+            assert seen.x is not None
+            self._passed(seen.target, seen.groups, seen.x)
+        else:
+            assert seen.layer is not None
+            self._called(seen.target, seen.attribute, seen.layer, seen.args, dict(seen.kwargs), seen.streams)
+
+    def table(self) -> dict[str, dict[str, Any]]:
+        """The sums, by layer and kind, and the number of inputs ("tokens"); the collector holds them no longer.
+
+        `residual` stands only in the entries of layers for which streams were given, whether or not those are targets here.
+        """
         if unseen := [name for name, sums in self._sums.items() if not all(one.parts for one in sums.values())]:
             raise ValueError(f"{unseen[0]!r} saw no input while the data ran through; exclude it, or use another method")
         sums, self._sums = self._sums, {}
-        table = {name: {kind: one.total() for kind, one in own.items()} for name, own in sums.items()}
-        for name, own in table.items():
-            if not all(bool(total.isfinite().all()) for total in own.values()):
-                raise ValueError(
-                    f"the inputs of {name!r} are NaN, infinite, or so large that their squares overflow; look at the data, and "
-                    "at the outputs of the layer before it"
-                )
+        table: dict[str, dict[str, Any]] = {}
+        for name, own in sums.items():
+            table[name] = {kind: one.total() for kind, one in own.items()} | {"tokens": self._tokens[name]}
+            _check_finite(name, table[name])
+        for name, products in self._streams.items():
+            table.setdefault(name, {})["residual"] = products.total()
+            _check_finite(name, table[name])
+        self._streams = {}
         return table
 
-    def _called(self, target: Target, attribute: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._add(target, slice(None), self._read(module, attribute, target, args, kwargs))
-
-    def _add(self, target: Target, groups: slice, x: Tensor) -> None:
-        """Adds inputs (groups, number, columns), or one input that some groups of rows have in common."""
-        x = x if x.ndim == 3 and groups == slice(None) else _wide(x).reshape(1, -1, target.layout.cols)
-        if self.dense:
-            self._inputs[target.name].append(x)
-            return
-        sums = self._sums[target.name]
-        if "gram" in sums:
-            sums["gram"].add(groups, x, x)
-        if "cross" in sums:
-            before = self._inputs[target.name]
-            if not before or before[0].shape != x.shape:
-                raise ValueError(f"{target.name!r} read inputs of another number or shape in the dense model")
-            sums["cross"].add(groups, before.pop(0), x)
-
-    def _read(self, module: nn.Module, attribute: str, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _called(
+        self,
+        target: Target,
+        attribute: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        streams: Mapping[str, Tensor] = {},
+    ) -> None:
         try:
-            return layer_inputs(module, attribute, target.layout, args, kwargs)
+            x = layer_inputs(module, attribute, target.layout, args, kwargs)
         except Exception as error:
             kind = type(module).__name__
             raise ValueError(f"the inputs of {target.name!r} cannot be read: {kind} is not linear in it") from error
+        rows = None if self.valid is None else self._positions(target, (*args, *kwargs.values()), x.shape[1])
+        axis = features_axis(module)
+        flat = {name: _wide(r).movedim(axis, -1).flatten(0, -2)[None] for name, r in streams.items()}
+        if rows is not None:
+            x, flat = x[:, rows], {name: r[:, rows] for name, r in flat.items()}
+        self._add(target, slice(None), x, flat)
+
+    def _passed(self, target: Target, groups: slice, x: Tensor) -> None:
+        wide = _wide(x).reshape(1, -1, target.layout.cols)
+        rows = None if self.valid is None else self._positions(target, (x,), wide.shape[1])
+        self._add(target, groups, wide if rows is None else wide[:, rows], {})
+
+    def _positions(self, target: Target, inputs: Iterable[Any], number: int) -> Tensor | None:
+        """The numbers of the inputs that count, where a layer has one for each position; None where it does not."""
+        assert self.valid is not None
+        shape = next(tuple(value.shape) for value in inputs if is_float(value))
+        if shape[:2] == tuple(self.valid.shape) or (len(shape) == 2 and shape[0] == self.valid.numel()):
+            valid = self.valid
+        elif shape[:2] == tuple(self.valid.mT.shape):
+            valid = self.valid.mT
+        else:
+            valid = None
+        if valid is None or valid.numel() != number:
+            self.unplaced.add(target.name)
+            return None
+        return valid.flatten().nonzero()[:, 0]
+
+    def _add(self, target: Target, groups: slice, x: Tensor, streams: dict[str, Tensor]) -> None:
+        """Adds inputs (groups, number, columns), or one input that some groups of rows have in common."""
+        before = self._inputs[target.name]
+        if self.dense:
+            before.append((x, streams))
+            return
+        if not x.shape[1]:
+            return
+        sums = self._sums[target.name]
+        self._tokens[target.name] += x.shape[1]
+        if "gram" in sums:
+            sums["gram"].add(groups, x, x)
+        if not self.needs & {"cross", "residual"}:
+            return
+        dense, dense_streams = before.pop(0) if before else (None, {})
+        if "cross" in sums:
+            if dense is None or dense.shape != x.shape:
+                raise ValueError(f"{target.name!r} read inputs of another number or shape in the dense model")
+            sums["cross"].add(groups, dense, x)
+        for name, r in streams.items():
+            if name in dense_streams and dense_streams[name].shape == r.shape:
+                self._streams.setdefault(name, Products()).add(dense_streams[name] - r, x)
+
+
+def _check_finite(name: str, entry: Mapping[str, Any]) -> None:
+    """Raises where a sum is not finite."""
+    for kind in ("gram", "cross", "residual"):
+        if kind in entry and not bool(entry[kind].isfinite().all()):
+            raise ValueError(
+                f"the inputs of {name!r} are NaN or infinite, or so large that their products are; look at the data and at "
+                "the weights of the layers before it"
+            )
 
 
 def layer_inputs(module: nn.Module, attribute: str, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -146,7 +249,7 @@ def layer_inputs(module: nn.Module, attribute: str, layout: Layout, args: tuple[
     product: `nn.Linear`, and types that store a matrix as (in, out).
     """
     inputs = [value for value in (*args, *kwargs.values()) if is_float(value)]
-    if (layout.product or (len(layout.shape) == 2 and isinstance(module, nn.Linear))) and len(inputs) == 1:
+    if is_product(module, layout) and len(inputs) == 1:
         return _wide(inputs[0]).reshape(1, -1, layout.cols)
     outputs = layout.groups * layout.cols
     shape = (layout.shape[0], layout.cols, *layout.shape[2:]) if layout.flip else (outputs, *layout.shape[1:])

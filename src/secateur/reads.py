@@ -24,27 +24,35 @@ Returned = Callable[[Target, slice, Tensor], Tensor]
 
 
 @contextlib.contextmanager
-def listen(targets: Sequence[Target], called: Called, passed: Passed, returned: Returned | None = None) -> Iterator[None]:
+def listen(
+    targets: Sequence[Target], called: Called, passed: Passed, returned: Returned | None = None, *, before: bool = False
+) -> Iterator[None]:
     """Reports the reads of these targets, inside the context.
 
     `called(target, attribute, layer, args, kwargs)` reports a call of the target's layer, and `passed(target, groups, x)` an
-    input x that was multiplied with groups of the target's rows outside of such a call. `returned(target, groups, output)`
-    reports the product itself and returns the tensor that the model goes on with. Torch's fused attention kernels hide
-    all of them (`edit.no_mha_fastpath`).
+    input x that is multiplied with groups of the target's rows outside of such a call. They are called after the product, or
+    before it if `before` is True. `returned(target, groups, output)` reports the product itself and returns the tensor that
+    the model goes on with. Torch's fused attention kernels hide all of them (`edit.no_mha_fastpath`).
     """
     running: Counter[str] = Counter()  # calls of the layers of each target that have begun and not ended
     with contextlib.ExitStack() as stack:
         for target in targets:
             for owner, attribute in target.slot.owners:
                 if not passes_its_weights(owner):
-                    stack.enter_context(_layer_calls(target, owner, attribute, called, returned, running))
-        stack.enter_context(_linear_calls(targets, passed, returned, running))
+                    stack.enter_context(_layer_calls(target, owner, attribute, called, returned, running, before))
+        stack.enter_context(_linear_calls(targets, passed, returned, running, before))
         yield
 
 
 @contextlib.contextmanager
 def _layer_calls(
-    target: Target, owner: nn.Module, attribute: str, called: Called, returned: Returned | None, running: Counter[str]
+    target: Target,
+    owner: nn.Module,
+    attribute: str,
+    called: Called,
+    returned: Returned | None,
+    running: Counter[str],
+    before: bool,
 ) -> Iterator[None]:
     def begin(*_: Any) -> None:
         running[target.name] += 1
@@ -52,13 +60,18 @@ def _layer_calls(
     def end(*_: Any) -> None:
         running[target.name] -= 1
 
-    def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
+    def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> None:
         called(target, attribute, module, args, kwargs)
+
+    def pass_on(module: nn.Module, args: Any, output: Any) -> Tensor | None:
         return returned(target, slice(None), output) if returned and isinstance(output, Tensor) else None
 
     handles = [
         owner.register_forward_pre_hook(begin),
-        owner.register_forward_hook(see, with_kwargs=True),
+        owner.register_forward_pre_hook(see, with_kwargs=True)
+        if before
+        else owner.register_forward_hook(see, with_kwargs=True),
+        owner.register_forward_hook(pass_on),
         owner.register_forward_hook(end, always_call=True),
     ]
     try:
@@ -70,27 +83,38 @@ def _layer_calls(
 
 @contextlib.contextmanager
 def _linear_calls(
-    targets: Sequence[Target], passed: Passed, returned: Returned | None, running: Counter[str]
+    targets: Sequence[Target], passed: Passed, returned: Returned | None, running: Counter[str], before: bool
 ) -> Iterator[None]:
     """Replaces `F.linear`, inside the context, by a function that also reports.
 
     A `TorchFunctionMode` would not see the calls that `F.multi_head_attention_forward` makes.
     """
-    by_memory: dict[int, list[Target]] = {}
+    by_memory: dict[int, list[tuple[Target, Tensor]]] = {}
     for target in targets:
         if len(target.layout.shape) == 2:
-            by_memory.setdefault(target.weight.untyped_storage().data_ptr(), []).append(target)
+            whole = target.weight
+            by_memory.setdefault(whole.untyped_storage().data_ptr(), []).append((target, whole))
     original = F.linear
 
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        output = original(input, weight, bias)
+        found: list[tuple[Target, slice]] = []
         if type(weight) in (Tensor, nn.Parameter) and weight.layout == torch.strided and weight.numel():
-            for target in by_memory.get(weight.untyped_storage().data_ptr(), ()):
-                groups = _groups(target, weight)
+            for target, whole in by_memory.get(weight.untyped_storage().data_ptr(), ()):
+                groups = _groups(target, whole, weight)
                 if groups is not None and not running[target.name]:
-                    passed(target, groups, input.detach())
-                    output = returned(target, groups, output) if returned else output
+                    found.append((target, groups))
+        if before:
+            report(found, input)
+        output = original(input, weight, bias)
+        if not before:
+            report(found, input.detach())
+        for target, groups in found:
+            output = returned(target, groups, output) if returned else output
         return output
+
+    def report(found: list[tuple[Target, slice]], x: Tensor) -> None:
+        for target, groups in found:
+            passed(target, groups, x)
 
     F.linear = linear
     try:
@@ -99,9 +123,8 @@ def _linear_calls(
         F.linear = original
 
 
-def _groups(target: Target, part: Tensor) -> slice | None:
+def _groups(target: Target, whole: Tensor, part: Tensor) -> slice | None:
     """The groups of a target's rows that `part` is a view of; None if it is not made of whole rows of the target."""
-    whole = target.weight
     if whole.layout != torch.strided or part.stride() != whole.stride() or part.shape[1:] != whole.shape[1:]:
         return None
     first, rest = divmod(int(part.storage_offset() - whole.storage_offset()), max(whole.stride(0), 1))

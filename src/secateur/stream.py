@@ -7,14 +7,15 @@ a row of blocks, and runs each block only a few times in all where one block rea
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ._arguments import copied, is_tree, replaced, tensors_of
 from .stats import on_batch, split_batch
 
 
@@ -61,21 +62,62 @@ def stream(model: nn.Module, modules: Sequence[nn.Module], batches: Sequence[Any
     modules returned, each is run once more to feed the next. The other arguments (attention masks, position embeddings, an
     empty cache) are those that the first run of the model passed. Otherwise the model is run from its beginning again.
     """
-    links = _links(model, modules, batches) if len(modules) > 1 else None
-    if links is None:
+    chain = Chain.of(model, modules, batches)
+    if chain is None:
         for module in modules:
             yield record(model, module, batches)
         return
-    last_use = {use.producer: i for i in range(len(modules)) for calls in links for use in calls[i].uses}
-    outputs: list[dict[int, list[Tensor]]] = [{} for _ in batches]
+    feed = chain.feed()
     for i, module in enumerate(modules):
-        replay = Replay(module, [calls[i].filled(made) for calls, made in zip(links, outputs, strict=True)])
+        replay = Replay(module, feed.calls(i))
         yield replay
-        if i in last_use:
-            for made, output in zip(outputs, replay.run(), strict=True):
-                made[i] = _tensors(output)
-        for made in outputs:
-            for producer in [p for p in made if last_use[p] <= i]:
+        if i in chain.last_use:
+            feed.put(i, replay.run())
+
+
+class Chain:
+    """Blocks that feed each other: the arguments of their calls on every batch, and which of them earlier blocks return."""
+
+    def __init__(self, links: list[list[_Call]]) -> None:
+        self.links = links
+        self.last_use = {use.producer: i for calls in links for i, call in enumerate(calls) for use in call.uses}
+
+    @classmethod
+    def of(cls, model: nn.Module, modules: Sequence[nn.Module], batches: Sequence[Any]) -> Chain | None:
+        """None where the blocks do not simply feed each other.
+
+        Only the first block is run for this, where possible: the others return tensors without values.
+        """
+        if len(modules) < 2:
+            return None
+        links = []
+        for batch in batches:
+            calls = _linked(model, modules, batch, stubs=True) or _linked(model, modules, batch, stubs=False)
+            if calls is None:
+                return None
+            links.append(calls)
+        return cls(links)
+
+    def feed(self) -> Feed:
+        return Feed(self)
+
+
+class Feed:
+    """What the blocks of a chain return on their way, as far as later blocks read it."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        self.made: list[dict[int, list[Tensor]]] = [{} for _ in chain.links]
+
+    def calls(self, i: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The arguments of block `i`, one call for each batch."""
+        return [calls[i].filled(made) for calls, made in zip(self.chain.links, self.made, strict=True)]
+
+    def put(self, i: int, outputs: Iterable[Any]) -> None:
+        """Takes what block `i` returned, and drops what no later block reads."""
+        for made, output in zip(self.made, outputs, strict=True):
+            made[i] = tensors_of(output)
+            for producer in [p for p in made if self.chain.last_use.get(p, -1) <= i]:
                 del made[producer]
 
 
@@ -98,7 +140,7 @@ class _Call:
     def filled(self, made: Mapping[int, Sequence[Tensor]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with the tensors that earlier blocks now return."""
         fresh = {use.place: made[use.producer][use.number] for use in self.uses}
-        args, kwargs = _replaced((self.args, self.kwargs), fresh, [0])
+        args, kwargs = replaced((self.args, self.kwargs), fresh, [0])
         return args, kwargs
 
 
@@ -109,52 +151,105 @@ class _Enough(BaseException):
     """Ends a run of the model: the last block has received its inputs."""
 
 
-def _links(model: nn.Module, modules: Sequence[nn.Module], batches: Sequence[Any]) -> list[list[_Call]] | None:
-    """The calls of all blocks, batch by batch; None where the blocks do not simply feed each other."""
-    found = []
-    for batch in batches:
-        calls = _linked(model, modules, batch)
-        if calls is None:
-            return None
-        found.append(calls)
-    return found
+def _linked(model: nn.Module, modules: Sequence[nn.Module], batch: Any, stubs: bool) -> list[_Call] | None:
+    """Runs the model on one batch and finds, for each block, which arguments are tensors that earlier blocks returned.
 
-
-def _linked(model: nn.Module, modules: Sequence[nn.Module], batch: Any) -> list[_Call] | None:
-    """Runs the model on one batch and finds, for each block, which arguments are tensors that earlier blocks returned."""
+    With `stubs`, all blocks but the first return tensors without values, and None is returned if anything reads those.
+    """
     calls: list[_Call] = []
     returned: dict[int, tuple[int, int]] = {}  # tensor -> (block, number of the tensor in its output)
     alive: list[Any] = []  # holds what was seen, so that no id is used twice
     memo: dict[Any, Any] = {}
     in_order = True
+    first: list[Any] = []
+    touched = _Touched()
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal in_order
         if len(calls) >= len(modules) or module is not modules[len(calls)]:
             in_order = False
             raise _Enough
-        uses = [_Use(i, *returned[id(t)]) for i, t in enumerate(_tensors((args, kwargs))) if id(t) in returned]
+        uses = [_Use(i, *returned[id(t)]) for i, t in enumerate(tensors_of((args, kwargs))) if id(t) in returned]
         if calls and not any(use.producer == len(calls) - 1 and use.number == 0 for use in uses):
             in_order = False  # the output of the block before arrives here changed, or not at all
             raise _Enough
-        held = _replaced((args, kwargs), {use.place: _LATER for use in uses}, [0])
+        held = replaced((args, kwargs), {use.place: _LATER for use in uses}, [0])
         alive.append((args, kwargs))
-        own_args, own_kwargs = copied(held, memo)
+        with touched.aside():
+            own_args, own_kwargs = copied(held, memo)
         calls.append(_Call(own_args, own_kwargs, uses))
         if len(calls) == len(modules):
             raise _Enough
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        first.append(output)
         alive.append(output)
-        returned.update({id(t): (len(calls) - 1, number) for number, t in enumerate(_tensors(output))})
+        returned.update({id(t): (len(calls) - 1, number) for number, t in enumerate(tensors_of(output))})
+
+    def stub(*args: Any, **kwargs: Any) -> Any:
+        if not is_tree(first[0]):
+            raise _Enough  # what it holds cannot be replaced
+        with touched.aside():
+            empty = {i: touched.watch(torch.empty_like(t)) for i, t in enumerate(tensors_of(first[0]))}
+        return replaced(first[0], empty, [0])
 
     with contextlib.ExitStack() as stack:
         for module in modules:
             stack.enter_context(_hook(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)))
             stack.enter_context(_hook(module.register_forward_hook(leave)))
+        if stubs:
+            stack.enter_context(touched)
+            for module in modules[1:-1]:
+                stack.enter_context(instead(module, stub))
         with contextlib.suppress(_Enough):
             _call(model, batch)
     return calls if in_order and len(calls) == len(modules) else None
+
+
+class _Touched(TorchDispatchMode):
+    """Ends a run when an operator reads one of the watched tensors."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watched: list[UntypedStorage] = []
+        self._keys: set[int] = set()
+        self._off = False
+
+    def watch(self, tensor: Tensor) -> Tensor:
+        self.watched.append(tensor.untyped_storage())
+        self._keys.add(self.watched[-1]._cdata)
+        return tensor
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        self._off = True
+        try:
+            yield
+        finally:
+            self._off = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._off and self._keys:
+            for t in tensors_of((args, kwargs or {})):
+                if t.layout == torch.strided and t.untyped_storage()._cdata in self._keys:
+                    raise _Enough
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Gives a module another `forward`, inside the context."""
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
 
 
 def _call(model: nn.Module, batch: Any) -> None:
@@ -169,54 +264,3 @@ def _hook(handle: Any) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-# --- arguments as trees ---------------------------------------------------------------------------------------------
-
-
-def copied(value: Any, memo: dict[Any, Any]) -> Any:
-    """A copy of arguments that a call can write to. Modules, functions and numbers stay what they are.
-
-    What occurs twice is copied once: `memo` maps an object's id (and the version of a tensor) to its copy.
-    """
-    if isinstance(value, tuple | list | dict):
-        return _rebuilt(value, [copied(item, memo) for item in _items(value)])
-    if value is None or isinstance(value, nn.Module | str | bytes | int | float | complex | type) or callable(value):
-        return value
-    key = (id(value), value._version) if isinstance(value, Tensor) and not value.is_inference() else id(value)
-    if key not in memo:
-        memo[key] = value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-    return memo[key]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """The tensors of arguments or of an output, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [tensor for part in _items(value) for tensor in _tensors(part)]
-
-
-def _replaced(value: Any, fresh: Mapping[int, Any], at: list[int]) -> Any:
-    """The same tree with some of its tensors replaced, by their number in `_tensors`; `at` counts the tensors seen."""
-    if isinstance(value, Tensor):
-        at[0] += 1
-        return fresh.get(at[0] - 1, value)
-    if not isinstance(value, tuple | list | dict):
-        return value
-    return _rebuilt(value, [_replaced(item, fresh, at) for item in _items(value)])
-
-
-def _items(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
-
-
-def _rebuilt(value: Any, items: list[Any]) -> Any:
-    """A container of the same type with other items."""
-    if isinstance(value, dict):
-        new = copy.copy(value)
-        for key, item in zip(value, items, strict=True):
-            new[key] = item
-        return new
-    if isinstance(value, tuple):
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    return items

@@ -109,7 +109,7 @@ def summary(model: Prunable) -> Summary:
     layers: list[LayerSummary] = []
     skipped: dict[str, str] = {}
     order = {bare_name(path): place for place, (path, _) in enumerate(given.named_modules(remove_duplicate=False))}
-    for name, owner, tensor, form in sorted(_weights(given), key=lambda weight: order.get(weight[0].rpartition(".")[0], 0)):
+    for name, owner, tensor, form in sorted(weights_of(given), key=lambda weight: order.get(weight[0].rpartition(".")[0], 0)):
         if why := _unreadable(tensor):
             skipped[name] = why
         else:
@@ -117,7 +117,7 @@ def summary(model: Prunable) -> Summary:
     return Summary(type(getattr(given, "_orig_mod", given)).__name__, layers, skipped, steps_of(given))
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor, str]]:
+def weights_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor, str]]:
     """Name, layer, values and format of each weight, as the forward pass uses it."""
     for name, layer in packed_layers(model).items():
         if isinstance(layer, Compressed):

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from .._tree import nearest
-from ..display import Table, format_seconds
+from ..display import Reported, Table, format_seconds
 from .find import Zeros
 from .layers import Compressed
 from .restore import restore_
@@ -50,7 +50,7 @@ class LayerResult:
 
 
 @dataclass(frozen=True)
-class Compression:
+class Compression(Reported):
     """What `compress_` did, one row per layer. `print` shows it as a table; `result["layer.name"]` is one row."""
 
     rows: list[LayerResult]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..display import Timing, after, interleaved, thread_time, wall_time
+from ..display import Reported, Timing, after, interleaved, thread_time, wall_time
 from ..edit import eval_mode, split_inputs
 from ..progress import Progress
 
@@ -113,7 +113,7 @@ def call(model: nn.Module, example_inputs: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Bench:
+class Bench(Reported):
     """The times of one or more models, by name. `print` shows them, `ratio` compares the best rounds of two."""
 
     timings: dict[str, Timing]

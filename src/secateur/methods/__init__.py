@@ -1,7 +1,9 @@
 """Methods: how the weights of a layer answer a budget, as values for `method=` of `prune_`, `plan` and `Pruner`.
 
-`rank()` is the default. `sparsegpt()` changes the weights that stay, `drop_and_grow(grow, swap)` is for training. A method of
-your own is a subclass of `Method` with a `solve`, which gets a `LayerProblem` and an `Amount` and returns a `Solution`.
+`rank()` is the default. `topk()`, `sparsegpt()` and `admm()` also change the weights that stay, so that the outputs of a layer
+change little; `own()` and `flow()` are the outputs that `topk` and `admm` aim at. `drop_and_grow(grow, swap)` is for training.
+A method of your own is a subclass of `Method` with a `solve`, which gets a `LayerProblem` and an `Amount` and returns a
+`Solution`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from typing import Any
 
 from .._text import read_call
 from .._tree import nearest
+from .admm import admm
 from .allocate import greedy_sparsities, squares
 from .contract import check_needs, solve_checked
 from .dropgrow import drop_and_grow
@@ -19,17 +22,20 @@ from .ranking import rank
 from .seam import Amount, LayerProblem, Method, Solution
 from .sparsegpt import sparsegpt
 from .straight_through import SoftMasks, without_soft_masks
+from .targets import flow, own
+from .topk import topk
 from .walk import STREAMED, solve_all, write_
 
 __all__ = [
-    "Amount", "LayerProblem", "Method", "Solution", "drop_and_grow", "rank", "sparsegpt",
+    "Amount", "LayerProblem", "Method", "Solution",
+    "admm", "drop_and_grow", "flow", "own", "rank", "sparsegpt", "topk",
     "as_method", "check_needs", "solve_checked", "STREAMED", "solve_all", "write_",  # for plans and recipes
     "SoftMasks", "without_soft_masks",  # for pruning and io
     "METHODS", "Gate", "Seen", "Measured", "Probe", "greedy_sparsities", "mean", "ratio", "squares",  # for activations
 ]  # fmt: skip
 
-_NAMED = {"rank": rank, "sparsegpt": sparsegpt}
-_CALLS = {"rank": rank, "sparsegpt": sparsegpt}  # what the text of a method with arguments may call
+_CALLS = {"rank": rank, "topk": topk, "sparsegpt": sparsegpt, "admm": admm}  # what the text of a method may call
+_NAMED = {**_CALLS, "flow": lambda: admm(target=flow())}
 
 
 def as_method(given: Method | str | Any | None) -> Method:
@@ -40,10 +46,11 @@ def as_method(given: Method | str | Any | None) -> Method:
         return rank()
     if isinstance(given, str) and given in _NAMED:
         return _NAMED[given]()
-    if isinstance(given, str) and given.partition("(")[0].strip() in _NAMED:
-        return as_method(read_call(given, _CALLS))
+    if isinstance(given, str) and given.partition("(")[0].strip() in _CALLS:
+        return as_method(read_call(given, {**_CALLS, "own": own, "flow": flow}))
     hint = nearest(given, _NAMED) if isinstance(given, str) else ""
-    known = ", ".join(f"sc.methods.{name}" for name in ("rank()", "sparsegpt()", "drop_and_grow(grow, swap)"))
+    calls = ("rank()", "topk()", "sparsegpt()", "admm()", "drop_and_grow(grow, swap)")
+    known = ", ".join(f"sc.methods.{call}" for call in calls)
     raise (ValueError if isinstance(given, str) else TypeError)(f"method={given!r} is not a method; use {known}.{hint}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._dist import Comm
+from .._layers import Layout
 from ..patterns import Pattern
 from ..schedules import AnySchedule
 from ..scores import Scores
@@ -20,10 +21,16 @@ from ..stats import TensorEvidence
 
 @dataclass(frozen=True)
 class Solution:
-    """The answer for one layer: a `mask` (rows, cols), True = kept, and new values for the kept weights, or None."""
+    """The answer for one layer: a `mask` (rows, cols), True = kept, and new values for the kept weights, or None.
+
+    `before` and `error` are the errors of the layer's outputs with the mask alone and with the new values, relative to the
+    outputs; None where a method does not know them.
+    """
 
     mask: Tensor
     weight: Tensor | None = None
+    before: float | None = None
+    error: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,11 +38,17 @@ class LayerProblem:
     """One layer to prune: its weight as a matrix (outputs, inputs x kernel), and what is known about it.
 
     The layer maps an input x to W x. A method that changes weights looks for a sparse V that minimises
-    tr(G (V - T) H (V - T)') with T H = B. `H` is the Gram matrix of the inputs, the sum of x x'. `C` is the cross matrix, the
-    sum of x° x' with the inputs x° of the dense model. `B` is the sum of y x' for the wanted outputs y; None is W H, for the
-    outputs of the layer as it is. `G` weighs the outputs against each other; None weighs all alike. Matrices that no method
-    asked for are None. The rows of a grouped convolution form groups that read different inputs, so its H and C have a leading
-    axis. `scores` are those of the criterion.
+    tr(G (V - T) H (V - T)') with T H = B.
+
+    - `H` is the Gram matrix of the inputs, the sum of x x'.
+    - `C` is the cross matrix, the sum of x° x' with the inputs x° of the dense model.
+    - `D` is the sum of (r° - r) x' for a layer whose output is added to a residual stream r (r° in the dense model).
+    - `B` is the sum of y x' for the wanted outputs y; None is W H, for the outputs of the layer as it is. A target
+      (`methods.flow`) gives `shift` = B - W H instead.
+    - `G` weighs the outputs against each other: a vector of weights, or a matrix; None weighs all alike.
+
+    Matrices that no method asked for are None. The rows of a grouped convolution form groups that read different inputs, so
+    its H and C have a leading axis. `scores` are those of the criterion. `tokens` is the number of inputs behind H.
     """
 
     name: str
@@ -47,16 +60,54 @@ class LayerProblem:
     scores: Scores | None = None
     evidence: TensorEvidence | None = field(default=None, repr=False)
     step: int = 0
+    D: Tensor | None = None
+    shift: Tensor | None = None
+    tokens: int | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """How the rows and columns of W form units: kernels of a convolution, groups."""
+        if self.scores is not None:
+            return self.scores.layout
+        groups = self.H.shape[0] if self.H is not None and self.H.ndim == 3 else 1
+        return Layout(tuple(self.W.shape), groups=groups)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype to compute in: that of the weight, at least float32."""
+        return torch.promote_types(self.W.dtype, torch.float32)
+
+    def aim(self) -> Tensor | None:
+        """B - W H, which is None where the outputs of the layer as it is are wanted."""
+        if self.B is None or self.shift is not None:
+            return self.shift
+        assert self.H is not None
+        return self.B.double() - self._by_group(self.W.double()).matmul(self.H.double()).reshape(self.W.shape)
 
     def objective(self, V: Tensor) -> Tensor:
-        """The error of V in every row, in float64: (V - T) H (V - T)' up to a constant that does not depend on V."""
+        """The error of V, in float64, up to a constant that does not depend on V: one number for each row of the weight.
+
+        With a matrix G the rows form one problem, and the result has one number for each group of rows.
+        """
         assert self.H is not None
-        assert self.G is None, "with G the rows form one problem and have no errors of their own"
-        H = self.H.double() if self.H.ndim == 3 else self.H.double()[None]
-        wanted = self.W if self.B is None else torch.zeros_like(self.W)
-        away = (V.double() - wanted.double()).view(H.shape[0], -1, H.shape[-1])
-        error = ((away @ H) * away).sum(-1).view(-1)
-        return error if self.B is None else error - 2 * (V.double() * self.B.double()).sum(-1)
+        away, aim = self._by_group(V.double() - self.W.double()), self.aim()
+        products = away @ self.H.double()
+        if aim is not None:
+            products = products - 2 * self._by_group(aim.double())
+        if self.G is None or self.G.ndim == 1:
+            rows = (products * away).sum(-1).reshape(-1)
+            return rows if self.G is None else rows * self.G.double()
+        return ((diagonal_blocks(self.G.double(), len(away)) @ products) * away).sum((-2, -1))
+
+    def _by_group(self, matrix: Tensor) -> Tensor:
+        assert self.H is not None
+        return matrix.reshape(self.H.shape[0] if self.H.ndim == 3 else 1, -1, matrix.shape[-1])
+
+
+def diagonal_blocks(G: Tensor, groups: int) -> Tensor:
+    """The blocks (groups, rows, rows) on the diagonal of a matrix over all outputs. Rows of two groups share no input."""
+    rows = G.shape[0] // groups
+    return torch.stack([G[a : a + rows, a : a + rows] for a in range(0, G.shape[0], rows)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +141,15 @@ class Amount:
         ).values()
         return mask
 
+    def share(self, fraction: float, pattern: Pattern, scores: Scores) -> Amount:
+        """The amount that prunes only this fraction of what this one prunes."""
+        if self.ranked is not None:
+            count = round(fraction * self._ranked_units(pattern, scores))
+            return replace(self, ranked=None, count=count)
+        if self.count is not None:
+            return replace(self, count=round(fraction * self.count))
+        return self if self.sparsity is None else replace(self, sparsity=fraction * self.sparsity)
+
     def elements(self, shape: tuple[int, int]) -> int:
         """How many elements go from each pool of an unstructured layer: from the matrix, or from each of its rows."""
         if self.ranked is not None:
@@ -99,6 +159,12 @@ class Amount:
         assert self.sparsity is not None
         pool = shape[1] if self.scope == "row" else shape[0] * shape[1]
         return min(round(self.sparsity * pool), pool - least_kept(pool, self.floor))
+
+    def asked(self, elements: int, pattern: Pattern) -> float | None:
+        """The sparsity that this amount asks for, of a layer with so many elements; None if it is a number of units."""
+        if pattern.keep:
+            return 1 - pattern.keep[0] / pattern.keep[1]
+        return self.sparsity if self.ranked is None else self._pruned / elements
 
     @cached_property
     def _pruned(self) -> int:
@@ -144,6 +210,8 @@ class Method(abc.ABC):
     """Whether solutions bring new values for the weights that stay."""
     revives: ClassVar[bool] = False
     """Whether pruned weights may come back, so that it goes with training only."""
+    curvature: ClassVar[str] = "none"
+    """Whether it weighs outputs by their effect on the loss (`problem.G`): "diag" by a vector, "fisher" by a matrix."""
 
     def due(self, step: int) -> bool:
         """Whether a `Pruner` should solve again at this step, beside the steps of its schedule."""

@@ -1,103 +1,289 @@
-"""Solves the layers of a model block by block: a block is solved with the inputs that the solved blocks before it produce.
+"""Solves the layers of a model block by block, and stage by stage inside a block.
 
-The model is changed on the way and comes out as it was.
+A layer is solved with the inputs that the solved layers before it produce. The dense model's inputs are computed beside them
+where a method asks for them. The model is changed on the way and comes out as it was.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._arguments import copied, signature, tensors_of
 from .._dist import local
 from .._tree import Loose
 from ..blocks import repeated_blocks
-from ..moments import Moments
+from ..display import format_seconds
+from ..moments import Moments, Seen
 from ..progress import Progress, track
-from ..stats import as_it_was, warn_of_unused_input
-from ..stream import Replay, record, stream
+from ..reads import listen
+from ..stats import as_it_was, split_batch, warn_of_unused_input
+from ..stream import Chain, Feed, record
+from ..tape import Call, Enough, Parts, Tape
+from ..tape import record as record_tape
 from ..targeting import Target
 from .seam import Solution
+from .stages import Stage, Window, find_stages
 
-STREAMED = frozenset({"gram", "cross"})  # evidence that is taken block by block
-Solve = Callable[[Target, Mapping[str, Tensor]], Solution]
+STREAMED = frozenset({"gram", "cross", "residual"})  # evidence that is taken block by block
+Solve = Callable[[Target, Mapping[str, Any]], Solution]
+Evidence = dict[str, dict[str, Any]]
+_log = logging.getLogger("secateur")
 
 
 def solve_all(
-    model: nn.Module, found: Sequence[Target], needs: frozenset[str], data: Iterable[Any] | None, solve: Solve
+    model: nn.Module,
+    found: Sequence[Target],
+    needs: frozenset[str],
+    data: Iterable[Any] | None,
+    solve: Solve,
+    notes: dict[str, str] | None = None,
 ) -> dict[str, Solution]:
-    """A solution for each target. Without streamed evidence all targets see the model as it is."""
+    """A solution for each target. Without streamed evidence all targets see the model as it is.
+
+    `solve(target, evidence)` gets a mapping with "gram", "cross" and "residual", as far as `needs` has them, and "tokens".
+    "residual" is there for layers whose output is added to the residual stream. `notes` receives sentences about layers,
+    blocks and batches, by name.
+    """
     if not needs & STREAMED:
         items = track(found, "solve", lambda target: target.name)
         return {target.name: checked(target, solve(target, {})) for target in items}
     assert data is not None
     if isinstance(model, Loose):
         raise TypeError("this method runs a model on data=, and these are tensors without one")
-    if not (batches := list(data)):
-        raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
+    notes = {} if notes is None else notes
+    batches = _usable(data, notes)
     warn_of_unused_input(model, batches[0])
     solutions: dict[str, Solution] = {}
     with torch.inference_mode(False), torch.no_grad(), as_it_was(model), _Changes() as changes:
-        for part, table in _evidence(model, found, needs & STREAMED, batches, changes):
+        walk = _Walk(model, found, needs & STREAMED, batches, changes, notes)
+        for part, table in walk.evidence():
             for target in part:
-                solutions[target.name] = checked(target, solve(target, table.pop(target.name)))
-                changes.write(target, solutions[target.name])
+                solution = solutions[target.name] = checked(target, solve(target, table.pop(target.name)))
+                changes.write(target, solution)
+                walk.errors.append(getattr(solution, "error", None))
     return {target.name: solutions[target.name] for target in found}
 
 
-def _evidence(
-    model: nn.Module, found: Sequence[Target], needs: frozenset[str], batches: Sequence[Any], changes: _Changes
-) -> Iterator[tuple[list[Target], dict[str, dict[str, Tensor]]]]:
-    """The targets of each block, and their evidence with the blocks before as they are by then."""
-    by_name = {target.name: target for target in found}
-    blocks = repeated_blocks(model, by_name, lists=(nn.ModuleList, nn.Sequential))
-    inner = [block.module for block in blocks if block.module is not model]
-    pruned, dense = stream(model, inner, batches), stream(model, inner, batches)
-    progress = Progress("block by block", len(blocks))
-    for block in blocks:
-        own = [by_name[name] for name in block.names]
-        progress(own[0].name)
-        dense_run: Iterator[Any] = iter(())
-        if block.module is model:
-            replay = record(model, model, batches)
-            dense_run = changes.undone(replay)
-        else:
-            replay = next(pruned)
-            if "cross" in needs:
-                with changes.out():
-                    dense_run = next(dense).run()  # this block is still as it was
-        yield own, _collect(own, needs, replay, dense_run)
+def _usable(data: Iterable[Any], notes: dict[str, str]) -> list[Any]:
+    """The batches that are not empty. Raises where one holds NaN."""
+    batches, empty, number = [], [], 0
+    for number, batch in enumerate(data, 1):
+        args, kwargs, _ = split_batch(batch)
+        tensors = tensors_of((args, kwargs))
+        if tensors and not all(tensor.numel() for tensor in tensors):
+            empty.append(number)
+            continue
+        if any(bool(tensor.isnan().any()) for tensor in tensors if tensor.is_floating_point()):
+            raise ValueError(f"batch {number} of data= (counted from 1) holds NaN; remove it or repair it")
+        batches.append(batch)
+    if not number:
+        raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
+    if not batches:
+        raise ValueError(f"all {number} batches of data= are empty")
+    if empty:
+        notes["data"] = f"skipped empty batches of data=: {', '.join(map(str, empty))} (counted from 1)"
+    return batches
 
 
-def _collect(
-    own: Sequence[Target], needs: frozenset[str], replay: Replay, dense_run: Iterator[Any]
-) -> dict[str, dict[str, Tensor]]:
-    moments = Moments(own, needs)
-    with moments.listen():
-        run = replay.run()
-        for _ in replay.calls:
-            moments.next_batch()
-            if "cross" in needs:
+def _positions(batch: Any) -> Tensor | None:
+    """True for the positions (batch, position) that are not padding; None if there is no padding or no mask."""
+    _, kwargs, _ = split_batch(batch)
+    mask = kwargs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or bool(mask.all()):
+        return None
+    return mask.bool()
+
+
+@dataclass
+class _Walk:
+    """Goes through the blocks of a model. `errors` and `tokens` are those of the present block."""
+
+    model: nn.Module
+    found: Sequence[Target]
+    needs: frozenset[str]
+    batches: Sequence[Any]
+    changes: _Changes
+    notes: dict[str, str]
+    errors: list[float | None] = field(default_factory=list)
+    tokens: int = 0
+    _summary: str = ""
+
+    def __post_init__(self) -> None:
+        self.valid = [_positions(batch) for batch in self.batches]
+        self.both = bool(self.needs & {"cross", "residual"})
+
+    def evidence(self) -> Iterator[tuple[list[Target], Evidence]]:
+        """The targets of each stage and their evidence, with the stages before as they are by then."""
+        by_name = {target.name: target for target in self.found}
+        blocks = repeated_blocks(self.model, by_name, lists=(nn.ModuleList, nn.Sequential))
+        inner = [block.module for block in blocks if block.module is not self.model]
+        chain = Chain.of(self.model, inner, self.batches)
+        feeds = None if chain is None else (chain.feed(), chain.feed())
+        names = {id(module): name for name, module in self.model.named_modules()}
+        with Progress("block by block", len(blocks)) as progress:
+            for i, block in enumerate(blocks):
+                name = names[id(block.module)] or "outside of blocks"
+                progress(name + self._summary)
+                begin, self.errors, self.tokens = time.monotonic(), [], 0
+                own = [by_name[name] for name in block.names]
+                part = _Block(self, name, block.module, own, *self._calls(block.module, i, feeds))
+                yield from part.evidence()
+                if chain is not None and feeds is not None and i in chain.last_use:
+                    feeds[0].put(i, part.outputs(part.pruned))
+                    if part.dense is not None:
+                        feeds[1].put(i, part.outputs(part.dense))
+                self._report(name, time.monotonic() - begin, len(blocks) - i - 1)
+
+    def _report(self, name: str, seconds: float, left: int) -> None:
+        """Logs what is known about a block that was solved, and keeps it for the progress line of the next."""
+        errors = [error for error in self.errors if error is not None]
+        mean = f"error {sum(errors) / len(errors):.3g}, " if errors else ""
+        summary = f"{mean}{self.tokens:,} tokens, {format_seconds(seconds)}"
+        _log.info("solved %s: %s; %s left", name, summary, format_seconds(seconds * left))
+        self._summary = f" (last block: {summary})"
+
+    def _calls(self, module: nn.Module, i: int, feeds: tuple[Feed, Feed] | None) -> tuple[list[Call], list[Call] | None]:
+        """The calls of a block, in the model as it is now and in the dense one."""
+        if module is self.model:
+            calls = record(self.model, module, self.batches).calls
+            return calls, calls if self.both else None
+        if feeds is not None:
+            return feeds[0].calls(i), feeds[1].calls(i) if self.both else None
+        calls = record(self.model, module, self.batches).calls
+        if not self.both:
+            return calls, None
+        with self.changes.out():
+            return calls, record(self.model, module, self.batches).calls
+
+
+@dataclass
+class _Block:
+    """One block: finds its stages, and collects the evidence of one after the other."""
+
+    walk: _Walk
+    name: str
+    module: nn.Module
+    targets: list[Target]
+    calls: list[Call]
+    dense_calls: list[Call] | None
+
+    def evidence(self) -> Iterator[tuple[list[Target], Evidence]]:
+        by_name = {target.name: target for target in self.targets}
+        self._since = 0 if self.module is self.walk.model else len(self.walk.changes)
+        stages, windows, tapes = self._plan()
+        self.pruned = Parts(self.module, self.calls, tapes)
+        self.dense = None if self.dense_calls is None else Parts(self.module, self.dense_calls, tapes)
+        for number, stage in enumerate(stages):
+            table = self._collect(stage, [own[number] for own in windows], by_name)
+            for own in table.values():
+                own["stage"] = number
+            yield [by_name[name] for name in stage.names], table
+
+    def _plan(self) -> tuple[list[Stage], list[list[Window]], list[Tape | None]]:
+        """The stages of the block, and for each call the window of every stage and the tape."""
+        kinds = [signature(call) for call in self.calls]
+        tapes: dict[Any, Tape | None] = {}
+        for kind in dict.fromkeys(kinds):
+            own = [call for call, other in zip(self.calls, kinds, strict=True) if other == kind]
+            smallest = min(own, key=lambda call: sum(t.numel() for t in tensors_of(call)))
+            tapes[kind] = record_tape(self.module, smallest, self.targets)
+        known = [tape for tape in tapes.values() if tape is not None]
+        found = find_stages(self.targets, known) if len(known) == len(tapes) else "its operators cannot be followed"
+        if not isinstance(found, str):
+            stages, windows = found
+            of = dict(zip(tapes, windows, strict=True))
+            return stages, [of[kind] for kind in kinds], [tapes[kind] for kind in kinds]
+        self.walk.notes[self.name] = f"solved as one stage, with inputs that its own layers do not change: {found}"
+        whole = Stage({target.name: target.name for target in self.targets})
+        return [whole], [[Window()] for _ in kinds], [None for _ in kinds]
+
+    def _collect(self, stage: Stage, windows: Sequence[Window], by_name: Mapping[str, Target]) -> Evidence:
+        leading = [by_name[name] for name in stage.names if stage.leaders[name] == name]
+        moments = Moments(leading, self.walk.needs)
+        for number, window in enumerate(windows):
+            moments.next_batch(self.walk.valid[number])
+            if self.dense is not None:
                 moments.dense = True
-                next(dense_run)
+                with self.walk.changes.out(self._since):
+                    reads = self._reads(self.dense, number, window, leading)
+                for seen in reads:
+                    moments.feed(seen)
                 moments.dense = False
-            next(run)
-    return moments.table()
+            for seen in self._reads(self.pruned, number, window, leading):
+                moments.feed(seen)
+        for name in moments.unplaced:
+            self.walk.notes[name] = "padding could not be left out: its inputs have no axes for batch and position"
+        table = moments.table()
+        self.walk.tokens = max([self.walk.tokens, *(table[target.name]["tokens"] for target in leading)])
+        found: Evidence = {}
+        for name, leader in stage.leaders.items():
+            found[name] = {kind: value for kind, value in table[leader].items() if kind != "residual"}
+            if "residual" in table.get(name, {}):
+                found[name]["residual"] = table[name]["residual"]
+        return found
+
+    def _reads(self, parts: Parts, number: int, window: Window, leading: Sequence[Target]) -> list[Seen]:
+        """Runs one call up to the last read of a stage, and returns its reads. The next run goes on from the first of them."""
+        found: list[Seen] = []
+
+        def note(seen: Seen) -> None:
+            run = parts.run
+            if run is None:
+                found.append(_detached(seen, {}))
+                return
+            with run.aside():
+                if not found:
+                    run.save()
+                streams = window.streams.get(seen.target.name, {}) if run.same else {}
+                tensors = {name: run.tensor(*place) for name, place in streams.items()}
+                last = run.same and window.reads is not None and len(found) + 1 >= window.reads
+                there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+                found.append(seen._replace(streams=there) if last else _detached(seen, there))
+            if last:
+                raise Enough
+
+        with listen(
+            leading,
+            lambda target, attribute, layer, args, kwargs: note(Seen(target, attribute, layer, args, kwargs)),
+            lambda target, groups, x: note(Seen(target, groups=groups, x=x)),
+            before=True,
+        ):
+            parts.go(number, window.first, found.clear)
+        return found
+
+    def outputs(self, parts: Parts) -> Iterator[Any]:
+        """What the block returns, call by call."""
+        for number in range(len(parts.states)):
+            with self.walk.changes.out(self._since) if parts is self.dense else contextlib.nullcontext():
+                output = parts.go(number, None)
+            parts.states[number].reset()
+            yield output
+
+
+def _detached(seen: Seen, streams: Mapping[str, Tensor]) -> Seen:
+    """A read with copies of its tensors: the block goes on, and may write to them."""
+    args, kwargs, x, streams = copied((seen.args, dict(seen.kwargs), seen.x, dict(streams)), {})
+    return seen._replace(args=args, kwargs=kwargs, x=x, streams=streams)
 
 
 class _Changes:
     """Weights written into the model for a while. Each is exchanged with the dense values, and exchanged back at the end."""
 
     def __init__(self) -> None:
-        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._pairs: list[tuple[Target, Tensor, Tensor]] = []
 
     def write(self, target: Target, solution: Solution) -> None:
         weight = local(target.tensor.data)  # its version does not count, so a graph that saved the weight stays valid
         new = solution.weight if solution.weight is not None else weight.masked_fill(~solution.mask, 0)
-        self._pairs.append((weight, new))
+        self._pairs.append((target, weight, new))
         self._exchange(weight, new)
 
     @staticmethod
@@ -106,32 +292,31 @@ class _Changes:
         write_(one, other)
         other.copy_(before)
 
-    def _exchange_all(self) -> None:
-        for weight, new in self._pairs:
-            self._exchange(weight, new)
+    def __len__(self) -> int:
+        return len(self._pairs)
 
     @contextlib.contextmanager
-    def out(self) -> Iterator[None]:
-        """Puts the dense weights in place, inside the context."""
-        self._exchange_all()
+    def out(self, since: int = 0) -> Iterator[None]:
+        """Puts the dense weights in place, inside the context. Nothing is copied: the layers get other tensors.
+
+        `since`: the number of changes that there were when the block began that is run inside.
+        """
+        places = [(owner, own, dense) for target, _, dense in self._pairs[since:] for owner, own in target.slot.owners]
+        before = [owner._parameters[attribute] for owner, attribute, _ in places]
+        for owner, attribute, dense in places:
+            owner._parameters[attribute] = dense  # type: ignore[assignment]
         try:
             yield
         finally:
-            self._exchange_all()
-
-    def undone(self, replay: Replay) -> Iterator[Any]:
-        """Runs a replay call by call, each time with the dense weights in place."""
-        run = replay.run()
-        for _ in replay.calls:
-            with self.out():
-                output = next(run)
-            yield output
+            for (owner, attribute, _), weight in zip(places, before, strict=True):
+                owner._parameters[attribute] = weight
 
     def __enter__(self) -> _Changes:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._exchange_all()
+    def __exit__(self, *exception: object) -> None:
+        for _, weight, new in self._pairs:
+            self._exchange(weight, new)
         self._pairs = []
 
 
@@ -151,11 +336,11 @@ def checked(target: Target, solution: Solution) -> Solution:
     if mask.dtype != torch.bool or mask.shape != shape:
         raise ValueError(f"the mask for {target.name!r} must be bool of shape {shape}, not {mask.dtype} of {tuple(mask.shape)}")
     if weight is None:
-        return Solution(target.layout.restore(mask))
+        return replace(solution, mask=target.layout.restore(mask))
     if weight.shape != shape or not weight.is_floating_point():
         given = f"{weight.dtype} of {tuple(weight.shape)}"
         raise ValueError(f"the weight for {target.name!r} must be float of shape {shape}, not {given}")
     new = target.layout.restore(weight.masked_fill(~mask, 0)).to(target.weight, copy=True)
     if not bool(new.isfinite().all()):
         raise ValueError(f"the new weight of {target.name!r} is NaN or infinite; look at its weights and at the data")
-    return Solution(target.layout.restore(mask), new)
+    return replace(solution, mask=target.layout.restore(mask), weight=new)

@@ -13,6 +13,7 @@ from .cut import cuts_of
 from .exact import fold_
 from .pipeline import shrink, shrink_
 from .result import GroupCut, Shrunk
+from .sizes import FlopCount
 from .verify import Verified
 
 __all__ = [
@@ -32,4 +33,5 @@ __all__ = [
     "reconstruction",
     "cuts_of",
     "fold_",
+    "FlopCount",  # for secateur.reports
 ]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..display import Table, notes_by_reason
+from ..display import Reported, Table, notes_by_reason
 from ..edit import UNKNOWN, Arguments, Cuts, Inputs, split_inputs
 from .verify import Verified, verify
 
@@ -30,7 +30,7 @@ class GroupCut:
 
 
 @dataclass
-class Shrunk:
+class Shrunk(Reported):
     """What `shrink` did. `print(plan)` shows it as a table.
 
     `groups`: one entry for each group that may be cut. `skipped`: what was left whole, and why. `moved`: groups that keep

@@ -1,0 +1,91 @@
+"""The arguments and outputs of modules as trees of tuples, lists and dicts: their tensors, copies, and replacements."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def copied(value: Any, memo: dict[Any, Any]) -> Any:
+    """A copy of arguments that a call can write to. Modules, functions and numbers stay what they are.
+
+    What occurs twice is copied once: `memo` maps an object's id (and the version of a tensor) to its copy.
+    """
+    if isinstance(value, tuple | list | dict):
+        return _rebuilt(value, [copied(item, memo) for item in _items(value)])
+    if _is_constant(value):
+        return value
+    key = (id(value), value._version) if isinstance(value, Tensor) and not value.is_inference() else id(value)
+    if key not in memo:
+        memo[key] = value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+    return memo[key]
+
+
+def fresh(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """The same arguments with copies of the objects that a call may write to, such as a cache; tensors are not copied."""
+    memo = {} if memo is None else memo
+    if isinstance(value, tuple | list | dict):
+        return _rebuilt(value, [fresh(item, memo) for item in _items(value)])
+    if isinstance(value, Tensor) or _is_constant(value):
+        return value
+    if id(value) not in memo:
+        memo[id(value)] = copy.deepcopy(value)
+    return memo[id(value)]
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of arguments or of an output, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for part in _items(value) for tensor in tensors_of(part)]
+
+
+def replaced(value: Any, new: Mapping[int, Any], at: list[int]) -> Any:
+    """The same tree with some of its tensors replaced, by their number in `tensors_of`; `at` counts the tensors seen."""
+    if isinstance(value, Tensor):
+        at[0] += 1
+        return new.get(at[0] - 1, value)
+    if not isinstance(value, tuple | list | dict):
+        return value
+    return _rebuilt(value, [replaced(item, new, at) for item in _items(value)])
+
+
+def is_tree(value: Any) -> bool:
+    """Whether there is nothing but tensors, numbers and text in a tree, so that all its tensors are found."""
+    if isinstance(value, tuple | list | dict):
+        return all(map(is_tree, _items(value)))
+    return value is None or isinstance(value, Tensor | str | bytes | int | float | complex)
+
+
+def signature(value: Any) -> Any:
+    """What two calls have in common that run through the same operators: types, dtypes and numbers of axes, not sizes."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.ndim, value.device.type
+    if isinstance(value, dict):
+        return tuple((key, signature(item)) for key, item in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(map(signature, value))
+    return value if value is None or isinstance(value, bool | str) else type(value)
+
+
+def _is_constant(value: Any) -> bool:
+    return value is None or isinstance(value, nn.Module | str | bytes | int | float | complex | type) or callable(value)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+
+
+def _rebuilt(value: Any, items: list[Any]) -> Any:
+    """A container of the same type with other items."""
+    if isinstance(value, dict):
+        new = copy.copy(value)
+        for key, item in zip(value, items, strict=True):
+            new[key] = item
+        return new
+    if isinstance(value, tuple):
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return items

@@ -1,0 +1,261 @@
+"""The charts of a report as SVG paths and positions in percent. All text stands beside the SVGs, which stretch."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .document import Document, Histogram, LayerRow, Mask
+from .words import count, microseconds, percent, shorter
+
+MANY = 120  # above this number of layers, a column stands for a repeated block
+_GROUPS = 12  # at most so many groups of columns on the axis
+_GAP = 1.0  # between two groups, in columns
+_PAD = 0.09  # on both sides of a bar
+_WIDER = 4  # a layer so many times wider than the median is drawn at full height
+
+
+# --- the network: one column per layer --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Column:
+    """One place on the axis: the layer, or the layers of a block, that it stands for."""
+
+    name: str
+    layers: list[int]
+    group: str = ""
+    x: float = 0.0
+
+
+@dataclass(frozen=True)
+class Label:
+    """A name on the axis, at a place in percent. `narrow`: whether there is room for it on a phone too."""
+
+    text: str
+    left: float
+    narrow: bool
+    align: str = ""
+
+
+@dataclass(frozen=True)
+class Track:
+    """One row of the picture. The outline is what there was, filled is what remains."""
+
+    key: str
+    name: str
+    remark: str
+    before: str
+    after: str
+    stay: str = ""
+    range: str = ""
+    budget: float | None = None
+
+
+@dataclass(frozen=True)
+class Network:
+    columns: list[Column]
+    width: float
+    tracks: list[Track]
+    labels: list[Label]
+    blocks: bool
+
+
+def network(document: Document) -> Network:
+    """The picture of the network."""
+    layers = document.layers
+    blocks = len(layers) > MANY
+    columns = _by_block(layers) if blocks else [Column(layer.name, [i]) for i, layer in enumerate(layers)]
+    _place(columns)
+    width = columns[-1].x + 1 if columns else 1.0
+    return Network(columns, width, _tracks(document, columns), _labels(columns, width), blocks)
+
+
+def _by_block(layers: Sequence[LayerRow]) -> list[Column]:
+    """One column for each entry of a repeated list, which its number in the names tells, and for each layer outside."""
+    columns: dict[str, Column] = {}
+    for i, layer in enumerate(layers):
+        found = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", layer.name)
+        name = found[0] if found else layer.name
+        columns.setdefault(name, Column(name, [])).layers.append(i)
+    return list(columns.values())
+
+
+def _place(columns: Sequence[Column]) -> None:
+    """Sets the groups, by as many parts of the names as give few groups, and the positions."""
+    names = [column.name.split(".") for column in columns]
+    depth = 1
+    for more in range(2, 1 + max(map(len, names), default=1)):
+        if len({tuple(name[:more]) for name in names}) > _GROUPS:
+            break
+        depth = more
+    x = 0.0
+    for i, (column, name) in enumerate(zip(columns, names)):
+        column.group = ".".join(name[:depth])
+        if i and column.group != columns[i - 1].group:
+            x += _GAP
+        column.x = x
+        x += 1
+
+
+def _runs(columns: Sequence[Column]) -> list[list[int]]:
+    """The numbers of the columns, group by group."""
+    return [list(run) for _, run in itertools.groupby(range(len(columns)), key=lambda i: columns[i].group)]
+
+
+def _labels(columns: Sequence[Column], width: float) -> list[Label]:
+    """The names of the groups that have room: about 0.8 % of the width for a character, and 2.4 % on a phone."""
+    found: list[Label] = []
+    taken = {False: -1.0, True: -1.0}
+    for run in _runs(columns):
+        text = shorter(columns[run[0]].group, 22)
+        left, right = 100 * columns[run[0]].x / width, 100 * (columns[run[-1]].x + 1) / width
+        fits = {}
+        for phone, each in ((False, 0.8), (True, 2.4)):
+            half = each * len(text) / 2
+            middle = min(max((left + right) / 2, half), 100 - half)
+            fits[phone] = middle - half > taken[phone] and 2 * half <= 100
+            if fits[phone]:
+                taken[phone] = middle + half + each
+        if fits[False]:
+            middle, half = (left + right) / 2, 0.4 * len(text)
+            align = "first" if middle < half else "last" if middle > 100 - half else ""
+            found.append(Label(text, middle, fits[True] and not align, align))
+    return found
+
+
+Values = Sequence[float | None]
+
+
+def _tracks(document: Document, columns: Sequence[Column]) -> list[Track]:
+    layers = document.layers
+    before, after = ([float(layer.channels[i]) for layer in layers] for i in (0, 1))
+    most = _limit(before)
+    wider = "; wider ones are drawn in full" if any(value > most for value in before) else ""
+    tracks = [
+        _track("c", "Channels", f"outputs of each layer, up to {most:,.0f}{wider}", columns, before, after, most, mirror=True)
+    ]
+    kept: Values = [layer.kept / layer.params_after if layer.params_after else None for layer in layers]
+    pruned = [step.numbers["sparsity"] for step in document.steps if step.kind == "prune_"]
+    line = 100 - 100 * pruned[-1] if pruned else None
+    remark = "share not zero" + (f"; budget {percent(1 - pruned[-1])}" if pruned else "")
+    tracks.append(_track("w", "Weights", remark, columns, [1.0] * len(layers), kept, 1.0, budget=line))
+    if any(layer.gate is not None for layer in layers):
+        open_: Values = [None if layer.gate is None else 1 - layer.gate for layer in layers]
+        tracks.append(_track("w", "Inputs", "share let through by gates", columns, [_one(v) for v in open_], open_, 1.0))
+    dense: Values = [layer.dense_us for layer in layers]
+    if any(value is not None for value in dense):
+        now: Values = [layer.now_us for layer in layers]
+        most = max(value for value in (*dense, *now) if value is not None)
+        stays = [not layer.format for layer in layers]
+        tracks.append(_track("t", "Time", f"up to {microseconds(most)} µs", columns, dense, now, most, stays=stays))
+    elif any(layer.flops_before for layer in layers):
+        were, are = [layer.flops_before for layer in layers], [layer.flops_after for layer in layers]
+        most = max(value for value in (*were, *are) if value is not None)
+        tracks.append(_track("t", "FLOPs", f"up to {count(most)}", columns, were, are, most))
+    return tracks
+
+
+def _one(value: float | None) -> float | None:
+    return None if value is None else 1.0
+
+
+def _limit(values: Sequence[float]) -> float:
+    """The value at full height: the largest one that is not far above the median."""
+    middle = statistics.median(values)
+    return max((value for value in values if value <= _WIDER * middle), default=1.0) or 1.0
+
+
+def _track(
+    key: str,
+    name: str,
+    remark: str,
+    columns: Sequence[Column],
+    before: Values,
+    after: Values,
+    most: float,
+    *,
+    mirror: bool = False,
+    budget: float | None = None,
+    stays: Sequence[bool] | None = None,
+) -> Track:
+    def heights(values: Values, pick: Callable[[Sequence[float]], float] = statistics.median) -> Values:
+        each = [[v for i in column.layers if (v := values[i]) is not None] for column in columns]
+        return [min(100.0, 100 * pick(found) / most) if found else None for found in each]
+
+    now, was = heights(after), heights(before)
+    stay = [stays is not None and all(stays[i] for i in column.layers) for column in columns]
+    several = any(len(column.layers) > 1 for column in columns)
+    return Track(
+        key,
+        name,
+        remark,
+        before=_outline(columns, was, mirror),
+        after=_bars(columns, [None if held else v for v, held in zip(now, stay)], mirror),
+        stay=_bars(columns, [v if held else None for v, held in zip(now, stay)], mirror),
+        range=_whiskers(columns, heights(after, min), heights(after, max), mirror) if several else "",
+        budget=budget,
+    )
+
+
+def _outline(columns: Sequence[Column], values: Values, mirror: bool) -> str:
+    """One closed path of steps for each group."""
+    paths = []
+    for run in _runs(columns):
+        tall = [(columns[i].x, values[i] or 0.0) for i in run]
+        start = f"M{short(tall[0][0])} {50 if mirror else 100}"
+        if mirror:
+            up = "".join(f"V{short(50 - v / 2)}H{short(x + 1)}" for x, v in tall)
+            down = "".join(f"V{short(50 + v / 2)}H{short(x)}" for x, v in reversed(tall))
+            paths.append(f"{start}{up}{down}Z")
+        else:
+            paths.append(f"{start}{''.join(f'V{short(100 - v)}H{short(x + 1)}' for x, v in tall)}V100Z")
+    return "".join(paths)
+
+
+def _bars(columns: Sequence[Column], values: Values, mirror: bool) -> str:
+    paths = []
+    for column, value in zip(columns, values):
+        if value:
+            top = 50 - value / 2 if mirror else 100 - value
+            paths.append(f"M{short(column.x + _PAD)} {short(top)}h{short(1 - 2 * _PAD)}v{short(value)}h-{short(1 - 2 * _PAD)}Z")
+    return "".join(paths)
+
+
+def _whiskers(columns: Sequence[Column], low: Values, high: Values, mirror: bool) -> str:
+    """A vertical line from the smallest to the largest value of a block; of widths, in the upper half."""
+    half = 2 if mirror else 1
+    return "".join(
+        f"M{short(column.x + 0.5)} {short((100 - b) / half)}V{short((100 - a) / half)}"
+        for column, a, b in zip(columns, low, high)
+        if a is not None and b is not None and b - a > 0.5
+    )
+
+
+def short(value: float) -> str:
+    """A coordinate with two decimals at most."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+# --- histograms and masks ---------------------------------------------------------------------------------------------------
+
+
+def histogram(hist: Histogram) -> tuple[str, str, int]:
+    """The paths before and after in a box 40 high, and its width in bins."""
+    most = max(itertools.chain(hist.before or (), hist.after or ()), default=0) or 1
+    before, after = hist.before or [], hist.after or []
+    outline = f"M0 40{''.join(f'V{short(40 - 38 * v / most)}H{i + 1}' for i, v in enumerate(before))}V40" if before else ""
+    bars = "".join(f"M{i} 40V{short(40 - 38 * v / most)}h1V40Z" for i, v in enumerate(after) if v)
+    return outline, bars, max(len(before), len(after))
+
+
+def mask_path(mask: Mask) -> str:
+    """Each run of weights that stay, as a horizontal line of height 1."""
+    paths = []
+    for row in range(mask.rows):
+        bits = mask.bits[row * mask.columns : (row + 1) * mask.columns]
+        paths += [f"M{run.start()} {row}.5h{len(run[0])}" for run in re.finditer("1+", bits)]
+    return "".join(paths)

@@ -1,0 +1,372 @@
+"""The text of a report, by rule: numbers with units, the headline, the first paragraph, the notes, the table in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..display import format_seconds
+from .document import Call, Document, LayerRow, Metric, Stage, Time
+
+NONE = "–"  # what was not measured
+GAIN = 1.05  # a smaller ratio is not called a gain
+
+
+class Figure(NamedTuple):
+    """A number and its unit, which the page sets apart."""
+
+    text: str
+    unit: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} {self.unit}" if self.unit else self.text
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------------
+
+
+def _scaled(value: float, units: Sequence[tuple[float, str]]) -> Figure:
+    """Three digits and the unit that fits."""
+    size, unit = next((each for each in units if value >= 0.9995 * each[0]), units[-1])
+    number = value / size
+    digits = 0 if number >= 99.95 or (size == 1 and float(value).is_integer()) else 1 if number >= 9.995 else 2
+    return Figure(f"{number:.{digits}f}", unit)
+
+
+def count(value: float) -> Figure:
+    return _scaled(value, ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")))
+
+
+def size(value: float) -> Figure:
+    return _scaled(value, ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")))
+
+
+def duration(seconds: float) -> Figure:
+    text, unit = format_seconds(seconds).split(" ")
+    return Figure(text, unit)
+
+
+def whole(value: float | None) -> str:
+    return NONE if value is None else f"{value:,.0f}"
+
+
+def percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def times(ratio: float) -> str:
+    if ratio >= 99.95:
+        return f"{ratio:.0f}×"
+    return f"{ratio:.2f}×" if 0.95 < ratio < GAIN else f"{ratio:.1f}×"
+
+
+def microseconds(value: float | None) -> str:
+    return NONE if value is None else f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
+
+
+def metric_value(metric: Metric, digits: int | None = None) -> Figure:
+    """The value with its unit: two digits for percent, four significant ones otherwise."""
+    if metric.unit == "%":
+        return Figure(f"{metric.value:.{2 if digits is None else digits}f}", "%")
+    return Figure(f"{metric.value:.4g}", metric.unit)
+
+
+def shorter(name: str, most: int = 60) -> str:
+    """A name with "…" in the middle if it is longer than `most` characters."""
+    return name if len(name) <= most else f"{name[: most // 2]}…{name[-(most - most // 2 - 1) :]}"
+
+
+# --- before and after -------------------------------------------------------------------------------------------------------
+
+
+def ends(document: Document) -> tuple[Stage, Stage] | None:
+    """The first and the last stage, if there are two."""
+    return (document.stages[0], document.stages[-1]) if len(document.stages) > 1 else None
+
+
+def main_time(stage: Stage) -> Time | None:
+    return stage.times[0] if stage.times else None
+
+
+def _ratio(before: float | None, after: float | None) -> float | None:
+    return before / after if before and after else None
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One figure: now, the change, before, a meter (shares of the value before) and a remark."""
+
+    name: str
+    now: Figure
+    change: str = ""
+    word: str = ""
+    gain: bool = False
+    before: str = ""
+    share: float | None = None
+    low: float | None = None
+    high: float | None = None
+    foot: str = "Not measured"
+
+
+def tiles(document: Document) -> list[Tile]:
+    """The five figures, always in the same places."""
+    pair = ends(document)
+    if pair is None:
+        return []
+    a, z = pair
+    per = f" for {z.times[0].input}" if z.times else ""
+    left = f"{whole(z.nonzero)} non-zero of {whole(z.parameters)} left" if z.nonzero is not None else "Not measured"
+    now, was = main_time(z), main_time(a)
+    return [
+        _metric_tile(a.metric, z.metric),
+        _tile("Parameters", a.parameters, z.nonzero, count, "fewer", "more", left),
+        _tile(f"FLOPs{per}", a.flops, z.flops, count, "fewer", "more", _foot(z, "flops", "Products with zero are counted")),
+        _tile("On disk", a.bytes, z.bytes, size, "smaller", "larger", _foot(z, "bytes", "Weights and manifest")),
+        _time_tile(was, now, z.missing.get("times")),
+    ]
+
+
+def _foot(stage: Stage, key: str, usual: str) -> str:
+    if key in stage.missing:
+        return f"Not measured: {stage.missing[key]}"
+    return usual if getattr(stage, key) is not None else "Not measured"
+
+
+def _tile(
+    name: str, before: float | None, after: float | None, form: Callable[[float], Figure], less: str, more: str, foot: str
+) -> Tile:
+    if after is None:
+        return Tile(name, Figure(NONE), foot=foot)
+    ratio = _ratio(before, after)
+    if ratio is None:
+        return Tile(name, form(after), foot=foot)
+    change, word = (times(ratio), less) if ratio >= 1 else (times(1 / ratio), more)
+    if abs(ratio - 1) < 0.005:
+        change, word = "", "unchanged"
+    return Tile(name, form(after), change, word, ratio >= GAIN, f"from {form(before or 0)}", 1 / ratio, foot=foot)
+
+
+def _time_tile(was: Time | None, now: Time | None, failed: str | None) -> Tile:
+    name = f"Time, {now.input}" if now else "Time"
+    if now is None:
+        return Tile(name, Figure(NONE), foot=f"Not measured: {failed}" if failed else "Not measured")
+    foot = f"{duration(now.low).text}\u2060–\u2060{duration(now.high)} in 80 % of {now.rounds:,} rounds"
+    tile = _tile(name, was.median if was else None, now.median, duration, "faster", "slower", foot)
+    if was is None:
+        return tile
+    return Tile(**{**vars(tile), "low": now.low / was.median, "high": now.high / was.median})
+
+
+def _metric_tile(before: Metric | None, after: Metric | None) -> Tile:
+    name = _named(after or before)
+    if after is None:
+        return Tile(name, Figure(NONE))
+    foot = "" if after.low is None or after.high is None else f"95 % interval {after.low:.4g}–{after.high:.4g}"
+    if after.samples:
+        foot = f"{foot}\n{after.samples:,} test samples".strip()
+    if before is None:
+        return Tile(name, metric_value(after), foot=foot)
+    difference = after.value - before.value
+    sign = "+" if difference > 0 else "−" if difference < 0 else "±"
+    change = f"{sign}{abs(difference):.2f}" if after.unit == "%" else f"{sign}{abs(difference):.3g}"
+    most = max(before.value, after.value, after.high or 0.0) if after.unit != "%" else before.value
+    shares = [None if v is None or most <= 0 else v / most for v in (after.value, after.low, after.high)]
+    word = "points" if after.unit == "%" else ""
+    gain = (difference > 0) == (after.better == "higher") and difference != 0
+    return Tile(name, metric_value(after), change, word, gain, f"from {metric_value(before)}", *shares, foot=foot)
+
+
+def _named(metric: Metric | None) -> str:
+    name = "accuracy" if metric is None else metric.name
+    return name[:1].upper() + name[1:]
+
+
+# --- sentences --------------------------------------------------------------------------------------------------------------
+
+
+def headline(document: Document) -> tuple[str, str]:
+    """What was gained, and the metric."""
+    pair = ends(document)
+    if pair is None:
+        zeros = _zeros(document.layers)
+        return (f"{percent(zeros, 1)} of the weights are zero." if document.layers else "Nothing was compared.", "")
+    a, z = pair
+    was, now = main_time(a), main_time(z)
+    on = f" on {now.input}" if now else ""
+    ratios = (
+        (_ratio(a.flops, z.flops), "half the FLOPs", "{} fewer FLOPs"),
+        (_ratio(a.bytes, z.bytes), "half the size on disk", "{} smaller on disk"),
+        (_ratio(was and was.median, now and now.median), f"half the time{on}", f"{{}} faster{on}"),
+    )
+    parts = [half if 1.95 <= r <= 2.05 else more.format(times(r)) for r, half, more in ratios if r is not None and r >= GAIN]
+    ending = _metric_sentence(a.metric, z.metric)
+    if parts:
+        return f"{_capital(', '.join(parts))}.", f"{_capital(ending)}."
+    if all(r is None for r, _, _ in ratios):
+        return f"{percent(_zeros(document.layers), 1)} of the weights are zero.", f"{_capital(ending)}."
+    return f"Nothing got smaller or faster; {ending}.", ""
+
+
+def _metric_sentence(before: Metric | None, after: Metric | None) -> str:
+    if after is None:
+        return f"{before.name if before else 'accuracy'} not measured"
+    if before is None:
+        return f"{after.name} {metric_value(after, 1)}"
+    return f"{after.name} {metric_value(before, 1).text} → {metric_value(after, 1)}"
+
+
+def _zeros(layers: Sequence[LayerRow]) -> float:
+    total = sum(layer.params_after for layer in layers)
+    return 1 - sum(layer.kept for layer in layers) / total if total else 0.0
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def lede(document: Document) -> str:
+    """What was done, in order."""
+    parts: list[str] = []
+    for step in document.steps:
+        parts.append(_LEDES[step.kind](step, bool(parts)))
+    text = "; then ".join(parts) if len(parts) < 3 else f"{'; then '.join(parts[:-1])}; and {parts[-1]}"
+    sentence = f"{_capital(text)}." if text else "The model before and after, layer by layer."
+    return f"{sentence} {document.note}".strip()
+
+
+def _cut(step: Call, later: bool) -> str:
+    what, key = ("FLOPs", "flops") if "flops" in step.numbers else ("parameters", "params")
+    left = f"{percent(step.numbers.get(key, 1.0))} of the {what}"
+    blocks, lists = int(step.numbers.get("blocks", 0)), int(step.numbers.get("lists", 0))
+    if blocks and step.numbers["groups"] <= lists:
+        return f"{blocks} blocks were removed, which leaves {left}"
+    return f"channels were cut{f' and {blocks} blocks removed,' if blocks else ''} to {left}"
+
+
+def _pruned(step: Call, later: bool) -> str:
+    text = f"{percent(step.numbers['sparsity'])} of the {'remaining ' if later else ''}weights were set to zero"
+    changed = int(step.numbers.get("rewritten", 0))
+    return f"{text}, and those that stay were changed to make up for it in {changed:,} tensors" if changed else text
+
+
+def _packed(step: Call, later: bool) -> str:
+    done, layers = int(step.numbers["compressed"]), int(step.numbers["layers"])
+    return f"{done} of {layers} layers were packed in sparse formats that measured faster" if done else "no layer was packed"
+
+
+def _gated(step: Call, later: bool) -> str:
+    return f"the smallest {percent(step.numbers['sparsity'])} of the inputs of {int(step.numbers['gates'])} layers are zeroed"
+
+
+_LEDES: dict[str, Callable[[Call, bool], str]] = {"shrink": _cut, "prune_": _pruned, "compress_": _packed, "gate_": _gated}
+
+
+class Note(NamedTuple):
+    title: str
+    text: str
+
+
+def notes(document: Document, most: int = 3) -> list[Note]:
+    """What is worth knowing, the worst first."""
+    rules = (_empty, _missing, _inexact, _time_is_not_flops, _dense, _no_loss)
+    return [note for rule in rules if (note := rule(document)) is not None][:most]
+
+
+def _empty(document: Document) -> Note | None:
+    names = [layer.name for layer in document.layers if layer.after is not None and layer.params_after and not layer.kept]
+    if not names:
+        return None
+    shown = ", ".join(shorter(name, 40) for name in names[:3]) + (" …" if len(names) > 3 else "")
+    return Note(f"{_are(len(names), 'layer')} all zeros.", f"What they compute no longer depends on the input: {shown}.")
+
+
+def _missing(document: Document) -> Note | None:
+    found = {key: (stage.name, why) for stage in document.stages for key, why in stage.missing.items()}
+    if not found:
+        return None
+    key, (stage, why) = next(iter(found.items()))
+    what = {"flops": "FLOPs", "bytes": "The size on disk", "times": "The time"}.get(key, key)
+    verb = "were" if key == "flops" else "was"
+    return Note(f"{what} {verb} not measured.", f"Stage {stage}: {why}.")
+
+
+def _inexact(document: Document) -> Note | None:
+    cut = [step for step in document.steps if step.kind == "shrink" and step.numbers["exact"] < step.numbers["groups"]]
+    if not cut:
+        return None
+    inexact, groups = (sum(int(step.numbers[key]) for step in cut) for key in ("exact", "groups"))
+    why = next((reason.reason for reason in document.reasons if reason.title.startswith("Groups that were cut")), "")
+    text = f"{_capital(why)}. " if why else ""
+    return Note(f"The cut is not exact in {groups - inexact} of {groups} groups.", f"{text}The figures above include this.")
+
+
+def _time_is_not_flops(document: Document) -> Note | None:
+    pair = ends(document)
+    was, now = (main_time(pair[0]), main_time(pair[1])) if pair else (None, None)
+    if pair is None or was is None or now is None or not pair[0].flops or pair[1].flops is None:
+        return None
+    flops, time = (100 * (1 - after / before) for before, after in ((pair[0].flops, pair[1].flops), (was.median, now.median)))
+    if abs(flops - time) <= 20:
+        return None
+    title = f"{_less(flops)} FLOPs, but {_less(time, 'time')} for {now.input}."
+    others = [
+        f"{_less(100 * (1 - after.median / before.median), 'time')} for {after.input}"
+        for before, after in zip(pair[0].times[1:], pair[1].times[1:])
+    ]
+    also = f" It is {', and '.join(others)}." if others else ""
+    return Note(_capital(title), f"Time also depends on memory, on kernels and on the size of the batch.{also}")
+
+
+def _less(points: float, noun: str = "") -> str:
+    word = ("less" if noun else "fewer") if points >= 0 else "more"
+    return f"{abs(points):.0f} % {word} {noun}".strip()
+
+
+def _dense(document: Document) -> Note | None:
+    if not any(step.kind == "compress_" for step in document.steps):
+        return None
+    dense = [layer for layer in document.layers if not layer.format and layer.after is not None]
+    if not dense:
+        return None
+    reasons = [reason for reason in document.reasons if reason.call == "compress_"]
+    text = " ".join(f"{_capital(reason.reason)}: {len(reason.names)}." for reason in reasons[:3])
+    verb = "stays" if len(dense) == 1 else "stay"
+    return Note(
+        f"{len(dense)} of {len(document.layers)} layers {verb} dense.",
+        f"{text} A layer is packed only where that measures faster.",
+    )
+
+
+def _no_loss(document: Document) -> Note | None:
+    pair = ends(document)
+    a, z = (pair[0].metric, pair[1].metric) if pair else (None, None)
+    if a is None or z is None or None in (a.low, a.high, z.low, z.high):
+        return None
+    if max(a.low or 0.0, z.low or 0.0) > min(a.high or 0.0, z.high or 0.0):
+        return None
+    return Note(
+        f"No measurable loss of {z.name}.",
+        "The 95 % intervals before and after overlap; more test samples would make them narrower.",
+    )
+
+
+def _are(count: int, noun: str) -> str:
+    return f"1 {noun} is" if count == 1 else f"{count} {noun}s are"
+
+
+def how_measured(document: Document) -> str:
+    """How the figures of the steps were taken."""
+    done = [
+        ("saved", any(stage.bytes is not None for stage in document.stages)),
+        ("tested on the same data", any(stage.metric is not None for stage in document.stages)),
+    ]
+    parts = [text for text, there in done if there]
+    timed = any(stage.times for stage in document.stages)
+    text = f"Every model was {' and '.join(parts)}. " if parts else ""
+    if timed:
+        threads = document.machine.threads
+        on = document.machine.gpu or f"{threads} thread{'s' if threads > 1 else ''}"
+        text += f"They were timed in turn on {on}: the median, and the range of 80 % of the rounds. "
+    gone = any(stage.nonzero is None or stage.bytes is None for stage in document.stages[1:-1])
+    return (text + (f"{NONE} is what was not measured." if gone else "")).strip()

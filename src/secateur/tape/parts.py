@@ -1,0 +1,53 @@
+"""The calls of a module, each of which can be run up to a point and on from there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from .._arguments import copied
+from ..stats import on_batch
+from .runs import Again, Call, Enough, Run, State, Tape
+
+
+class Parts:
+    """The calls of a module and the tape of each, or None. `run` is the run that is going on."""
+
+    def __init__(self, module: nn.Module, calls: Sequence[Call], tapes: Sequence[Tape | None]) -> None:
+        self.module = module
+        self.states = [State(*call, tape) for call, tape in zip(calls, tapes, strict=True)]
+        self.run: Run | None = None
+
+    def go(self, number: int, save_at: int | None, restart: Callable[[], None] = lambda: None) -> Any:
+        """Runs one call until something raises `Enough` (and returns None) or to its end (and returns its output).
+
+        `restart` is called when a run has to begin again.
+        """
+        state = self.states[number]
+        for _ in range(3):  # it may have to begin again without what was saved, and then with copies of its arguments
+            if state.tape is None:
+                break
+            self.run = run = Run(state, save_at)
+            args, kwargs = run.arguments()
+            try:
+                with on_batch(self.module, args, kwargs), run:
+                    output = self.module(*args, **kwargs)
+            except Again:
+                restart()
+                state.reset()
+                continue
+            except Enough:
+                output = None
+            finally:
+                self.run = None
+            run.commit()
+            return output
+        state.reset()
+        state.tape = None  # this call cannot be followed, so it is run as a whole
+        args, kwargs = copied((state.args, state.kwargs), {})
+        with contextlib.suppress(Enough), on_batch(self.module, args, kwargs):
+            return self.module(*args, **kwargs)
+        return None

@@ -1,0 +1,309 @@
+"""One run of a module, operator by operator: skips those that need not be computed again, and keeps what later ones read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .._arguments import fresh, replaced, tensors_of
+
+_SMALL = 1 << 16  # integer tensors up to so many bytes are always kept: Python code may read them (`tolist` is no operator)
+OUTSIDE = -1  # the memory of parameters, buffers and constants
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Made(NamedTuple):
+    """A tensor: the number of its memory, and how it lies in it. Memory is numbered in the order in which it appears."""
+
+    memory: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    device: torch.device
+
+
+class Read(NamedTuple):
+    """A weight that is about to be read: before operator `at`, by an input `x` at version `version`.
+
+    `groups` is the part of its rows, or None for a call of its layer. `depends` has a bit for each target that x depends on.
+    """
+
+    name: str
+    at: int
+    x: Made | None
+    version: int
+    depends: int
+    groups: tuple[int, int] | None
+
+
+class Sum(NamedTuple):
+    """An elementwise sum of two tensors, which is operator `at`, and what the two depend on."""
+
+    at: int
+    one: Made
+    other: Made
+    depends: tuple[int, int]
+    result: Made | None
+
+
+@dataclass
+class Tape:
+    """The operators of one run of a module."""
+
+    functions: list[Any] = field(default_factory=list)
+    inputs: list[tuple[int, ...]] = field(default_factory=list)  # the memory that each operator reads
+    last_use: dict[int, float] = field(default_factory=dict)  # memory -> the last operator that reads it
+    born: dict[int, int] = field(default_factory=dict)  # memory -> the operator that returned it first; -1 for arguments
+    written: dict[int, list[int]] = field(default_factory=dict)  # memory -> the operators that write to it
+    reads: list[Read] = field(default_factory=list)
+    returned: dict[str, list[Made]] = field(default_factory=dict)  # target -> the outputs of its layer
+    sums: list[Sum] = field(default_factory=list)
+    where: dict[Made, tuple[int, int]] = field(
+        default_factory=dict
+    )  # tensor -> the operator (-1: none) and place of its output
+    decides: float = float("inf")  # the first operator after which other data may lead to other operators
+
+
+class Enough(BaseException):
+    """Ends a run: what was wanted has been seen."""
+
+
+class Again(BaseException):
+    """Ends a run that cannot be continued from where it was saved."""
+
+
+@dataclass
+class _Op:
+    function: Any
+    made: Any  # its output, with a `Made` in place of each tensor
+    repeat: bool  # its output is a view of a parameter or constant, so it is executed every time
+
+
+@dataclass
+class State:
+    """One call of a module: its arguments, the operators that were executed, and where to go on.
+
+    Operators before `at` need not be computed, since `kept` has the memory that later ones read.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tape: Tape | None
+    at: int = 0
+    script: list[_Op] = field(default_factory=list)
+    kept: dict[int, UntypedStorage] = field(default_factory=dict)
+    small: dict[int, UntypedStorage] = field(default_factory=dict)
+    most: dict[torch.device, int] = field(default_factory=dict)  # the size of the largest memory on each device
+    made: list[Made | None] = field(default_factory=list)  # the tensors among the arguments
+    copies: bool = False  # the module writes to its arguments
+
+    def reset(self) -> None:
+        self.at, self.script, self.kept, self.small = 0, [], {}, {}
+
+
+class Run(TorchDispatchMode):
+    """Follows the operators of one run. `same`: so far they are those of the tape.
+
+    `save_at`: the operator before which `save` will be called, so that the memory needed then is held until then.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, state: State, save_at: int | None = None) -> None:
+        super().__init__()
+        self.state, self.tape = state, state.tape
+        self.same, self.count = state.tape is not None, 0
+        self.save_at = float("inf") if save_at is None else save_at
+        self._aside = False
+        self.numbers: dict[int, int] = {}  # storage -> number
+        self._references: list[StorageWeakRef] = []  # while there is one, no other storage gets the same address
+        self._next = 0
+        self._held: dict[int, UntypedStorage] = {}
+        self._scratch: dict[torch.device, UntypedStorage] = {}  # stands for memory that was not kept
+        self._unknown: set[int] = set()
+        self._saved: tuple[int, dict[int, UntypedStorage]] | None = None
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Operators inside are not part of the run."""
+        before, self._aside = self._aside, True
+        try:
+            yield
+        finally:
+            self._aside = before
+
+    def save(self) -> None:
+        """Makes the next run of this call go on from here."""
+        if self.tape is not None and self.same and self.count == self.save_at:
+            kept = {n: s for n, s in self._held.items() if self.tape.last_use.get(n, -1) >= self.count}
+            self._saved = self.count, kept
+
+    def tensor(self, operator: int, place: int) -> Tensor | None:
+        """The output of an operator that is behind (or, for -1, an argument), if its memory is held."""
+        made = self.state.made[place] if operator < 0 else list(_mades(self.state.script[operator].made))[place]
+        storage = None if made is None else self._held.get(made.memory)
+        return None if made is None or storage is None else _on(storage, made)
+
+    def arguments(self) -> Call:
+        """The arguments of the call. Tensors that are not needed any more are replaced by others of the same shape."""
+        state = self.state
+        given = tensors_of((state.args, state.kwargs))
+        if not state.at:
+            state.made = []
+            copied: dict[int, Tensor] = {}
+            given = [copied.setdefault(id(t), t.detach().clone()) if state.copies else t for t in given]
+            taken: list[Any] = given
+            for tensor in given:
+                state.made.append(self.take(tensor) if is_plain(tensor) else None)
+        else:
+            taken = [tensor if made is None else self._rebuilt(made) for tensor, made in zip(given, state.made, strict=True)]
+            self._next = 1 + max([made.memory for made in state.made if made is not None], default=-1)
+        args, kwargs = fresh(replaced((state.args, state.kwargs), dict(enumerate(taken)), [0]))
+        return args, kwargs
+
+    def commit(self) -> None:
+        """Keeps what was saved, after a run that ended well."""
+        if self._saved is not None:
+            self.state.at, self.state.kept = self._saved
+        del self.state.script[self.state.at :]
+
+    # --- operators ---
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._aside:
+            return func(*args, **kwargs)
+        index, self.count = self.count, self.count + 1
+        if index < self.state.at:
+            return self._skip(index, func, args, kwargs)
+        inputs = tensors_of((args, kwargs))
+        keys = [t.untyped_storage()._cdata if is_plain(t) else 0 for t in inputs]
+        if not self._unknown.isdisjoint(keys):
+            raise Again
+        if writes(func):
+            self._protect(keys)
+        output = func(*args, **kwargs)
+        self._follow(index, func, kwargs, inputs, keys, output)
+        return output
+
+    def _skip(self, index: int, func: Any, args: Any, kwargs: Any) -> Any:
+        op = self.state.script[index]
+        if op.function is not func:
+            raise Again
+        if op.repeat:
+            return func(*args, **kwargs)
+        self._next = max([self._next, *(made.memory + 1 for made in _mades(op.made))])
+        return _mapped(op.made, lambda value: self._rebuilt(value) if isinstance(value, Made) else value)
+
+    def _follow(self, index: int, func: Any, kwargs: Any, inputs: Sequence[Tensor], keys: Sequence[int], output: Any) -> None:
+        """Takes note of an operator that was executed."""
+        outside = False
+
+        def note(value: Any) -> Any:
+            nonlocal outside
+            if not isinstance(value, Tensor):
+                return value
+            if not is_plain(value):
+                raise Again
+            made = self._made(value, keys)
+            outside |= made is None
+            return made
+
+        read = tuple(self.numbers.get(key, OUTSIDE) for key in keys)
+        made = _mapped(output, note)
+        self.state.script.append(_Op(func, made, outside and not writes(func)))
+        if self.same and self.tape is not None:
+            known = index < len(self.tape.functions) and self.tape.functions[index] is func
+            self.same = known and self.tape.inputs[index] == read
+
+    def _made(self, tensor: Tensor, keys: Sequence[int]) -> Made | None:
+        """The description of an output; None for a view of something from outside."""
+        if tensor.untyped_storage()._cdata not in self.numbers and tensor.untyped_storage()._cdata in keys:
+            return None
+        return self.take(tensor)
+
+    def take(self, tensor: Tensor) -> Made:
+        """Numbers the memory of a tensor, and holds it if it will be needed when the run is saved."""
+        storage = tensor.untyped_storage()
+        number = self.numbers.get(storage._cdata)
+        if number is None:
+            number, self._next = self._next, self._next + 1
+            self._know(storage, number)
+            size, device = storage.nbytes(), tensor.device
+            self.state.most[device] = max(self.state.most.get(device, 0), size)
+            if not tensor.is_floating_point() and size <= _SMALL:
+                self.state.small[number] = storage
+            if self.tape is not None and self.tape.last_use.get(number, -1) >= self.save_at:
+                self._held[number] = storage
+        return Made(number, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()), tensor.device)
+
+    def _know(self, storage: UntypedStorage, number: int) -> None:
+        self._references.append(StorageWeakRef(storage))
+        self.numbers[storage._cdata] = number
+
+    def _rebuilt(self, made: Made) -> Tensor:
+        """A tensor of an operator that is not executed: the one that was kept, or one without values."""
+        storage = self.state.kept.get(made.memory)
+        storage = self.state.small.get(made.memory) if storage is None else storage
+        if storage is None:
+            storage = self._scratch.get(made.device)
+            if storage is None:
+                storage = self._scratch[made.device] = UntypedStorage(self.state.most[made.device], device=made.device)
+                self._unknown.add(storage._cdata)
+        elif storage._cdata not in self.numbers:
+            self._know(storage, made.memory)
+            if self.tape is not None and self.tape.last_use.get(made.memory, -1) >= self.save_at:
+                self._held[made.memory] = storage
+        return _on(storage, made)
+
+    def _protect(self, keys: Sequence[int]) -> None:
+        """Copies memory that an operator is about to write to, where a later run needs what it holds now."""
+        arguments = {made.memory for made in self.state.made if made is not None}
+        for number in {self.numbers[key] for key in keys if key in self.numbers}:
+            if number in arguments and not self.state.copies:
+                self.state.copies = True
+                raise Again
+            if self._saved is not None and number in self._saved[1]:
+                self._saved[1][number] = self._saved[1][number].clone()
+            for memory in (self.state.kept, self.state.small):
+                if number in memory:
+                    memory[number] = memory[number].clone()
+
+
+def _on(storage: UntypedStorage, made: Made) -> Tensor:
+    empty = torch.empty(0, dtype=made.dtype, device=storage.device)
+    return empty.set_(storage, made.offset, made.size, made.stride)  # type: ignore[call-overload]
+
+
+def is_plain(tensor: Tensor) -> bool:
+    ordinary = type(tensor) is Tensor or isinstance(tensor, nn.Parameter)
+    return ordinary and tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg() and not tensor.is_meta
+
+
+def writes(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Made):
+        return function(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(item, function) for item in value)
+    return function(value)
+
+
+def _mades(value: Any) -> Iterator[Made]:
+    if isinstance(value, Made):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _mades(item)

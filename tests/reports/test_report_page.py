@@ -1,0 +1,203 @@
+"""The text and the page of a report are functions of its document: rules for sentences, sections, size and time."""
+
+import re
+import time
+from dataclasses import replace
+
+import pytest
+from documents import UGLY, bare, document, large, layer, metric, stage
+
+from secateur.reports import Report, read
+from secateur.reports.charts import mask_path, network
+from secateur.reports.curves import curve
+from secateur.reports.document import Line, Mask, Metric, Point, Stage, Sweep, Time
+from secateur.reports.words import headline, notes, tiles
+
+
+def ends(before: Stage, after: Stage, **changes):
+    return document(stages=[before, after], **changes)
+
+
+# --- sentences --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (stage("a", "", 1.0, 93.4), stage("b", "", 0.5, 90.3),
+         "Half the FLOPs, half the size on disk, half the time on one image. Accuracy 93.4 → 90.3 %."),
+        (stage("a", "", 1.0, 93.4), stage("b", "", 0.4, 90.3),
+         "2.5× fewer FLOPs, 2.5× smaller on disk, 2.5× faster on one image. Accuracy 93.4 → 90.3 %."),
+        (Stage("a", flops=100), Stage("b", flops=90), "1.1× fewer FLOPs. Accuracy not measured."),
+        (Stage("a", flops=100, metric=metric(90)), Stage("b", flops=97, metric=metric(10)),
+         "Nothing got smaller or faster; accuracy 90.0 → 10.0 %."),
+        (Stage("a", flops=100), Stage("b", flops=200), "Nothing got smaller or faster; accuracy not measured."),
+        (Stage("a", bytes=300, metric=Metric("perplexity", 12.0, better="lower")),
+         Stage("b", bytes=100, metric=Metric("perplexity", 13.5, better="lower")),
+         "3.0× smaller on disk. Perplexity 12 → 13.5."),
+        (Stage("a"), Stage("b", metric=metric(90)), "21.2 % of the weights are zero. Accuracy 90.0 %."),
+    ],
+)  # fmt: skip
+def test_headline_says_what_was_gained_and_ends_with_the_metric(before, after, expected):
+    rows = [layer(0, kept=1191)]  # of 1512
+    assert " ".join(filter(None, headline(ends(before, after, layers=rows)))) == expected
+
+
+def test_tiles_have_fixed_places_and_a_loss_of_accuracy_is_no_gain():
+    names = ["Accuracy", "Parameters", "FLOPs for one image", "On disk", "Time, one image"]
+    found = tiles(document())
+    assert [tile.name for tile in found] == names
+    assert [tile.gain for tile in found] == [False, True, True, True, True]
+    empty = tiles(ends(Stage("a"), Stage("b", parameters=5)))
+    assert len(empty) == 5
+    assert all(str(tile.now) == "–" for tile in empty)
+
+
+def test_better_perplexity_is_lower():
+    a, b = (Stage(name, metric=Metric("perplexity", value, better="lower")) for name, value in (("a", 12.0), ("b", 11.0)))
+    assert tiles(ends(a, b))[0].gain
+    assert not tiles(ends(b, a))[0].gain
+
+
+def titles(made):
+    return [note.title for note in notes(made, most=9)]
+
+
+def test_notes_follow_rules():
+    calm = document(steps=[], reasons=[])
+    assert titles(calm) == []
+    slow = Time("one image", 0.0074, 0.007, 0.007, 0.008, 9)
+    cases = {
+        "1 layer is all zeros.": replace(calm, layers=[layer(0, kept=0), layer(1)]),
+        "50 % fewer FLOPs, but 1 % less time for one image.": replace(
+            calm, stages=[calm.stages[0], replace(calm.stages[-1], times=[slow])]
+        ),
+        "The cut is not exact in 2 of 8 groups.": replace(calm, steps=document().steps[:1]),
+        "8 of 40 layers stay dense.": replace(calm, steps=document().steps[2:]),
+        "No measurable loss of accuracy.": replace(
+            calm, stages=[calm.stages[0], replace(calm.stages[-1], metric=metric(92.9))]
+        ),
+        "FLOPs were not measured.": replace(calm, stages=[calm.stages[0], Stage("b", missing={"flops": "it does not run"})]),
+    }
+    for title, made in cases.items():
+        assert titles(made) == [title]
+
+
+def test_at_most_three_notes_the_worst_first():
+    made = document(layers=[layer(i, kept=0 if i == 3 else 900) for i in range(20)])
+    assert [note.title for note in notes(made)] == [
+        "1 layer is all zeros.",
+        "The cut is not exact in 2 of 8 groups.",
+        "4 of 20 layers stay dense.",
+    ]
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------------
+
+
+def test_large_models_get_one_column_for_each_block():
+    few, many = network(document(40)), network(large(1000))
+    assert [len(column.layers) for column in few.columns] == [1] * 40
+    assert not few.blocks
+    assert many.blocks
+    assert len(many.columns) == 999 // 7 + 1 + 1  # the last block is not complete, and the head is a column of its own
+    assert sorted(i for column in many.columns for i in column.layers) == list(range(1000))
+    assert all(track.range for track in many.tracks[1:])
+
+
+def test_columns_are_grouped_by_name_with_a_gap_between():
+    net = network(document(40))
+    groups = [column.group for column in net.columns]
+    assert list(dict.fromkeys(groups)) == ["layer1", "layer2"]
+    gaps = [b.x - a.x for a, b in zip(net.columns, net.columns[1:])]
+    assert [i for i, gap in enumerate(gaps) if gap > 1] == [19]
+
+
+def test_layer_that_is_far_wider_does_not_flatten_the_others():
+    rows = [layer(i, f"block.{i}") for i in range(9)] + [layer(9, "head", channels=[32000, 32000])]
+    track = network(document(layers=rows)).tracks[0]
+    assert "up to 16" in track.remark
+    assert "wider ones" in track.remark
+
+
+def test_mask_path_draws_every_weight_that_stays_once():
+    mask = Mask("x", "y", 3, 5, "110110000011111", 0.4)
+    cells = {
+        (int(x) + i, int(y)) for x, y, run in re.findall(r"M(\d+) (\d+)\.5h(\d+)", mask_path(mask)) for i in range(int(run))
+    }
+    assert cells == {(i % 5, i // 5) for i, bit in enumerate(mask.bits) if bit == "1"}
+
+
+def test_curve_names_few_lines_all_and_of_many_the_worst():
+    few = curve(document().sweep)
+    assert [line.label for line in few.lines] == ["unstructured", "2:4"]
+    assert few.lines[0].dots[1].here
+    assert few.band
+    assert "60 % and 80 % zeros: 85.8 % becomes 19.9 %" in few.say
+    lines = [Line(f"layer{i}", [Point(0.0, 90.0), Point(0.5, 90.0 - i)]) for i in range(30)]
+    many = curve(Sweep(lines, 90.0))
+    assert sorted(line.label for line in many.lines if line.label) == ["layer27", "layer28", "layer29"]
+
+
+@pytest.mark.parametrize("values", [[1.0], [0.0], [5.0, 5.0], [1.0, 1e5], [-3.0, 2.0], [99.97, 100.0]])
+def test_every_value_lies_inside_the_curve(values):
+    points = [Point(i / 10, value) for i, value in enumerate(values)]
+    drawn = curve(Sweep([Line("a", points)]))
+    assert all(0 <= dot.y <= 100 and 0 <= dot.x <= 100 for line in drawn.lines for dot in line.dots)
+    assert len(drawn.y_ticks) >= 2
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------------
+
+
+def test_page_is_a_function_of_the_document():
+    for made in (document(), bare(), large(200), document(layers=[layer(i, name) for i, name in enumerate(UGLY)])):
+        page = Report(made).html()
+        assert page == Report(made).html()
+        again = read(made.to_json())
+        assert again == made
+        assert Report(again).html() == page
+
+
+def test_sections_without_figures_are_left_out():
+    whole, empty = Report(document()).html(), Report(bare()).html()
+    sections = set(re.findall(r'<h2 id="(h-\w+)"', whole))
+    assert sections == {"h-net", "h-steps", "h-curve", "h-pat", "h-hist", "h-lay", "h-left", "h-rec"}
+    assert set(re.findall(r'<h2 id="(h-\w+)"', empty)) == {"h-net", "h-lay", "h-rec"}
+
+
+def test_report_without_layers_is_a_page_too():
+    page = Report(document(layers=[], masks=[], reasons=[])).html()
+    assert 'id="h-lay"' not in page
+    assert "Half the FLOPs" in page
+
+
+def test_names_are_escaped_everywhere():
+    rows = [layer(i, name, hist=layer(0).hist) for i, name in enumerate(UGLY)]
+    made = document(layers=rows, masks=[Mask(UGLY[1], UGLY[0], 1, 1, "1", 0.0)], note=UGLY[0], recipe=UGLY[0])
+    made = replace(made, model=replace(made.model, name=UGLY[0], data=UGLY[1]))
+    page = Report(made).html()
+    assert "<script>window" not in page
+    assert "<img" not in page
+    assert page.count("</script>") == 2
+
+
+@pytest.mark.parametrize("names", ["short", "long"])
+def test_thousand_layers_take_less_than_two_seconds_and_one_and_a_half_megabytes(names):
+    made = large(1000)
+    if names == "long":
+        made = replace(made, layers=[replace(row, name=f"model.{'decoder_' * 5}{row.name}") for row in made.layers])
+    Report(bare()).html()  # compiles the template
+    begin = time.process_time()
+    page = Report(made).html()
+    assert time.process_time() - begin < 2
+    assert len(page.encode()) < 1.5e6
+
+
+def test_terminal_has_the_headline_the_steps_and_the_layers():
+    made = document(4)
+    text = str(Report(made))
+    assert text.startswith("ResNet-56: Half the FLOPs")
+    assert "compressed   90.30 %" in text
+    assert all(row.name in text for row in made.layers)
+    assert "shrink left alone, 2: the model returns it" in text
