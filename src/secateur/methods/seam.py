@@ -210,7 +210,7 @@ class Method(abc.ABC):
     """Whether solutions bring new values for the weights that stay."""
     revives: ClassVar[bool] = False
     """Whether pruned weights may come back, so that it goes with training only."""
-    curvature: ClassVar[str] = "none"
+    curvature: str = "none"
     """Whether it weighs outputs by their effect on the loss (`problem.G`): "diag" by a vector, "fisher" by a matrix."""
 
     def due(self, step: int) -> bool:
