@@ -385,7 +385,7 @@ def test_a_layer_that_sees_nothing_is_named():
     assert not model.spare._forward_pre_hooks
     gates = gate_(model, data=[torch.randn(2, 8)])
     assert list(gates.skipped) == ["spare"]
-    assert "left alone: spare, which saw no input" in str(gates)
+    assert "skipped: spare, which saw no input" in str(gates)
 
 
 def test_an_input_that_is_no_float_names_the_layer():

@@ -150,3 +150,15 @@ def test_a_number_of_a_mapping_may_be_a_schedule_or_is_refused_at_once():
     for _ in range(5):
         pruner.step()
     assert pruner.plan().layers[0].sparsity == 0.5
+
+
+@pytest.mark.parametrize(("name", "spread"), [("uniform", sc.uniform), ("erk", sc.erk), ("owl", sc.owl())])
+def test_a_spread_is_accepted_by_name(name, spread):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8))
+    assert sc.plan(model, sparsity=0.7, spread=name).masks == sc.plan(model, sparsity=0.7, spread=spread).masks
+
+
+def test_an_unknown_name_of_a_spread_gets_the_nearest():
+    with pytest.raises(ValueError, match=r"spread='erg' is not one of 'uniform', 'erk', 'owl'.*'erk'"):
+        sc.plan(nn.Linear(4, 4), sparsity=0.5, spread="erg")

@@ -21,7 +21,7 @@ def test_a_table_with_totals_title_and_notes():
         [("in all", "", "1,016")],
         right=[2],
         title="magnitude",
-        notes=["left alone, 1: excluded (c)"],
+        notes=["skipped, 1: excluded (c)"],
     )
     assert str(table) == "\n".join(
         [
@@ -32,7 +32,7 @@ def test_a_table_with_totals_title_and_notes():
             "b                1,000",
             "----------------------",
             "in all           1,016",
-            "left alone, 1: excluded (c)",
+            "skipped, 1: excluded (c)",
         ]
     )
 
@@ -70,9 +70,9 @@ def test_html_notes_may_name_what_they_speak_of():
 
 def test_notes_are_grouped_by_reason():
     reasons = {**dict.fromkeys("abcde", "one axis"), "f": "excluded"}
-    assert notes_by_reason("left alone", reasons) == [
-        "left alone, 5: one axis (a, b, c, d, ...)",
-        "left alone, 1: excluded (f)",
+    assert notes_by_reason("skipped", reasons) == [
+        "skipped, 5: one axis (a, b, c, d, ...)",
+        "skipped, 1: excluded (f)",
     ]
 
 

@@ -191,3 +191,57 @@ def test_exclude_of_all_members_of_a_group_needs_no_explanation():
         ValueError, match=r"exclude='blocks\.\*' keeps the size of blocks\.0\.0\.weight\[1\], and embed\.weight\[0\]"
     ):
         sc.shrink(Residual(), X, channels=0.5, exclude=["blocks.*"])
+
+
+# --- a pair whose second element is an input ------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """Takes a mask beside its input, as language models do."""
+
+    def __init__(self, masked=True):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        if not masked:
+            self.forward = self.plain
+
+    def forward(self, x, mask=None):
+        for block in self.blocks:
+            x = block(x).relu()
+        return x if mask is None else x * mask
+
+    def plain(self, x):
+        return Masked.forward(self, x)
+
+
+PAIR = (torch.randn(3, 5, 8), torch.ones(3, 5, 1))
+USES = {
+    "wanda": lambda m, data: sc.plan(m, sc.wanda, sparsity=0.5, data=data),
+    "sparsegpt": lambda m, data: sc.plan(m, sparsity=0.5, method="sparsegpt", data=data),
+    "gate_": lambda m, data: sc.gate_(m, data=data),
+    "refit": lambda m, data: sc.shrink(m, PAIR[0], channels=0.5, refit=True, data=data),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_pair_whose_second_element_may_be_an_input_warns(use):
+    with pytest.warns(UserWarning, match=r"a batch of data= is a pair.*Masked also takes 'mask'.*pass mappings"):
+        USES[use](Masked(), [PAIR])
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    [
+        (Masked(), {"x": PAIR[0], "mask": PAIR[1]}),
+        (Masked(), (PAIR[0], torch.zeros(3))),  # one number for each sample is a target
+        (Masked(masked=False), PAIR),  # the model takes one input
+    ],
+    ids=["mapping", "targets", "one input"],
+)
+def test_other_batches_do_not_warn(use, model, batch):
+    USES[use](copy.deepcopy(model), [batch])
+
+
+def test_a_pair_for_a_loss_does_not_warn():
+    sc.plan(Masked(), sc.taylor, sparsity=0.5, data=[(PAIR[0], torch.zeros(3, 5, 8))], loss=nn.functional.mse_loss)

@@ -154,7 +154,7 @@ def test_the_table_has_a_line_for_each_tensor_the_whole_and_what_was_left_alone(
     assert lines[0] == "abs(weight), unstructured, sparsity 0.5, scope tensor"
     assert any(line.split() == ["0.weight", "4x2x3x3", "36", "72", "50.00%"] for line in lines)
     assert any(line.split() == ["in", "all", "116", "232", "50.00%"] for line in lines)
-    assert any("left alone, 2: excluded (5.weight, 5.bias)" in line for line in lines)
+    assert any("skipped, 2: excluded (5.weight, 5.bias)" in line for line in lines)
     assert len({len(line) for line in lines if line.endswith("%")}) == 1
 
 

@@ -324,7 +324,7 @@ REASONS = {
     "`copy.deepcopy` works": (RuntimeError, "deepcopy protocol"),
     "`torch.save` of the whole model works": (RuntimeError, "Serialization of parametrized modules"),
     "`torch.compile(fullgraph=True)` works": (torch._dynamo.exc.Unsupported, None),
-    "can be made after FSDP2's `fully_shard`": (RuntimeError, "DTensor|placement"),
+    "can be made after FSDP2's `fully_shard`": (RuntimeError, "DTensor|placement|sharding strategy"),
     "`.weight` is right after `optimizer.step`": (AssertionError, "torch.equal"),
 }
 

@@ -57,6 +57,7 @@ WRONG = {
     "spread and global": ({"sparsity": 0.5, "spread": sc.erk, "scope": "global"}, VALUE, "spread=.*drop one"),
     "spread and count": ({"count": 3, "spread": sc.erk}, VALUE, "spread=.*drop one"),
     "spread text": ({"sparsity": 0.5, "spread": "erc"}, VALUE, r"spread=.erc. is not one of .*Did you mean .erk"),
+    "spread list": ({"sparsity": 0.5, "spread": ["erk"]}, TYPE, r"spread= is sc\.uniform"),
     "spread number": ({"sparsity": 0.5, "spread": {"0.weight": 2.0}}, VALUE, r"spread\['0\.weight'\]=2\.0"),
     "count too large": ({"count": 65}, VALUE, r"count=65.*'0\.weight'.*64"),
     "count too large for the third": ({"count": 33}, VALUE, r"count=33.*'4\.weight'.*32"),

@@ -254,3 +254,17 @@ def test_what_cannot_be_ranked_is_left_alone_with_its_dtype():
 
 def test_no_include_is_like_none_given():
     assert names(Model(), include=None, exclude=None) == names(Model())
+
+
+@pytest.mark.parametrize("glob", ["0.weight", "0", "0.*", "_orig_mod.0.weight", "_orig_mod.0"])
+def test_globs_match_the_names_of_a_compiled_model_with_and_without_the_wrapper(glob):
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = torch.compile(plain, backend="eager")
+    assert list(sc.plan(model, sparsity=0.5, include=glob).masks) == ["_orig_mod.0.weight"]
+    assert list(sc.plan(model, sparsity=0.5, exclude=glob).masks) == ["_orig_mod.1.weight"]
+
+
+def test_names_of_a_spread_and_of_gates_match_without_the_wrapper():
+    model = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), backend="eager")
+    assert [layer.sparsity for layer in sc.plan(model, spread={"0.*": 0.25, "1.weight": 0.5}).layers] == [0.25, 0.5]
+    assert list(sc.gate_(model, at="1", method="topk").gates) == ["_orig_mod.1"]

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ._imports import after_import
+from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import methods
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
         weight,
     )
     from .execute import bench, compress_, decompress_
+    from .integrations.adapters import merge_lora_
+    from .integrations.onnx import to_onnx
     from .io import dense_state_dict, load, save
     from .masks import Masks
     from .patterns import Pattern
@@ -46,8 +49,6 @@ if TYPE_CHECKING:
     from .summaries import summary
     from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
     from .targeting import targets
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Criterion",
@@ -81,6 +82,7 @@ __all__ = [
     "linear_grad",
     "load",
     "magnitude",
+    "merge_lora_",
     "methods",
     "movement",
     "one_shot",
@@ -101,6 +103,7 @@ __all__ = [
     "synflow",
     "targets",
     "taylor",
+    "to_onnx",
     "uniform",
     "wanda",
     "weight",
@@ -113,6 +116,8 @@ _HOMES = {
     "criteria": "Criterion criterion fisher grad grad_square input_norm lamp linear_grad magnitude movement random ria snip "
     "synflow taylor wanda weight",
     "execute": "bench compress_ decompress_",
+    "integrations.adapters": "merge_lora_",
+    "integrations.onnx": "to_onnx",
     "io": "dense_state_dict load save",
     "masks": "Masks",
     "patterns": "Pattern",

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from ._hints import hints
 from ._layers import features_axis, input_size
-from ._tree import nearest
+from ._tree import bare_name, nearest
 from .arguments import plain_arguments
 from .blocks import repeated_blocks
 from .display import Reported, Table
 from .edit import forget_all_, record_
 from .methods import METHODS, Gate, Measured, Probe, Seen, greedy_sparsities, mean, ratio, squares
 from .progress import track
-from .stats import as_it_was, check_evidence, on_batch, split_batch
+from .stats import as_it_was, check_evidence, on_batch, split_batch, warn_of_unused_input
 from .targeting import Globs, globs_of
 
 SPREADS = ("uniform", "greedy")
@@ -57,7 +57,7 @@ def gate_(
 
     Args:
         model: the model, which gets a hook for each gate.
-        sparsity: the fraction of inputs that become zero.
+        sparsity: the fraction of inputs that become zero; the printed result states it.
         at: globs over module names ("*.mlp.down_proj"). A glob matches layers that own a weight matrix or kernel, a plain name
             any module whose first input is a float tensor. By default: all such layers in the model's repeated blocks.
         data: an iterable of batches, as for `prune_`.
@@ -121,8 +121,13 @@ class Gates(Reported):
         """Plain numbers and masks, which `torch.load(weights_only=True)` can read and `Gates.load` attaches."""
         return {name: {k: v for k, v in asdict(gate).items() if k != "name"} for name, gate in self.gates.items()}
 
-    def undo_(self) -> None:
-        """Removes the gates, wherever in the model their layers are by now. The model is then as it was."""
+    def undo_(self, model: nn.Module | None = None) -> None:
+        """Removes the gates, wherever in the model their layers are by now. The model is then as it was.
+
+        `model` may be left out, as in the `undo_` of every result.
+        """
+        if model is not None and model is not self.model:
+            raise ValueError("these gates belong to another model; sc.Gates.of(model) are those of a copy")
         own = set(map(id, self.gates.values()))
         for module in self.model.modules():
             for key in [key for key, hook in module._forward_pre_hooks.items() if id(hook) in own]:
@@ -198,12 +203,14 @@ class Gates(Reported):
         held = f"these layers hold {gated:,} of the {every:,} weights in the model's matrices ({gated / max(every, 1):.1%})"
         if gated > every:  # compressed layers keep theirs in other forms
             held = f"these layers hold {gated:,} weights"
+        methods = ", ".join(dict.fromkeys(gate.method for gate in self.gates.values()))
         return Table(
             ("layer", "method", "features", "stays", "asked", "calibrated"),
             [row(gate) for gate in self.gates.values()],
             [("in all, by weights", "", "", "", share(whole["sparsity"]), share(whole["calibrated"]))],
             right=range(2, 6),
-            notes=[held, *(f"left alone: {name}, which {why}" for name, why in self.skipped.items())],
+            title=f"gates ({methods}) that zero {share(whole['sparsity'])} of the inputs, by weights",
+            notes=[held, *(f"skipped: {name}, which {why}" for name, why in self.skipped.items())],
         )
 
     def __str__(self) -> str:
@@ -260,7 +267,8 @@ def _layers(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
         found = {first[id(module)]: module for name, module in matrices if name in inside or not inside}
     for glob in globs:
         plain = not set(glob) & set("*?[")
-        hits = {first[id(m)]: m for name, m in (named if plain else matrices) if name and fnmatchcase(name, glob)}
+        known = named if plain else matrices
+        hits = {first[id(m)]: m for n, m in known if n and (fnmatchcase(n, glob) or fnmatchcase(bare_name(n), glob))}
         if not hits:
             what = "module" if plain else "layer with a weight"
             raise ValueError(f"at={glob!r} matches no {what} of the model.{_hint(glob, [name for name, _ in matrices])}")
@@ -337,6 +345,8 @@ def _calibrated(
         handles = [model.get_submodule(name).register_forward_pre_hook(seen[name], with_kwargs=True) for name in gates]
         try:
             for batch in track(data, "calibrate gates"):
+                if not batches:
+                    warn_of_unused_input(model, batch)
                 args, kwargs, _ = split_batch(batch)
                 with on_batch(model, args, kwargs, unchanged=(TypeError, ValueError)):  # those of the gates themselves
                     model(*args, **kwargs)

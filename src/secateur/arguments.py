@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .budgets import as_spread
-from .criteria import Criterion
+from .criteria import NAMED, Criterion
 from .methods import Method, as_method
 from .patterns import Pattern
 
@@ -63,7 +63,7 @@ def _plain(value: Any) -> Any:
         case Pattern():
             return str(value)
         case Criterion() if Criterion.parse(str(value)) == value:
-            return str(value)
+            return next((name for name, known in NAMED.items() if known == value), str(value))
         case Method() if as_method(str(value)) == value:
             return str(value)
         case torch.dtype():

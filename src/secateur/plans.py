@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -25,11 +24,11 @@ from .curvature import curvature
 from .display import Reported, Table, format_seconds, notes_by_reason
 from .edit import UNKNOWN, Arguments, forget_, record_
 from .masks import Masks
-from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, write_
+from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, solve_checked, write_
 from .patterns import Pattern
 from .schedules import Number
 from .settings import Settings
-from .stats import Loss, TensorEvidence, check_evidence, collect
+from .stats import Loss, TensorEvidence, check_evidence, collect, frames_inside
 from .stats import Table as EvidenceTable
 from .targeting import Globs, Target, globs_of, targets
 
@@ -84,6 +83,7 @@ class Plan(Reported):
     arguments: Arguments = field(default=UNKNOWN, repr=False, compare=False)  # for `Recipe`: of the call that made the plan
     solved: dict[str, Solved] = field(default_factory=dict, repr=False, compare=False)
     notes: dict[str, str] = field(default_factory=dict, repr=False)
+    _changed: Prunable | None = field(default=None, init=False, repr=False, compare=False)  # the model that `undo_` restores
 
     def apply_(self, model: Prunable, *, keep_dense: bool = False) -> Plan:
         """Writes the zeros, and the new weights, into the model. `keep_dense=True` remembers what they replace, for `undo_`."""
@@ -93,6 +93,7 @@ class Plan(Reported):
         new = {name: weight.to(tensors[name]) for name, weight in self.weights.items()}
         if keep_dense and not self.dense:
             self.dense = {name: self._replaced(name, tensor).clone() for name, tensor in tensors.items()}
+            self._changed = model
         for name, tensor in tensors.items():
             if name in new:
                 write_(tensor, new[name])
@@ -100,17 +101,26 @@ class Plan(Reported):
         record_(as_module(model), ("prune", self.recipe), self.arguments)
         return self
 
-    def undo_(self, model: Prunable) -> None:
-        """Puts back, bit for bit, the values that `apply_(keep_dense=True)` replaced."""
+    def undo_(self, model: Prunable | None = None) -> None:
+        """Puts back, bit for bit, the values that `apply_(keep_dense=True)` replaced, in the model that it changed.
+
+        Pass `model` for a plan that was loaded or copied: it does not remember the model.
+        """
         if self.masks and not self.dense:
             raise ValueError("this plan kept no dense values; apply it with keep_dense=True to be able to undo it")
+        model = self._changed if model is None else model
+        if model is None:
+            raise ValueError("this plan is a copy and does not remember its model; call undo_(model)")
         for name, tensor in self._tensors(model).items():
             if name in self.weights:
                 write_(tensor, self.dense[name])
             else:
                 tensor[~local(self.masks[name])] = self.dense[name].to(tensor)
-        self.dense = {}
+        self.dense, self._changed = {}, None
         forget_(as_module(model), ("prune", self.recipe))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_changed": None}  # a copy or a file holds no model
 
     def _replaced(self, name: str, tensor: Tensor) -> Tensor:
         """The values of a tensor that the plan replaces: all of them, or those that become zero."""
@@ -207,7 +217,7 @@ class Plan(Reported):
             [(*total, *([""] if empty else []))],
             right=range(2, 5 + len(more)),
             title=self.recipe,
-            notes=[*flags, *changed, *notes_by_reason("note", self.notes), *notes_by_reason("left alone", self.skipped)],
+            notes=[*flags, *changed, *notes_by_reason("note", self.notes), *notes_by_reason("skipped", self.skipped)],
         )
 
     def _how_solved(self, name: str) -> tuple[str, ...]:
@@ -224,7 +234,7 @@ class Plan(Reported):
         return str(self._table())
 
     def _repr_html_(self) -> str:
-        return self._table().html(f"{len(self.skipped)} left alone", self.skipped.items())
+        return self._table().html(f"{len(self.skipped)} skipped", self.skipped.items())
 
 
 @hints
@@ -317,7 +327,7 @@ def make_plan(
                 step=step,
             )
             amount = amounts.pop(name)
-            found = recipe.method.solve(problem, recipe.pattern, amount, held[name] if held else None)
+            found = solve_checked(recipe.method, problem, recipe.pattern, amount, held[name] if held else None)
             if isinstance(found, Solution) and found.before is not None and found.error is not None:
                 asked, took = amount.asked(problem.W.numel(), recipe.pattern), time.perf_counter() - begin
                 solved[name] = Solved(asked, found.before, found.error, took, problem.tokens, streamed.get("stage"))
@@ -358,16 +368,8 @@ def _warn_of_collapse(made: Plan, asked: Set[str], previous: Masks | None) -> No
         warnings.warn(
             f"nothing is left of {shown}, so the outputs of such a layer no longer depend on its inputs; pass floor= (0.01 "
             "keeps at least 1 % of every tensor), exclude it, or prune less",
-            stacklevel=_frames_inside(),
+            stacklevel=frames_inside(),
         )
-
-
-def _frames_inside() -> int:
-    """The `stacklevel` with which a warning of the caller points at the code that called this package."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __name__.partition(".")[0]:
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _check_sharded(recipe: Settings, found: Sequence[Target], comm: Comm) -> None:

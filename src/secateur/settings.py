@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ._dist import Comm
-from ._tree import nearest
+from ._tree import bare_name, nearest
 from .budgets import Spread, as_spread, cap, hold, owl, uniform
 from .criteria import Criterion, criterion, magnitude
-from .methods import Amount, Method, as_method, drop_and_grow
+from .methods import Amount, Method, as_method, check_needs, drop_and_grow
 from .patterns import Pattern
 from .schedules import AnySchedule, Number, as_schedule
 from .scores import Scores
@@ -67,6 +67,7 @@ class Settings:
                 'pattern "out" with scope="row": each row is one unit, with nothing to compete with; use scope="tensor"'
             )
         how = as_method(method)
+        check_needs(how)
         by = criterion(by)
         if by != magnitude and not how.ranks and scope != "global" and not callable(spread):
             raise ValueError(
@@ -213,7 +214,9 @@ def _checked_spread(
     if isinstance(spread, Mapping):
         return {name: _fraction(f"spread[{name!r}]", share) for name, share in spread.items()}
     if not callable(spread):
-        raise TypeError(f"spread= is sc.uniform, sc.erk, sc.owl() or a mapping of name to sparsity, not {spread!r}")
+        raise TypeError(
+            f"spread= is sc.uniform, sc.erk, sc.owl(), one of their names, or a mapping of name to sparsity, not {spread!r}"
+        )
     return spread
 
 
@@ -264,12 +267,17 @@ def _one_budget(sparsity: Number | None, count: int | None, spread: object) -> N
 def _by_name(spread: Mapping[str, float | None], names: list[str], rest: float | None) -> dict[str, float]:
     """A mapping of names or globs to numbers, over the targets; what it does not name gets `rest`."""
     for glob in spread:
-        if not any(fnmatchcase(name, glob) for name in names):
+        if not any(_names(name, glob) for name in names):
             raise ValueError(f"spread={{{glob!r}: ...}} matches no tensor that is pruned.{nearest(glob, names)}")
     shares = {}
     for name in names:
-        found = [share for glob, share in spread.items() if fnmatchcase(name, glob)]
+        found = [share for glob, share in spread.items() if _names(name, glob)]
         if not found and rest is None:
             raise ValueError(f"spread= has no number for {name!r}; add it, exclude the tensor, or pass sparsity= for the rest")
         shares[name] = float((found[-1] if found else rest) or 0.0)
     return shares
+
+
+def _names(name: str, glob: str) -> bool:
+    """True if a glob matches a name, or the name without what wrappers such as torch.compile add to it."""
+    return fnmatchcase(name, glob) or fnmatchcase(bare_name(name), glob)

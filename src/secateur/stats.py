@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import sys
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,12 +73,21 @@ class TensorEvidence:
 
 
 def collect(
-    model: nn.Module, targets: Sequence[Target], needs: Iterable[str], data: Iterable[Any] | None, loss: Loss | None
+    model: nn.Module,
+    targets: Sequence[Target],
+    needs: Iterable[str],
+    data: Iterable[Any] | None,
+    loss: Loss | None,
+    *,
+    unread: bool = False,
 ) -> Table:
     """Collects evidence as a table: target name, then kind of evidence, then a matrix.
 
+    A target that no input is multiplied with has no input norm. That raises, or with `unread` its entry has none.
+
     A batch of `data` is a tensor (`model(batch)`), a mapping (`model(**batch)`) or a pair (inputs, target); `loss` is called
-    with the model's output and the target, or the batch itself when it is not a pair. Gradients are averaged over batches.
+    with the model's output and the target, or the batch itself when it is not a pair. Without `loss`, the model's output holds
+    it (`output.loss`). Gradients are averaged over batches.
     """
     needs = frozenset(needs)
     table: Table = {target.name: {} for target in targets}
@@ -100,7 +111,7 @@ def collect(
             _linearised(model, targets, batch, table)
             data = itertools.chain([batch], data)
         if needs - {"linear_grad"}:
-            _one_pass(model, targets, needs, data, loss, table)
+            _one_pass(model, targets, needs, data, loss, table, unread)
     return table
 
 
@@ -118,13 +129,29 @@ def check_evidence(needs: frozenset[str], data: object, loss: object, of: str = 
             f"data= is an iterable of batches, and these two tensors of shapes {shapes} would be two batches of inputs; pass "
             "inputs and target as one batch: data=[(inputs, target)]"
         )
-    if needs & {"grad", "grad_square"} and loss is None:
-        raise ValueError(
-            f"{of} needs {_list(needs)}, so pass loss= (a function of the model's output and the target, "
-            "such as torch.nn.functional.cross_entropy)"
-        )
+    if needs & {"grad", "grad_square"} and loss is None and not _may_give_a_loss(data):
+        raise ValueError(f"{of} needs {_list(needs)}, so pass {_PASS_LOSS}")
     if loss is not None:
         _check_loss(loss)
+
+
+_PASS_LOSS = (
+    "loss= (a function of the model's output and the target, such as torch.nn.functional.cross_entropy). Models that return "
+    "their own loss, as those of transformers do, need none where the batches hold labels"
+)
+
+
+def _may_give_a_loss(data: Iterable[Any]) -> bool:
+    """Whether a model may compute its own loss on this data: a list has to hold mappings, of others nothing is known."""
+    return not isinstance(data, list | tuple) or any(isinstance(batch, Mapping) for batch in data)
+
+
+def own_loss(output: Any, _: Any) -> Tensor:
+    """The loss that a model returns with its output, in the attribute or under the key "loss"."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(found, Tensor):
+        return found
+    raise ValueError(f"the model's output ({_described(output)}) holds no loss, so pass {_PASS_LOSS}. The model is unchanged.")
 
 
 def _is_one_pair(data: Sequence[Any]) -> bool:
@@ -166,6 +193,29 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     if isinstance(batch, Tensor):
         return (batch,), {}, batch
     raise TypeError(f"a batch is a tensor, a mapping or a pair (inputs, target), not {type(batch).__name__}")
+
+
+def warn_of_unused_input(model: nn.Module, batch: Any) -> None:
+    """Warns where the second element of a pair may be an input that is taken for a target, and no loss uses targets."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2 or not all(isinstance(each, Tensor) for each in batch):
+        return
+    first, second = batch
+    taken = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if second.ndim >= 2 and first.shape[:2] == second.shape[:2] and len(taken) >= 2:
+        warnings.warn(
+            f"a batch of data= is a pair, so its second element is taken for a target and is not passed to the model, and "
+            f"{type(model).__name__} also takes {taken[1]!r}. If it is an input, pass mappings "
+            f"({{{taken[0]!r}: ..., {taken[1]!r}: ...}}); if it is a target, leave it out, because nothing uses it here",
+            stacklevel=frames_inside(),
+        )
+
+
+def frames_inside() -> int:
+    """The `stacklevel` with which a warning of the caller points at the code that called this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __name__.partition(".")[0]:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 @contextlib.contextmanager
@@ -219,6 +269,7 @@ def _one_pass(
     data: Iterable[Any],
     loss: Loss | None,
     table: Table,
+    unread: bool,
 ) -> None:
     gradients = needs & {"grad", "grad_square"}
     parameters = [target.tensor for target in targets]
@@ -234,15 +285,19 @@ def _one_pass(
         stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
         for batch in track(data, "scores from data"):
             batches += 1
+            if batches == 1 and loss is None:
+                warn_of_unused_input(model, batch)
             args, kwargs, target_value = split_batch(batch)
             listening.set()
             with on_batch(model, args, kwargs):
                 output = model(*args, **kwargs)
             listening.clear()  # checkpointed layers run again in the backward pass
             if gradients:
-                assert loss is not None
-                with _on_loss(model, output, batch, target_value):
-                    value = loss(output, target_value)
+                if loss is None:
+                    value = own_loss(output, batch)
+                else:
+                    with _on_loss(model, output, batch, target_value):
+                        value = loss(output, target_value)
                 value = _differentiable(value)
                 found = torch.autograd.grad(value, parameters, allow_unused=True)
                 for one, gradient in zip(targets, found, strict=True):
@@ -253,7 +308,7 @@ def _one_pass(
     if not batches:
         raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
     for target in targets:
-        _finish(target, needs, batches, table[target.name])
+        _finish(target, needs, batches, table[target.name], unread)
 
 
 @contextlib.contextmanager
@@ -294,14 +349,14 @@ def add_gradient(target: Target, gradient: Tensor, kinds: Iterable[str], entry: 
             entry[kind] = entry[kind].add_(value) if kind in entry else value.clone()
 
 
-def _finish(target: Target, needs: frozenset[str], batches: int, entry: dict[str, Tensor]) -> None:
+def _finish(target: Target, needs: frozenset[str], batches: int, entry: dict[str, Tensor], unread: bool) -> None:
     """Turns the sums of a target into means and norms."""
     for kind in needs & {"grad", "grad_square"}:
         entry[kind] /= batches
-    if "input_norm" in needs:
-        if "input_norm" not in entry:
-            raise ValueError(f"{target.name!r} saw no input while the data ran through; exclude it, or use another criterion")
+    if "input_norm" in entry:
         entry["input_norm"] = entry["input_norm"].sqrt_()
+    elif "input_norm" in needs and not unread:
+        raise ValueError(f"{target.name!r} saw no input while the data ran through; exclude it, or use another criterion")
 
 
 @dataclass

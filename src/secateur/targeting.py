@@ -11,8 +11,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from ._dist import local, refuse_flat, reshard_, sharded
-from ._layers import DEFAULT_TYPES, Kind, Layout, is_kind, is_weight, layout_of
-from ._tree import Loose, Prunable, Slot, as_module, nearest, packed_layers, slots
+from ._layers import DEFAULT_TYPES, Kind, Layout, adapter_parameters, is_kind, is_weight, layout_of
+from ._tree import Loose, Prunable, Slot, as_module, bare_name, nearest, packed_layers, slots
 from .scores import RANKED
 
 Globs = str | Iterable[str] | None
@@ -49,11 +49,13 @@ def targets(
 ) -> tuple[list[Target], dict[str, str]]:
     """Returns the targets of a model, and the reason why each other parameter is skipped.
 
-    `include` and `exclude` are globs over parameter and module names ("encoder.*", "*.bias", "head"). By default the weights of
+    `include` and `exclude` are globs over parameter and module names ("encoder.*", "*.bias", "head"), with or without what
+    torch.compile and other wrappers add to a name ("_orig_mod."). By default the weights of
     linear layers (GPT-2's `Conv1D` included), convolutions and `nn.MultiheadAttention` are targets. `types` names other layer
-    types, and an `include` without a wildcard selects a parameter or a module of any type. Tied parameters are one target. In
-    a mapping of names to tensors, which can stand for a model, all tensors are targets; in the state dict of a model only
-    those that `include` names, because which of them are weights, and of what layers, is known to the model alone.
+    types, and an `include` without a wildcard selects a parameter or a module of any type. Adapters (LoRA) are targets only if
+    `include` names them. Tied parameters are one target. In a mapping of names to tensors, which can stand for a model, all
+    tensors are targets; in the state dict of a model only those that `include` names, because which of them are weights, and
+    of what layers, is known to the model alone.
     """
     model = as_module(model)
     include, exclude = globs_of("include", include), globs_of("exclude", exclude)
@@ -73,10 +75,13 @@ def targets(
         raise ValueError(f"{kind} has no parameters, so there is nothing to prune")
     _all_match(model, [*everything, *packed.values()], include, "include")
     _all_match(model, [*everything, *packed.values()], exclude, "exclude")
+    adapters = adapter_parameters(model)
     found: list[Target] = []
     skipped = {slot.name: _why_packed(name, slot, include, exclude, kinds) for name, slot in packed.items()}
     for slot in everything:
         reason = _reason(slot, include, exclude, kinds)
+        if reason is None and id(slot.tensor) in adapters and not _named(slot, include):
+            reason = "an adapter (PEFT); name it in include= to prune it"
         if reason is None:
             shape = tuple(local(slot.tensor).shape)
             found.append(Target(slot, layout_of(slot.module, shape, slot.attribute, tall=sharded(slot.tensor))))
@@ -105,9 +110,16 @@ def _kinds(given: Iterable[type[nn.Module]]) -> tuple[type[nn.Module], ...]:
 
 
 def _names(slot: Slot) -> list[str]:
-    """All names that a glob can match: those of the parameter, of its module, and of the parameters it is tied to."""
-    parameters = [slot.name, *slot.also]
+    """All names that a glob can match: those of the parameter, of its module, and of the parameters it is tied to.
+
+    Names also count without what wrappers such as torch.compile add to them.
+    """
+    parameters = _with_bare(slot.name, *slot.also)
     return [*parameters, *(name.rpartition(".")[0] for name in parameters)]
+
+
+def _with_bare(*names: str) -> list[str]:
+    return list(dict.fromkeys((*names, *map(bare_name, names))))
 
 
 def _matches(slot: Slot, globs: Iterable[str]) -> bool:
@@ -115,7 +127,7 @@ def _matches(slot: Slot, globs: Iterable[str]) -> bool:
 
 
 def _all_match(model: nn.Module, everything: list[Slot], globs: Iterable[str], which: str) -> None:
-    modules = {name for name, _ in model.named_modules() if name}
+    modules = set(_with_bare(*(name for name, _ in model.named_modules() if name)))
     for glob in globs:
         if not any(_matches(slot, [glob]) for slot in everything) and not any(fnmatchcase(m, glob) for m in modules):
             names = [slot.name for slot in everything] + sorted(modules)
@@ -126,9 +138,8 @@ def _under(slot: Slot, globs: Sequence[str]) -> bool:
     """Whether a glob matches the slot or one of the modules that contain it."""
     if not globs:
         return False
-    parents = {
-        ".".join(parts[:n]) for name in (slot.name, *slot.also) for parts in [name.split(".")] for n in range(1, len(parts))
-    }
+    names = [name.split(".") for name in _with_bare(slot.name, *slot.also)]
+    parents = {".".join(parts[:n]) for parts in names for n in range(1, len(parts))}
     return _matches(slot, globs) or any(fnmatchcase(parent, glob) for glob in globs for parent in parents)
 
 

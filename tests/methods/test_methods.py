@@ -113,6 +113,8 @@ def test_a_plan_with_weights_says_so():
 )
 def test_what_is_no_solution_is_refused_by_name_and_changes_nothing(answer, words):
     class Odd(Method):
+        rewrites = True
+
         def solve(self, problem, pattern, amount, previous):
             return answer(problem, amount.keep(problem.name, problem.scores, pattern, previous))
 
@@ -314,3 +316,75 @@ def test_a_method_that_returns_no_solution_is_told():
 def test_the_recipe_names_the_spread():
     plan = sc.plan(torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 8)), sparsity=0.8, spread=sc.erk)
     assert "scope tensor, spread erk" in str(plan)
+
+
+# --- methods of one's own that break their promises -----------------------------------------------------------------
+
+
+def test_a_method_that_ignores_the_amount_is_refused():
+    class Half(Method):
+        def solve(self, problem, pattern, amount, previous):
+            return Solution(torch.rand_like(problem.W) > 2)
+
+    model = Stack()
+    before = bits(model)
+    with pytest.raises(ValueError, match=r"keeps 0 of the 64 weights of 'blocks.0.0.weight', and the budget leaves 32"):
+        sc.prune_(model, sparsity=0.5, method=Half())
+    assert same(bits(model), before)
+
+
+@pytest.mark.parametrize("pattern", ["unstructured", "2:4", "out", "1x4-2"])
+@pytest.mark.parametrize("scope", ["tensor", "global"])
+def test_a_method_that_takes_the_amount_is_accepted(pattern, scope):
+    class Smallest(Method):
+        def solve(self, problem, pattern, amount, previous):
+            return Solution(amount.keep(problem.name, problem.scores, pattern, previous))
+
+    budget = {} if pattern == "2:4" else {"sparsity": 0.25, "scope": scope}
+    torch.manual_seed(0)
+    model = Stack()
+    assert sc.plan(model, pattern=pattern, method=Smallest(), **budget).masks == sc.plan(model, pattern=pattern, **budget).masks
+
+
+def test_a_method_that_ignores_the_pattern_is_refused():
+    class FirstHalf(Method):
+        def solve(self, problem, pattern, amount, previous):
+            mask = torch.ones_like(problem.W, dtype=torch.bool)
+            mask[:, : mask.shape[1] // 2] = False
+            return Solution(mask)
+
+    with pytest.raises(ValueError, match=r"keeps more than 2 of 4 neighbours in 'blocks.0.0.weight'; the pattern is 2:4"):
+        sc.prune_(Stack(), pattern="2:4", method=FirstHalf())
+
+
+def test_a_method_that_needs_unknown_evidence_is_refused():
+    class Wants(Method):
+        needs = frozenset({"gramm"})
+
+        def solve(self, problem, pattern, amount, previous):
+            raise AssertionError
+
+    with pytest.raises(ValueError, match=r"needs 'gramm', and evidence is one of .*'gram'"):
+        sc.prune_(Stack(), sparsity=0.5, method=Wants(), data=DATA)
+
+
+def test_new_weights_need_rewrites():
+    class Doubles(Double):
+        rewrites = False
+
+    with pytest.raises(ValueError, match=r"double\(2.0\) returned new weights for 'blocks.0.0.weight'; state rewrites = True"):
+        sc.prune_(Stack(), sparsity=0.5, method=Doubles())
+
+
+def test_weights_that_come_back_need_revives():
+    @dataclass(frozen=True)
+    class Fresh(Method):
+        def solve(self, problem, pattern, amount, previous):
+            return Solution(amount.keep(problem.name, problem.scores, pattern, None))
+
+    torch.manual_seed(0)
+    model = Stack()
+    pruner = sc.Pruner(model, sc.random(0), sparsity=sc.linear(0.6, end=2), method=Fresh())
+    pruner.step()
+    with pytest.raises(ValueError, match="that were pruned before; state revives = True"):
+        pruner.step()

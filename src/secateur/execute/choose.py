@@ -84,9 +84,10 @@ def compress_(
             own dtype.
 
     Returns:
-        A `Compression` with one row per layer: `print` it, or read `metrics()`. `undo_(model)` puts the dense layers back.
+        A `Compression` with one row per layer: `print` it, or read `metrics()`. `undo_()` puts the dense layers back.
 
-    If anything raises, the model is left unchanged.
+    The model keeps its mode. Compressed layers run in eval mode only; in train mode their call raises, and the printed result
+    says so. If anything raises, the model is left unchanged.
     """
     _check(model, objective, threads, store)
     layers = {name: module for name, module in model.named_modules() if _has_row(module)}
@@ -148,7 +149,7 @@ def _result(
     before = _bytes(layers.values()) + kept
     after = _bytes(layers.values(), model) + sum(new.bytes() for new in used.values()) + kept
     rows = [*earlier, *(choice.row for choice in choices.values())]
-    return Compression(rows, objective, threads, before, after, tuple(used))
+    return Compression(rows, objective, threads, before, after, tuple(used), model)
 
 
 def _check(model: Any, objective: str, threads: Any, store: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -59,6 +59,10 @@ class Compression(Reported):
     before: int  # bytes of the weights of these layers, shared weights counted once
     after: int
     replaced: tuple[str, ...] = ()  # names of the layers that this call compressed
+    model: nn.Module | None = field(default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "model": None}  # a copy or a file holds no model
 
     def __getitem__(self, layer: str) -> LayerResult:
         for row in self.rows:
@@ -93,11 +97,14 @@ class Compression(Reported):
         """Returns everything as plain Python values that `json.dumps` accepts."""
         return {"objective": self.objective, **self.metrics(), "rows": [asdict(row) for row in self.rows]}
 
-    def undo_(self, model: nn.Module) -> nn.Module:
+    def undo_(self, model: nn.Module | None = None) -> nn.Module:
         """Puts the dense layers back in place of the layers that this call compressed, and returns the model.
 
-        Layers from earlier calls stay compressed; `decompress_(model)` restores those too.
+        Layers from earlier calls stay compressed; `decompress_(model)` restores those too. Pass `model` to undo it in a copy.
         """
+        model = self.model if model is None else model
+        if model is None:
+            raise ValueError("this result is a copy and does not remember its model; call undo_(model)")
         there = {name for name, module in model.named_modules() if isinstance(module, Compressed)}
         if missing := [name for name in self.replaced if name not in there]:
             raise ValueError(
@@ -113,11 +120,20 @@ class Compression(Reported):
             f"{self.before:,} bytes of weights are now {self.after:,}; measured layers {self.speedup:.2f}x"
         )
 
+    def _notes(self) -> list[str]:
+        """A note while the model is in train mode, in which its compressed layers raise."""
+        modules = dict(self.model.named_modules()) if self.model is not None else {}
+        training = any(name in modules and modules[name].training for name in self.compressed)
+        return (
+            ["the model is in train mode, and compressed layers run in eval mode only: call model.eval()"] if training else []
+        )
+
     def __str__(self) -> str:
-        return str(Table(_HEADER, [*map(_cells, self.rows)], right=_RIGHT, notes=[self._summary()], ruled=False))
+        notes = [self._summary(), *self._notes()]
+        return str(Table(_HEADER, [*map(_cells, self.rows)], right=_RIGHT, notes=notes, ruled=False))
 
     def _repr_html_(self) -> str:
-        return Table(_HEADER, [*map(_cells, self.rows)], title=self._summary()).html()
+        return Table(_HEADER, [*map(_cells, self.rows)], title=self._summary(), notes=self._notes()).html("notes")
 
 
 _HEADER = ("layer", "kind", "zeros", "pattern", "format", "dense", "sparse", "ratio", "bytes", "now", "")

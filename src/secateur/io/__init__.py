@@ -48,7 +48,7 @@ from .files import CODES, DTYPES, BadFile, Entry, Tensors, alone, names_of, read
 from .fill import check_kinds, dtype_of, fill_, read
 from .manifest import MAX, TENSOR_FILES, Manifest, Stored, about, check_file, from_text, shapes_of, to_text
 
-__all__ = ["save", "load", "dense_state_dict", "BadFile", "record_in", "write_text"]
+__all__ = ["save", "load", "dense_state_dict", "BadFile", "MANIFEST", "record_in", "replaced", "write_text"]
 
 MANIFEST, CONFIG = "secateur.json", "config.json"
 _TRIES = 20  # how often a folder is read that others write to meanwhile
@@ -162,9 +162,16 @@ def record_in(folder: Path) -> list[tuple[Step, Arguments]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file completely or not at all: under another name first, which then replaces the file."""
-    with replacing(path) as beside:
+    """Writes a text file completely or not at all."""
+    with replaced(path) as beside:
         beside.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A path for a new file, which replaces `path` after the block. If anything raises, `path` is as it was."""
+    with replacing(path) as beside:
+        yield beside
     rename(beside, path)
 
 

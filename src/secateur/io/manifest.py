@@ -8,12 +8,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
 
 import safetensors
 import torch
 
+from .._version import __version__
 from ..edit import UNKNOWN, Arguments, Attribute, Cuts, Step
 from .files import DTYPES, BadFile, Tensors, Written, counts, names_of, read_json
 from .packed import BITMASK, PARTS, SHAPE, VALUES
@@ -333,14 +333,7 @@ def about(model: Any, recipe: str | None, record: Sequence[tuple[Step, Arguments
     done, arguments = [list(step) for step, _ in record], [each for _, each in record]
     recipe = recipe or (done[-1][1] if done else None)
     said = {"model": type(model).__name__, "recipe": recipe, "history": done, "arguments": arguments}
-    return {**said, "secateur": _version("secateur"), **versions}
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # a copy of the source that was never installed
-        return "unknown"
+    return {**said, "secateur": __version__, **versions}
 
 
 def shapes_of(manifest: Manifest) -> Mapping[str, tuple[int, ...]]:

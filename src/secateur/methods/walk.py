@@ -24,7 +24,7 @@ from ..display import format_seconds
 from ..moments import Moments, Seen
 from ..progress import Progress, track
 from ..reads import listen
-from ..stats import as_it_was, split_batch
+from ..stats import as_it_was, split_batch, warn_of_unused_input
 from ..stream import Chain, Feed, record
 from ..tape import Call, Enough, Parts, Tape
 from ..tape import record as record_tape
@@ -60,6 +60,7 @@ def solve_all(
         raise TypeError("this method runs a model on data=, and these are tensors without one")
     notes = {} if notes is None else notes
     batches = _usable(data, notes)
+    warn_of_unused_input(model, batches[0])
     solutions: dict[str, Solution] = {}
     with torch.inference_mode(False), torch.no_grad(), as_it_was(model), _Changes() as changes:
         walk = _Walk(model, found, needs & STREAMED, batches, changes, notes)

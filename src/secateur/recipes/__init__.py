@@ -5,5 +5,6 @@ package.
 """
 
 from .recipe import Ran, Recipe, Stage, shipped
+from .schema import BadRecipe
 
-__all__ = ["Ran", "Recipe", "Stage", "shipped"]
+__all__ = ["BadRecipe", "Ran", "Recipe", "Stage", "shipped"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +59,12 @@ class Recipe:
             data = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise BadRecipe(f"{where}: not YAML: {' '.join(str(error).split())}") from None
-        return Recipe(tuple(Stage(kind, arguments) for kind, arguments in checked(data, where)))
+        return Recipe(tuple(Stage(*stage) for stage in checked(data, where)))
+
+    @staticmethod
+    def of_stages(stages: Sequence[Mapping[str, Any]], where: str = "recipe") -> Recipe:
+        """The recipe of stages as plain data, such as `[{"prune": {"sparsity": 0.5}}]`."""
+        return Recipe(tuple(Stage(*stage) for stage in checked({"version": VERSION, "stages": list(stages)}, where)))
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Recipe:
@@ -167,7 +172,7 @@ def _from_record(record: Iterable[Any], where: str) -> Recipe:
         stages.append({what: arguments})
     if not stages:
         raise BadRecipe(f"{where}: nothing was done to the model, so there is no recipe")
-    return Recipe(tuple(Stage(*stage) for stage in checked({"version": VERSION, "stages": stages}, where)))
+    return Recipe.of_stages(stages, where)
 
 
 def _place(recipe: Recipe, path: str) -> tuple[int, str]:

@@ -1,4 +1,6 @@
-"""Caches: tensors that a model computes from its weights in one run and reads in the next, outside parameters and buffers.
+"""What a model keeps from one run to the next outside parameters and buffers: caches and counters.
+
+Caches are tensors that a model computes from its weights in one run and reads in the next.
 
 An example is a table of attention biases that is kept in a dict after the first run in eval mode. Such a tensor must not be
 cut: the weights it comes from would seem unused. It is removed before the model is traced, and the next run computes it
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..edit import OWN, Inputs, run
+from ..edit import OWN, Inputs, StandIns, preserve_rng, run
 
 CacheSlot = tuple[str, str]  # the path of a module, and the name of its attribute
 
@@ -127,3 +129,23 @@ def _equal(a: Any, b: Any) -> bool:
         return torch.allclose(a, b.to(a.dtype), equal_nan=True)
     coarse = max(torch.finfo(a.dtype).eps, torch.finfo(b.dtype).eps)
     return torch.allclose(a.double(), b.double(), 4 * coarse, 4 * coarse, equal_nan=True)
+
+
+def counters(model: nn.Module, inputs: Inputs, changed: Sequence[str]) -> list[str]:
+    """Those of these numbers, which one run changed, that the run after it changes again, on the same inputs."""
+    if not changed:
+        return []
+
+    def numbers() -> dict[str, Any]:
+        spaces = {path: vars(module) for path, module in model.named_modules()}
+        return {name: spaces[name.rpartition(".")[0]].get(name.rpartition(".")[2]) for name in changed}
+
+    def stand_in(_: str, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+
+    with torch.no_grad(), preserve_rng(), StandIns(model, stand_in):
+        model(*inputs[0], **inputs[1])
+        once = numbers()
+        model(*inputs[0], **inputs[1])
+        twice = numbers()
+    return [name for name in changed if once[name] != twice[name]]

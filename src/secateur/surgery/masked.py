@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ..axes import Group, keep_mask
-from ..edit import Attribute, Cuts, apply_cuts_, copied, owned_tensors
+from ..edit import (
+    Attribute,
+    Cuts,
+    Place,
+    apply_cuts_,
+    built_from,
+    copied,
+    number_at,
+    numbers_of,
+    owned_tensors,
+    with_numbers,
+    write_attribute,
+)
 from ..trace import Trace
 from .cut import Keep, cuts_of
 from .exact import Folds, MaskedWeights, find, masked_places
@@ -17,11 +30,13 @@ from .leftovers import follow_leftovers_
 
 
 class CutModel(NamedTuple):
-    """A small model, the cuts that made it, and the reason for each group whose cut is not exact."""
+    """A small model, the cuts that made it, the reason for each group whose cut is not exact, and `folded`: whether constants
+    were added to biases."""
 
     small: nn.Module
     cuts: Cuts
     reasons: dict[Group, str]
+    folded: bool = False
 
 
 def mask_(model: nn.Module, trace: Trace, keep: Keep) -> nn.Module:
@@ -49,13 +64,17 @@ def make(model: nn.Module, trace: Trace, keep: Keep, *, bias: bool = True) -> Cu
     small = _sliced_copy(model, tensors, trace, keep, cuts)
     numbers, parameters = _numbers(small), {name for name, _ in small.named_parameters()}
     folds.apply_(small, trace, keep)
-    cuts.attributes += [
+    folded = [
         Attribute(path, name, None, old, new)
         for (path, name), new in _numbers(small).items()
         if (old := numbers.get((path, name))) != new
     ]
+    in_config = _in_config(trace, folded)
+    for attribute in in_config:
+        write_attribute(small, attribute)
+    cuts.attributes += [*folded, *in_config]
     cuts.added |= {name: tuple(p.shape) for name, p in small.named_parameters() if name not in parameters}
-    return CutModel(small, cuts, folds.reasons)
+    return CutModel(small, cuts, folds.reasons, any(bool(value.any()) for value in folds.biases.values()))
 
 
 def _sliced_copy(model: nn.Module, tensors: Mapping[str, Tensor], trace: Trace, keep: Keep, cuts: Cuts) -> nn.Module:
@@ -98,3 +117,34 @@ def _numbers(model: nn.Module) -> dict[tuple[str, str], float]:
         for name, value in vars(module).items()
         if type(value) is float
     }
+
+
+_SET_BY: WeakKeyDictionary[Trace, dict[Place, set[tuple[str, str]]]] = WeakKeyDictionary()
+
+
+def _in_config(trace: Trace, folded: Sequence[Attribute]) -> list[Attribute]:
+    """The numbers of a config that set exactly these floats, such as the eps of all norms."""
+    config: Any = getattr(trace.model, "config", None)
+    found: list[Attribute] = []
+    for old, new in {(a.old, a.new): None for a in folded} if hasattr(config, "to_dict") else ():
+        changed = {(a.path, a.name) for a in folded if (a.old, a.new) == (old, new)}
+        for place in numbers_of(config):
+            if type(number_at(config, place)) is float and number_at(config, place) == old and _set_by(trace, place) == changed:
+                *path, name = place
+                found.append(Attribute(".".join(("config", *map(str, path))), str(name), None, old, new))
+    return found
+
+
+def _set_by(trace: Trace, place: Place) -> set[tuple[str, str]]:
+    """The float attributes of modules that a number of the config sets. A model built from another config shows it."""
+    known = _SET_BY.setdefault(trace, {})
+    if place not in known:
+        config: Any = trace.model.config
+        value = 2 * number_at(config, place)
+        try:
+            built = built_from(type(trace.model), with_numbers(config, {place: value}))
+        except Exception:
+            known[place] = set()
+        else:
+            known[place] = {key for key, found in _numbers(built).items() if found == value}
+    return known[place]

@@ -10,15 +10,20 @@ from glob import escape
 from torch import nn
 
 from .._tree import nearest
-from ..axes import Group
+from ..axes import Group, Member
 from ..edit import owned_tensors, without
 from ..trace import Trace
 
 
 def label(group: Group) -> str:
     """The first tensor that produces the units of a group (else the first that carries them), with the dim."""
-    first = next((m for m in group.members if m.role == "produce"), group.members[0])
+    first = first_member(group)
     return f"{first.tensor}[{first.dim}]"
+
+
+def first_member(group: Group) -> Member:
+    """The member after which a group is named."""
+    return next((m for m in group.members if m.role == "produce"), group.members[0])
 
 
 def names_of(trace: Trace) -> dict[Group, str]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from .._hints import hints, unknown_argument
 from ..arguments import plain_arguments
-from ..axes import Group
+from ..axes import Group, atoms
 from ..criteria import magnitude
 from ..edit import (
     Arguments,
@@ -35,15 +35,16 @@ from ..edit import (
     without,
 )
 from ..progress import Progress
-from ..stats import Loss, split_batch
-from ..trace import Trace, trace, undetermined
+from ..stats import Loss, split_batch, warn_of_unused_input
+from ..trace import GIVEN, Trace, trace, undetermined
 from .budget import Baseline, Budget, Reached
-from .caches import CacheSlot, empty_caches_, without_caches
+from .caches import CacheSlot, counters, empty_caches_, without_caches
 from .calibrate import UNIT_CRITERIA, UnitCriterion, reestimate_, refit_, unit_scores
 from .depth import RemovedBlocks, remove_blocks
+from .exact import units_along
 from .leftovers import drop_leftovers_
 from .masked import CutModel, make
-from .names import check_globs, check_ratios, excluded, names_of, renamed
+from .names import check_globs, check_ratios, excluded, first_member, names_of, renamed
 from .optimizers import cut_pruners, dropped, follow_, move_pruners_, sliced_state
 from .request import AnyCriterion, ShrinkOptions, ShrinkRequest, check_model, check_request
 from .result import GroupCut, Shrunk
@@ -198,6 +199,8 @@ class _Done(NamedTuple):
 def _shrunk(model: nn.Module, example_inputs: Any, request: ShrinkRequest, rng: RngGuard) -> _Done:
     check_model(model)
     request, inputs = check_request(request), split_inputs(example_inputs)
+    if isinstance(request.data, list) and request.loss is None:
+        warn_of_unused_input(model, request.data[0])
     with without_caches(model, inputs) as caches, Progress("shrink") as progress:
         progress("tracing the model")
         traced = trace(model, *inputs)
@@ -272,6 +275,7 @@ def _cut_units(
     baseline = Baseline(whole, params_of(whole), flops, units / max(1, sum(g.size for g in groups)))
     budget = _budget(sizes, inputs, baseline, drop, request)
     budget.check_baseline()
+    counting = counters(model, inputs, traced.record.counters)
     while True:
         if not scores:
             raise ValueError(_nothing_left(traced, left))
@@ -280,6 +284,9 @@ def _cut_units(
         progress("cutting")
         keep = keep_of(scores, choice.counts)
         made = make(model, traced, keep, bias=request.bias)
+        if counting:
+            why = f"every run changes {', '.join(counting)}, so later runs may compute something else than the traced one"
+            made.reasons.update({g: why for g in scores if g.atom in keep and g not in made.reasons})
         inexact = [g for g in scores if g in made.reasons] if request.exact_only else []
         if inexact:
             left |= {g: f"exact_only: {made.reasons[g]}" for g in inexact}
@@ -352,15 +359,46 @@ def _plan(
         if worst is not None:
             reasons |= {g: f"is cut together with {names[worst]}, which is not" for g in together if g not in made.reasons}
     groups = [
-        GroupCut(names[g], g.size, n, reasons.get(g), tuple(dict.fromkeys(m.tensor for m in g.members)))
+        GroupCut(names[g], g.size, n, reasons.get(g), tuple(dict.fromkeys(m.tensor for m in g.members)), _entries(traced, g))
         for g, n in choice.counts.items()
     ]
     unknown = undetermined(traced, {atom: choice.counts[g] for atom, g in fewer.items()})
     skipped = {**{names[g]: why for g, why in left.items()}, **traced.skipped}
     skipped |= dict.fromkeys(unknown, "a number that the traced run did not read; its new value is not known")
+    skipped |= _outside_config(whole, made.cuts)
     moved = {names[g]: why for g, why in choice.moved.items()}
+    note = "; ".join(part for part in (reached.note, _sizes_in_formulas(traced) if made.folded else "") if part)
     recipe = request.recipe(reached.measured)
-    return Shrunk(recipe, groups, skipped, moved, made.cuts, reached.totals, made.small, whole, inputs, reached.note)
+    return Shrunk(recipe, groups, skipped, moved, made.cuts, reached.totals, made.small, whole, inputs, note)
+
+
+def _sizes_in_formulas(traced: Trace) -> str:
+    """A note on sizes of the inputs that the model computes with: constants are folded for those of the example inputs."""
+    found = {
+        f"{e.size} ({use.how} in {use.module or 'the model'})": None
+        for use in traced.formula_uses
+        for e in traced.axes_in(use.source)
+        if any(atom.frozen == GIVEN for atom in atoms(e))
+    }
+    shown = ", ".join(list(found)[:4]) + (" and others" if len(found) > 4 else "")
+    return f"exact for inputs of this size: the model computes with the sizes {shown}" if found else ""
+
+
+def _outside_config(model: nn.Module, cuts: Cuts) -> dict[str, str]:
+    """A note on numbers of layers that no number of the model's config gives, so that a model built from it has others."""
+    folded = [a for a in cuts.attributes if type(a.new) is float]
+    if not folded or not hasattr(getattr(model, "config", None), "to_dict"):
+        return {}
+    told = {a.new for a in folded if a.path.partition(".")[0] == "config"}
+    why = "the cut changed it and no number of the config gives it: save with sc.save, because save_pretrained would lose it"
+    return {f"{a.path}.{a.name}": why for a in folded if a.new not in told}
+
+
+def _entries(traced: Trace, group: Group) -> int:
+    """How many entries of the axis after which a group is named belong to one unit: the rows of a head, for instance."""
+    first = first_member(group)
+    found = units_along(traced.dims[first.tensor][first.dim], group.atom)
+    return sum(int((along >= 0).sum()) for along in found) // group.size
 
 
 def _add_blocks(plan: Shrunk, blocks: RemovedBlocks, request: ShrinkRequest) -> None:

@@ -15,7 +15,8 @@ from .verify import Verified, verify
 
 @dataclass(frozen=True)
 class GroupCut:
-    """One group of units. `name`: the first tensor that produces them; `why`: the reason, if the cut is not exact.
+    """One group of units. `name`: the first tensor that produces them, with the axis; `why`: the reason, if the cut is not
+    exact; `each`: how many entries of that axis one unit has.
 
     For a list of blocks: its path, the number of blocks before and after, and the removed blocks as members.
     """
@@ -25,6 +26,7 @@ class GroupCut:
     after: int
     why: str | None
     members: tuple[str, ...]
+    each: int = 0
 
 
 @dataclass
@@ -33,7 +35,8 @@ class Shrunk(Reported):
 
     `groups`: one entry for each group that may be cut. `skipped`: what was left whole, and why. `moved`: groups that keep
     another number of units than their scores give them, and why. `cuts`: the cut as plain data. `totals`: sizes before and
-    after. `note`: what was reached, where whole units cannot meet the target. `errors`: the errors that `verify` measured.
+    after. `note`: what was reached, where whole units cannot meet the target, and the sizes of the inputs for which alone the
+    cut is exact. `errors`: the errors that `verify` measured.
     """
 
     recipe: str
@@ -65,11 +68,14 @@ class Shrunk(Reported):
         self.errors = found.groups
         return found
 
-    def undo_(self) -> None:
+    def undo_(self, model: nn.Module | None = None) -> None:
         """Give the model its original sizes and weights back, bit for bit. For `shrink_(..., keep_dense=True)`.
 
-        `shrink` returns a copy and leaves the model as it is, so there is nothing to undo.
+        `shrink` returns a copy and leaves the model as it is, so there is nothing to undo. `model` may be left out, as in the
+        `undo_` of every result.
         """
+        if model is not None and model is not self.small:
+            raise ValueError("this plan belongs to another model")
         if self.original is not None:
             raise ValueError("shrink made a copy, and the original is unchanged: use plan.original")
         if self.restore_ is None:
@@ -109,26 +115,42 @@ class Shrunk(Reported):
             state = "whole" if group.after == group.before else "exact" if group.why is None else "not exact"
             if group.name in self.errors:
                 state += f", error {self.errors[group.name]:.1e}"
-            rows.append((group.name, _short(group), f"{group.before:,}", f"{group.after:,}", state))
+            rows.append((group.name, _short(group), _one_unit(group), f"{group.before:,}", f"{group.after:,}", state))
         totals = [
-            (key, "", _number(before), _number(after), f"{after / before:.1%} remain" if before else "")
+            (key, "", "", _number(before), _number(after), f"{after / before:.1%} remain" if before else "")
             for key, (before, after) in self.totals.items()
         ]
         why = {g.name: g.why for g in self.groups if g.why is not None and g.after < g.before}
         notes = [
             *([self.note] if self.note else []),
             *notes_by_reason("not exact", why),
-            *notes_by_reason("moved", self.moved),
-            *notes_by_reason("left alone", self.skipped),
+            *notes_by_reason("another number of units kept", self.moved),
+            *notes_by_reason("skipped", self.skipped),
+            *([_LEGEND] if any(group.each for group in self.groups) else []),
         ]
-        header = ("group", "members", "units", "kept", "")
-        return Table(header, rows, totals, right=(2, 3), title=self.recipe, notes=notes)
+        header = ("group", "members", "one unit", "units", "kept", "")
+        return Table(header, rows, totals, right=(2, 3, 4), title=self.recipe, notes=notes)
 
     def __str__(self) -> str:
         return str(self._table())
 
     def _repr_html_(self) -> str:
-        return self._table().html(f"{len(self.skipped)} left alone")
+        return self._table().html(f"{len(self.skipped)} skipped")
+
+
+_LEGEND = (
+    "units are removed from all members of a group. A group is named after a tensor and an axis of it: fc.weight[0] are the "
+    "rows of fc.weight, and fc.weight[0]#2 the same rows divided in another way"
+)
+
+
+def _one_unit(group: GroupCut) -> str:
+    """What one unit is: entries of the axis after which its group is named, or a block."""
+    if not group.each:
+        return "1 block"
+    axis = group.name.rpartition("[")[2].partition("]")[0]
+    what = {"0": "row", "1": "column"}.get(axis, f"entry of axis {axis}")
+    return f"{group.each:,} {what if group.each == 1 else what.replace('entry', 'entries') + ('s' if axis in '01' else '')}"
 
 
 def _short(group: GroupCut) -> str:

@@ -35,7 +35,7 @@ class Verified:
     `groups` and `recut` are measured by `verify(groups=True)`. `groups`: the error of each group when it is cut alone (with the
     groups that its count is tied to). `recut`: the error of the same cut made again, without later changes such as a refit or
     training. Folded constants are rounded to the dtype of the model: the error of an exact cut is about 1e-8 in a float32 model
-    and 1e-16 in a float64 one.
+    and 1e-16 in a float64 one. `rounding` is the machine epsilon of that dtype.
     """
 
     max_error: float
@@ -44,9 +44,19 @@ class Verified:
     moved: bool = True
     dtype: str = "float64"
     note: str = ""
+    rounding: float = 0.0
+
+    @property
+    def exact(self) -> bool:
+        """True if the small model equals the masked one up to rounding: 16 times the machine epsilon of its weights."""
+        return self.max_error <= 16 * self.rounding
 
     def __str__(self) -> str:
-        text = f"max_error {self.max_error:.2e} in {self.dtype}"
+        verdict = "equals the masked one up to rounding" if self.exact else "differs from the masked one"
+        text = (
+            f"the small model {verdict}: max_error {self.max_error:.2e} of the largest output, in {self.dtype} (rounding of "
+            f"the weights: {self.rounding:.1e})"
+        )
         if self.recut is not None:
             worst = max(self.groups.items(), key=lambda item: item[1], default=("no group", 0.0))
             text += f" (the same cut made again: {self.recut:.2e}; worst group alone: {worst[0]}, {worst[1]:.2e})"
@@ -62,12 +72,17 @@ def verify(original: nn.Module, small: nn.Module, cuts: Cuts, inputs: Inputs, *,
     with without_caches(original, inputs), without_caches(small, inputs), Progress("verify"):
         try:
             with torch.autocast(device, enabled=False):  # autocast around this call would round
-                return _compare(original, small, cuts, inputs, groups, torch.float64)
+                found = _compare(original, small, cuts, inputs, groups, torch.float64)
+                return replace(found, rounding=_rounding(original))
         except Exception as error:
-            found = _compare(original, small, cuts, inputs, groups, None)
+            found = replace(_compare(original, small, cuts, inputs, groups, None), rounding=_rounding(original))
             dtype = str(next(original.parameters()).dtype).removeprefix("torch.")
             note = f"not in float64, where the model fails ({type(error).__name__}: {error})"
             return replace(found, dtype=dtype, note=f"{note}; {found.note}" if found.note else note)
+
+
+def _rounding(model: nn.Module) -> float:
+    return max((torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point()), default=0.0)
 
 
 def _compare(

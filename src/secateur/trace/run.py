@@ -153,10 +153,13 @@ def _run(
             enter(script_functions(tracer))
             enter(tracer)
             enter(SizeUseMode(tracer))
+            spaces = {name: dict(vars(module)) for name, module in model.named_modules()}
             result = model(*given, **named)
             after = states(model)
             held = owned_tensors(model)
-            tracer.record.changed |= {info.number for key, info in tracer.owned.items() if key not in held}
+            tracer.record.dropped = {info.number for key, info in tracer.owned.items() if key not in held}
+            tracer.record.changed |= tracer.record.dropped
+            tracer.record.counters = _changed_numbers(model, spaces)
             stack.pop_all().close()
         tracer.record.replaced = _replaced_states(tracer, states(model), after)
         _record_outputs(tracer, result, outputs)
@@ -164,6 +167,23 @@ def _run(
         journal.open = False
     buffers = {name for name, tensor in standing.owned.values() if not isinstance(tensor, nn.Parameter)}
     return _finish(model, tracer, journal, buffers, fake)
+
+
+def _changed_numbers(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The names of numbers that a run changed. Compares them as plain numbers, which records no comparison of sizes."""
+    found = []
+    for path, module in model.named_modules():
+        for name, new in vars(module).items():
+            old = before.get(path, {}).get(name)
+            if new is old or name == "training" or not isinstance(new, int | float) or not isinstance(old, int | float):
+                continue
+            if _plain(new) != _plain(old):
+                found.append(f"{path}.{name}".removeprefix("."))
+    return found
+
+
+def _plain(number: float) -> float:
+    return int.__add__(number, 0) if isinstance(number, int) else number
 
 
 def _copied_buffer(tensor: Tensor) -> Tensor:

@@ -117,6 +117,8 @@ class RunRecord:
     names: dict[int, str] = field(default_factory=dict)  # tensor number -> name, for the tensors that the model owns
     constants: dict[int, Tensor] = field(default_factory=dict)  # tensors that no module owns: constants of the code
     changed: set[int] = field(default_factory=set)  # the model's tensors that the run wrote to or replaced
+    dropped: set[int] = field(default_factory=set)  # those of them that the model no longer holds after the run
+    counters: list[str] = field(default_factory=list)  # numbers in attributes that the run changed
     non_floating: dict[int, torch.dtype] = field(default_factory=dict)  # dtypes of the tensors that are not floating point
     roles: dict[tuple[str, int], set[Role]] = field(default_factory=dict)  # (tensor, dim) -> roles
     size_uses: list[SizeUse] = field(default_factory=list)

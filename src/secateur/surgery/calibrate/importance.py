@@ -2,7 +2,7 @@
 whole.
 
 The weights of a unit are those that produce it (a row of a layer, a column of an embedding), or, where none does, all
-parameters that carry it.
+parameters that carry it. A criterion with input norms leaves out tables that no input is multiplied with (embeddings).
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ def unit_scores(
         for name, owner in ((name, owners[name]) for name in names)
     }
     with preserve_rng():
-        table = collect(model, list(targets.values()), by.needs, data, loss)
+        table = collect(model, list(targets.values()), by.needs, data, loss, unread=True)
+    read = {name for name, entry in table.items() if by.needs <= entry.keys()}
+    carrying = {group: [m for m in members if m.tensor in read] for group, members in carrying.items()}
     wanted: dict[str, set[int]] = {}
     for m in (m for members in carrying.values() for m in members):
         wanted.setdefault(m.tensor, set()).add(m.dim)
@@ -159,8 +161,14 @@ def unit_scores(
                 here = along >= 0
                 total.index_add_(0, along[here], sums[m.tensor, m.dim][here])
         scores[group] = _ranked(group, total)
-    left = {group: "no parameter carries these units" for group, members in carrying.items() if not members}
+    left = {group: _why_unscored(by, group, parameters) for group, members in carrying.items() if not members}
     return {g: s for g, s in scores.items() if g not in left}, left
+
+
+def _why_unscored(by: Criterion, group: Group, parameters: Mapping[str, Tensor]) -> str:
+    if not carriers(group, parameters):
+        return "no parameter carries these units"
+    return f"{by}: no input is multiplied with the weights that make these units"
 
 
 def _sums(by: Criterion, evidence: TensorEvidence, dims: set[int]) -> dict[int, Tensor]:

@@ -31,7 +31,7 @@ def propagate(trace: Trace, keep: Keep, weights: MaskedWeights, mixing: Mapping[
         if i in weights.idle:
             continue
         _draw(state, i, step)
-        if step.weights:
+        if step.weights and not any(map(state.starts_as_zeros, step.inputs)):
             memory.record(state, step, None)
             _sum_weights_away(state, i, step)
         elif not any(map(state.cut_atoms, (*step.inputs, *step.outs))):
@@ -41,7 +41,17 @@ def propagate(trace: Trace, keep: Keep, weights: MaskedWeights, mixing: Mapping[
             memory.record(state, step, made[0] if made else None)
             for number, value in zip(step.outs, made):
                 _settle(state, step, number, value)
+    _check_what_starts_as_zeros(state)
     return state.contributions
+
+
+def _check_what_starts_as_zeros(state: State) -> None:
+    """The next run finds what this one left: a tensor that was taken as zero has to be zero at the end too."""
+    for number in (number for number, zeros in state.started.items() if zeros):
+        for atom in state.cut_atoms(number):
+            if atom not in state.removed(number).zero:
+                why = f"what its removed units give is kept in {state.trace.names[number]} for the next run"
+                state.contributions.append(Contribution(len(state.trace.steps) - 1, atom, why))
 
 
 def _draw(state: State, i: int, step: Step) -> None:

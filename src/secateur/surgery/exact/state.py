@@ -26,6 +26,7 @@ class State:
         self.found: dict[int, RemovedValue] = {}
         self.contributions: list[Contribution] = []
         self.written: set[int] = set()  # tensors whose memory was written to under another name
+        self.started: dict[int, bool] = {}  # tensors that the run writes to -> whether removed units are zero before it
         self.zero_stays: dict[Any, bool] = {}
         self._cut: dict[int, dict[Atom, list[int]]] = {}
 
@@ -55,9 +56,22 @@ class State:
         """What the removed units of a tensor hold."""
         if number not in self.found and self.weights.made_of_weights(number):
             self.found[number] = self._of_weights(number)
+        if number not in self.found and self.starts_as_zeros(number):
+            self.found[number] = RemovedValue(frozenset(self.cut_atoms(number)))
         if number not in self.found:
             return RemovedValue(varies=dict.fromkeys(self.cut_atoms(number), self._source(number)))
         return self.found[number]
+
+    def starts_as_zeros(self, number: int) -> bool:
+        """Whether a tensor that the run writes to (a cache of keys and values) has zeros at all removed units before it."""
+        record, cut = self.trace.record, self.cut_atoms(number)
+        if number not in record.changed or number in record.dropped or not cut:
+            return False
+        if number not in self.started:
+            at = [(d, self.indices(number, d, a)) for a, dims in cut.items() for d in dims]
+            zeros = (gone is not None and not bool(self.weights.part(number, {d: gone}).any()) for d, gone in at)
+            self.started[number] = all(zeros)
+        return self.started[number]
 
     def _source(self, number: int) -> str:
         """Why the values of a tensor that no step of the propagation produced are not known."""

@@ -1,0 +1,217 @@
+"""Opens the model that a user named, and saves it: Hugging Face folders, factories, weight files and folders of secateur."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor, nn
+
+from .. import io
+from .._tree import nearest
+from ..edit import Arguments, Step, record_of
+from .running import Failure
+
+_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model", "preprocessor_config.json")
+
+
+@dataclass
+class Source:
+    """An opened model. `model` is a mapping of names to tensors if the file does not say how to build the module."""
+
+    name: str
+    model: nn.Module | dict[str, Tensor]
+    path: Path | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The module. Raises for weights alone."""
+        if isinstance(self.model, nn.Module):
+            return self.model
+        raise click.UsageError(
+            f"{self.name} holds weights alone, and this command runs the model; give module:factory as MODEL, and this path "
+            "as --checkpoint"
+        )
+
+    def record(self) -> list[tuple[Step, Arguments]]:
+        """What was done to the model."""
+        if isinstance(self.model, nn.Module):
+            return record_of(self.model)
+        return io.record_in(self.path) if self.path is not None and _is_ours(self.path) else []
+
+
+def open_model(name: str, checkpoint: str | None = None) -> Source:
+    """Opens what MODEL and --checkpoint name. Modules are in evaluation mode."""
+    path = Path(name)
+    if not path.exists():
+        if ":" not in name:
+            raise click.UsageError(f"{name}: no such file or folder, and not of the form module:factory")
+        model = called(name, "a model")
+        if not isinstance(model, nn.Module):
+            raise Failure(f"{name} returned {type(model).__name__}; expected a torch.nn.Module")
+        return Source(name, _filled(model, checkpoint).eval())
+    if checkpoint is not None:
+        raise click.UsageError("--checkpoint goes with module:factory; a folder or file holds its weights itself")
+    if path.is_dir():
+        return _folder(name, path)
+    return Source(name, _tensors(path), path)
+
+
+# --- objects of the user's code -----------------------------------------------------------------------------------------
+
+
+def called(name: str, what: str) -> Any:
+    """The object that module:name means; a function or class is called without arguments."""
+    found = imported(name, what)
+    if isinstance(found, nn.Module) or not callable(found):
+        return found
+    try:
+        return found()
+    except Exception as error:
+        raise Failure(f"{name}() raised {type(error).__name__}: {error}") from error
+
+
+def imported(name: str, what: str) -> Any:
+    """The object that module:name means, as it is."""
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise click.UsageError(f"{name!r}: expected {what} as module:name")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:
+        raise Failure(f"the module {module} does not import: {type(error).__name__}: {error}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise Failure(f"{module} has no {attribute!r}.{nearest(part, [n for n in dir(found) if n[:1] != '_'])}")
+        found = getattr(found, part)
+    return found
+
+
+# --- folders and files --------------------------------------------------------------------------------------------------
+
+
+def _is_ours(path: Path) -> bool:
+    return (path / io.MANIFEST).is_file()
+
+
+def _folder(name: str, path: Path) -> Source:
+    config = path / "config.json"
+    if config.is_file():
+        model = _from_transformers(path, config, empty=_is_ours(path))
+        return Source(name, (io.load(path, into=model) if _is_ours(path) else model).eval(), path)
+    if _is_ours(path):
+        return Source(name, io.dense_state_dict(path), path)
+    raise Failure(f"{name} holds neither config.json (Hugging Face) nor {io.MANIFEST} (secateur)")
+
+
+def _from_transformers(path: Path, config: Path, *, empty: bool) -> nn.Module:
+    """The model that a Hugging Face folder describes, with its weights, or with random ones if `empty`."""
+    try:
+        import transformers
+    except ImportError:
+        raise Failure(f"{path} is a Hugging Face folder; install transformers to open it") from None
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    named = (json.loads(config.read_text(encoding="utf-8")).get("architectures") or [""])[0]
+    kind: Any = getattr(transformers, named, None) or transformers.AutoModel
+    if empty:
+        return kind._from_config(transformers.AutoConfig.from_pretrained(path))
+    return kind.from_pretrained(path, local_files_only=True)
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors in a .safetensors file, or in a file that torch.save wrote, which is read without running code."""
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return io.dense_state_dict(load_file(path))
+        except SafetensorError as error:
+            raise Failure(f"{path} is not a safetensors file: {error}") from None
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        first = str(error).partition("\n")[0][:160]
+        raise Failure(f"{path} is no file of tensors that torch.load(weights_only=True) reads: {first}") from None
+    for key in ("state_dict", "model", "model_state_dict"):
+        if isinstance(data, Mapping) and isinstance(data.get(key), Mapping):
+            data = data[key]
+    if not isinstance(data, Mapping) or not all(isinstance(tensor, Tensor) for tensor in data.values()):
+        raise Failure(f"{path} holds {type(data).__name__}; expected a mapping of names to tensors (a state dict)")
+    return dict(data)
+
+
+def _filled(model: nn.Module, checkpoint: str | None) -> nn.Module:
+    if checkpoint is None:
+        return model
+    path = Path(checkpoint)
+    if not path.exists():
+        raise click.UsageError(f"{checkpoint}: no such file or folder")
+    if path.is_dir():
+        return io.load(path, into=model)
+    try:
+        model.load_state_dict(_tensors(path))
+    except RuntimeError as error:
+        first = [line.strip() for line in str(error).splitlines()[1:3]]
+        raise Failure(f"{checkpoint} does not fit the model: {' '.join(first)[:300]}") from None
+    return model
+
+
+# --- saving -------------------------------------------------------------------------------------------------------------
+
+
+def check_output(output: str | None, force: bool, source: Source) -> Path:
+    """The path to write to. Raises before any work is done if it cannot be written."""
+    if output is None:
+        raise click.UsageError("--output (-o) is missing: where to write the model; or --dry-run")
+    path = Path(output)
+    if path.exists() and not force and (path.is_file() or any(path.iterdir())):
+        raise click.UsageError(f"{output} exists; --force replaces it")
+    if source.path is not None and path.exists() and path.samefile(source.path):
+        raise click.UsageError(f"{output} is the model itself; write to another place")
+    if isinstance(source.model, dict) != (path.suffix == ".safetensors"):
+        kind = "a .safetensors file" if isinstance(source.model, dict) else "a folder"
+        raise click.UsageError(f"{output}: {source.name} is saved as {kind}")
+    above = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not os.access(above, os.W_OK):
+        raise Failure(f"{above}: the folder is read-only, so {output} cannot be written")
+    return path
+
+
+def save(source: Source, model: nn.Module | dict[str, Tensor], path: Path) -> dict[str, Any]:
+    """Writes the model completely or not at all. Returns what the manifest says about it."""
+    if isinstance(model, nn.Module):
+        return _save_folder(source, model, path)
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with io.replaced(path) as beside:
+        save_file({name: tensor.contiguous() for name, tensor in model.items()}, beside)
+    return {}
+
+
+def _save_folder(source: Source, model: nn.Module, path: Path) -> dict[str, Any]:
+    new = not path.exists()
+    try:
+        said = io.save(model, path)
+    except BaseException:
+        if new and path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+        raise
+    if said.get("from_pretrained") is True and source.path is not None:
+        for file in {file for glob in _TOKENIZER for file in source.path.glob(glob) if file.suffix != ".safetensors"}:
+            with io.replaced(path / file.name) as beside:
+                shutil.copyfile(file, beside)
+    return said

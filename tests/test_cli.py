@@ -1,0 +1,447 @@
+"""The command `secateur`: sources of models and data, JSON, exit codes, errors in one line, files written whole."""
+
+import errno
+import json
+import os
+import re
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+import secateur as sc
+from secateur.cli import main
+
+NETS = '''
+import time
+from pathlib import Path
+import torch
+from torch import nn
+
+def net():
+    torch.manual_seed(0)
+    features = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(*features, nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+def batches():
+    torch.manual_seed(1)
+    return [(torch.randn(4, 3, 8, 8), torch.randint(4, (4,))) for _ in range(3)]
+
+def narrow():
+    return [torch.randn(4, 2, 8, 8)]
+
+def inputs():
+    return torch.randn(2, 3, 8, 8)
+
+def fails():
+    raise RuntimeError("no weights here")
+
+def share(model):
+    return float((model[4].weight == 0).float().mean())
+
+class Slow(nn.Sequential):
+    """Takes its time when it is saved."""
+    def state_dict(self, *args, **kwargs):
+        Path("saving").touch()
+        time.sleep(20)
+        return super().state_dict(*args, **kwargs)
+
+def slow():
+    return Slow(nn.Linear(64, 64))
+'''
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with the module `cli_nets`, which is the current folder."""
+    (tmp_path / "cli_nets.py").write_text(NETS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    yield tmp_path
+    sys.modules.pop("cli_nets", None)
+
+
+def run(*words, code=0):
+    """Runs a command in this process. Returns its standard output, or its standard error if it fails."""
+    result = CliRunner().invoke(main, [part for word in words for part in shlex.split(str(word))])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result.stdout if code == 0 else result.stderr
+
+
+def answer(*words):
+    return json.loads(run(*words, "--json"))
+
+
+def start(*words, **options):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "secateur", *map(str, words)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options)
+
+
+def build():
+    import cli_nets
+
+    return cli_nets.net().eval()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A tiny Hugging Face folder with a tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = {word: i for i, word in enumerate(["[UNK]", *"abcdefghijklmnopqrstuvwxyz"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
+    return folder
+
+
+# --- help, exit codes, speed ----------------------------------------------------------------------------------------------
+
+
+def test_help_is_quick_and_imports_no_torch(here):
+    """Processor time, which other programs on the machine do not change."""
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        process = start("--help")
+        out, _ = process.communicate()
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert process.returncode == 0
+        assert "inspect" in out
+    assert min(seconds) < 0.3
+    call = "main(['prune', '--help'], standalone_mode=False)"
+    code = f"import sys; from secateur.cli import main; {call}; print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.endswith("False\n")
+
+
+def test_exit_codes_of_the_real_program(here):
+    codes = {}
+    for words in (["recipes", "check", "wanda-2-4"], ["inspect", "cli_nets:fails"], ["prun"], ["inspect", "nowhere"]):
+        process = start(*words)
+        _, err = process.communicate()
+        codes[words[-1]] = process.returncode
+        assert "Traceback" not in err
+    assert codes == {"wanda-2-4": 0, "cli_nets:fails": 1, "prun": 2, "nowhere": 2}
+
+
+def test_every_command_has_help():
+    for name, command in main.commands.items():
+        assert run(name, "--help")
+        for inner in getattr(command, "commands", {}):
+            assert run(name, inner, "--help")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(shell):
+    assert "_SECATEUR_COMPLETE" in run("completion", shell)
+
+
+def test_the_package_declares_the_program():
+    import tomllib
+
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"secateur": "secateur.cli:main"}
+
+
+# --- inspect --------------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_says_what_can_be_pruned_and_why_not(here):
+    text = run("inspect cli_nets:net --all")
+    assert "4.weight  Linear  16x8" in text
+    assert "not pruned by default, 3: a vector" in text
+    found = answer("inspect cli_nets:net")
+    assert [layer["name"] for layer in found["layers"]] == ["0.weight", "4.weight", "6.weight"]
+    assert found["parameters"] == sum(p.numel() for p in build().parameters())
+
+
+def test_inspect_measures_time_on_inputs(here):
+    assert answer("inspect cli_nets:net --bench --inputs 1x3x8x8")["time"]["median"] > 0
+    assert "--inputs" in run("inspect cli_nets:net --bench", code=2)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt", "ckpt"])
+def test_inspect_reads_weight_files(here, suffix):
+    state, file = build().state_dict(), here / f"weights.{suffix}"
+    save_file(state, file) if suffix == "safetensors" else torch.save(state if suffix == "pt" else {"state_dict": state}, file)
+    found = answer("inspect", file)
+    assert [layer["shape"] for layer in found["layers"]] == [[8, 3, 3, 3], [16, 8], [4, 16]]
+    assert found["bytes_on_disk"] == file.stat().st_size
+
+
+def test_inspect_reads_our_folders_with_and_without_the_model(here):
+    model = build()
+    sc.prune_(model, pattern="2:4", include="4")
+    sc.save(model, here / "ours")
+    for words in (["ours"], ["cli_nets:net", "--checkpoint", "ours"]):
+        found = answer("inspect", *words)
+        assert found["layers"][1]["pattern"] == "2:4"
+        assert found["history"][0][0] == "prune"
+
+
+# --- prune, shrink, compress, recipes, bench ------------------------------------------------------------------------------
+
+
+def test_prune_does_what_prune_does(here):
+    found = answer("prune cli_nets:net --sparsity 0.5 --criterion wanda --scope row --data cli_nets:batches -o out")
+    import cli_nets
+
+    model = build()
+    sc.prune_(model, sc.wanda, sparsity=0.5, scope="row", data=cli_nets.batches())
+    made = sc.load("out", build)
+    assert all(map(torch.equal, made.state_dict().values(), model.state_dict().values()))
+    assert found["results"][0]["sparsity"] == pytest.approx(0.5, abs=0.02)
+    assert found["output"] == "out"
+    assert sc.Recipe.load("out") == sc.Recipe.of(model)
+
+
+def test_other_arguments_are_set_by_name(here):
+    found = answer("prune cli_nets:net --set count=2 --set pattern=out --include 4 -o out")
+    assert found["recipe"]["stages"] == [{"prune": {"include": ["4"], "count": 2, "pattern": "out"}}]
+    assert int((sc.load("out", build)[4].weight == 0).all(1).sum()) == 2
+
+
+def test_evaluate_is_called_before_and_after(here):
+    found = answer("prune cli_nets:net --sparsity 0.5 --evaluate cli_nets:share --dry-run")
+    assert found["evaluate"] == {"before": 0.0, "after": 0.5}
+    assert "output" not in found
+
+
+def test_shrink_and_compress(here):
+    run("shrink cli_nets:net --channels 0.5 --set scope=tensor --inputs 1x3x8x8 -o small")
+    assert sc.load("small", build)[4].weight.shape == (8, 4)
+    run("prune cli_nets:net --checkpoint small --sparsity 0.9 -o sparse")
+    found = answer("compress cli_nets:net --checkpoint sparse --objective size --inputs cli_nets:inputs -o packed")
+    assert [stage for each in sc.Recipe.load("packed").to_dict()["stages"] for stage in each] == ["shrink", "prune", "compress"]
+    assert found["results"][0]["objective"] == "size"
+    times = answer("bench cli_nets:net cli_nets:net --inputs 1x3x8x8 --seconds 0.01")["seconds"]
+    assert list(times) == ["cli_nets:net (1)", "cli_nets:net (2)"]
+
+
+def test_recipes_are_listed_shown_checked_and_run(here):
+    assert set(answer("recipes list")["recipes"]) >= {"wanda-2-4", "magnitude-80"}
+    assert "pattern: '2:4'" in run("recipes show wanda-2-4")
+    run("recipes show magnitude-80 -o mine.yaml")
+    assert "no mistakes" in run("recipes check mine.yaml")
+    run("recipes run mine.yaml cli_nets:net -o out")
+    assert sc.Recipe.load("out") == sc.Recipe.load("mine.yaml")
+    assert "criterion: magnitude" in run("recipes show out")
+    Path("mine.yaml").write_text("version: 1\nstages: [{prune: {sparsty: 1}}]")
+    assert "mine.yaml: stages[0].prune.sparsty: unknown field" in run("recipes check mine.yaml", code=1)
+
+
+def test_a_weight_file_is_pruned_to_a_weight_file(here):
+    save_file(build().state_dict(), "weights.safetensors")
+    run("prune weights.safetensors --sparsity 0.5 --include *.weight -o sparse.safetensors")
+    assert float((load_file("sparse.safetensors")["4.weight"] == 0).float().mean()) == 0.5
+    assert "name the tensors to prune in include=" in run(
+        "prune", "weights.safetensors", "--sparsity", 0.5, "-o", "x.safetensors", code=1
+    )
+    assert "weights alone" in run(
+        "shrink", "weights.safetensors", "--channels", 0.5, "--inputs", "1x8", "-o", "x.safetensors", code=2
+    )
+
+
+def test_hugging_face_folders_with_a_text_file(here, llama):
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    Path("text.txt").write_text("a b c d e f g h i j k l m n o p " * 40)
+    words = "--data text.txt --length 16 --batch-size 4 --batches 3"
+    found = answer("prune", llama, "--pattern", "2:4", "--criterion", "wanda", words, "-o", "out")
+    assert found["from_pretrained"] is True
+    again = LlamaForCausalLM.from_pretrained("out")
+    assert float((again.model.layers[0].mlp.up_proj.weight == 0).float().mean()) == 0.5
+    assert AutoTokenizer.from_pretrained("out")("a b")["input_ids"] == [1, 2]
+    small = answer("shrink out --channels 0.5 --set scope=tensor --exclude *self_attn* --inputs 1x8 -o small")
+    assert [stage for each in sc.Recipe.load("small").to_dict()["stages"] for stage in each] == ["prune", "shrink"]
+    assert small["results"][0]["totals"]["params"][1] < small["results"][0]["totals"]["params"][0]
+    assert answer("inspect small")["layers"]
+
+
+def test_a_folder_of_images(here):
+    from PIL import Image
+
+    for kind in ("cats", "dogs"):
+        (here / "images" / kind).mkdir(parents=True)
+        for i in range(3):
+            Image.new("RGB", (20, 10), (40 * i, 90, 10)).save(here / "images" / kind / f"{i}.png")
+    words = "--data images --size 8x8 --batch-size 2"
+    found = answer("prune cli_nets:net --criterion taylor --loss cross_entropy --sparsity 0.5 -o out", words)
+    assert found["results"][0]["sparsity"] == pytest.approx(0.5, abs=0.02)
+    (here / "empty").mkdir()
+    assert "holds no image" in run("prune cli_nets:net --sparsity 0.5 --data empty -o x", code=1)
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "command-line.md"
+
+
+def test_commands_of_the_page_run_and_print_what_it_shows(here):
+    text = PAGE.read_text(encoding="utf-8")
+    (here / "nets.py").write_text(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0])
+    blocks = re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    try:
+        for block in blocks:
+            for command, shown in re.findall(r"^\$ secateur (.*)\n((?:[^$].*\n)*)", block, re.MULTILINE):
+                printed = run(command)
+                assert not shown or printed == shown
+    finally:
+        sys.modules.pop("nets", None)
+    assert sum(block.count("$ secateur") for block in blocks) >= 10
+    assert (here / "again" / "secateur.json").exists()
+
+
+# --- mistakes: one clear line ----------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "missing file": (["inspect", "nowhere.pt"], 2, "nowhere.pt: no such file or folder, and not of the form module:factory"),
+    "missing module": (["inspect", "no_such_module:net"], 1, "the module no_such_module does not import: ModuleNotFoundError"),
+    "missing factory": (["inspect", "cli_nets:nett"], 1, "cli_nets has no 'nett'. Did you mean 'net'"),
+    "factory fails": (["inspect", "cli_nets:fails"], 1, "cli_nets:fails() raised RuntimeError: no weights here"),
+    "not a model": (["inspect", "cli_nets:inputs"], 1, "returned Tensor; expected a torch.nn.Module"),
+    "missing checkpoint": (["inspect", "cli_nets:net", "--checkpoint", "gone"], 2, "gone: no such file or folder"),
+    "typo of an option": (["prune", "cli_nets:net", "--sparsty", "0.5"], 2, "--sparsity"),
+    "typo of a value": (["prune", "cli_nets:net", "--sparsity", "half"], 2, "is not a valid float"),
+    "typo of a criterion": (
+        ["prune", "cli_nets:net", "--sparsity", "0.5", "--criterion", "wandaa", "-o", "x"],
+        2,
+        "Did you mean 'wanda'",
+    ),
+    "typo of an argument": (["prune", "cli_nets:net", "--set", "flor=0.1", "-o", "x"], 2, "Did you mean 'floor'"),
+    "no budget": (["prune", "cli_nets:net", "-o", "x"], 2, "say how much to prune"),
+    "no output": (["prune", "cli_nets:net", "--sparsity", "0.5"], 2, "--output"),
+    "no inputs": (["shrink", "cli_nets:net", "--channels", "0.5", "-o", "x"], 2, "pass --inputs with a shape"),
+    "inputs of the wrong shape": (
+        ["shrink", "cli_nets:net", "--channels", "0.5", "--inputs", "1x5x8x8", "-o", "x"],
+        1,
+        "the model does not run on 1x5x8x8 (float32 1x5x8x8): Given groups=1",
+    ),
+    "data of the wrong shape": (
+        ["prune", "cli_nets:net", "--sparsity", "0.5", "--data", "cli_nets:narrow", "-o", "x"],
+        1,
+        "the model does not run on cli_nets:narrow (float32 4x2x8x8)",
+    ),
+    "no data": (["prune", "cli_nets:net", "--sparsity", "0.5", "--criterion", "wanda", "-o", "x"], 1, "data="),
+    "missing data": (
+        ["prune", "cli_nets:net", "--sparsity", "0.5", "--data", "gone", "-o", "x"],
+        2,
+        "gone: no such file or folder",
+    ),
+    "a text file without a tokenizer": (
+        ["prune", "cli_nets:net", "--sparsity", "0.5", "--data", "cli_nets.py", "-o", "x"],
+        2,
+        "needs --tokenizer",
+    ),
+    "unknown recipe": (["recipes", "show", "wanda-24"], 1, "Did you mean 'wanda-2-4'"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_answered_in_one_line(here, name):
+    words, code, message = MISTAKES[name]
+    err = run(*words, code=code)
+    assert message in err
+    if code == 1:
+        assert err.count("\n") == 1
+        assert err.startswith("secateur: ")
+    assert not (here / "x").exists()
+
+
+def test_errors_are_json_too(here):
+    result = CliRunner().invoke(main, ["inspect", "cli_nets:fails", "--json"])
+    assert json.loads(result.stdout) == {"error": "cli_nets:fails() raised RuntimeError: no weights here"}
+    assert result.exit_code == 1
+
+
+def test_files_that_are_no_models(here):
+    Path("text.pt").write_text("hello")
+    assert "is no file of tensors" in run("inspect text.pt", code=1)
+    Path("text.safetensors").write_text("hello")
+    assert "is not a safetensors file" in run("inspect text.safetensors", code=1)
+    Path("folder").mkdir()
+    assert "holds neither config.json" in run("inspect folder", code=1)
+    torch.save({"state_dict": {"other.weight": torch.zeros(2, 2)}}, "other.pt")
+    assert "does not fit the model: Missing key" in run("inspect cli_nets:net --checkpoint other.pt", code=1)
+
+
+def test_an_output_that_exists_is_kept_unless_forced(here):
+    words = ("prune", "cli_nets:net", "--sparsity", 0.5, "-o", "out")
+    run(*words)
+    assert "out exists; --force replaces it" in run(*words, code=2)
+    run(*words, "--force")
+    save_file(build().state_dict(), "weights.safetensors")
+    itself = ("prune", "weights.safetensors", "--sparsity", 0.5, "--include", "*", "--force", "-o", "weights.safetensors")
+    assert "is the model itself" in run(*itself, code=2)
+
+
+# --- files are written whole, or not at all --------------------------------------------------------------------------------
+
+
+def test_an_interrupt_leaves_no_files(here):
+    process = start("prune", "cli_nets:slow", "--sparsity", 0.5, "-o", "out", cwd=here)
+    for _ in range(1200):
+        if (here / "saving").exists() or process.poll() is not None:
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert err == "secateur: interrupted; nothing was written\n"
+    assert not (here / "out").exists()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A function that mounts a small file system in a folder."""
+    made = []
+
+    def mount(options):
+        folder = tmp_path / f"disk{len(made)}"
+        folder.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], capture_output=True, check=False).returncode:
+            pytest.skip("mounting a file system needs root")
+        made.append(folder)
+        return folder
+
+    yield mount
+    for folder in made:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_is_named_and_nothing_stays_there(here, disk):
+    folder = disk("size=4k")
+    err = run("prune", "cli_nets:net", "--sparsity", 0.5, "-o", folder / "out", code=1)
+    assert "the disk is full" in err
+    assert err.count("\n") == 1
+    assert not list(folder.iterdir())
+
+
+def test_a_read_only_folder_is_named_before_any_work(here, disk):
+    folder = disk("size=1m,ro")
+    err = run("prune", "cli_nets:net", "--sparsity", 0.5, "-o", folder / "out", code=1)
+    assert "read-only" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("number", "words"), [(errno.ENOSPC, "the disk is full"), (errno.EACCES, "permission denied")])
+def test_errors_of_the_system_name_the_file(number, words):
+    from secateur.cli.running import one_line
+
+    assert one_line(OSError(number, os.strerror(number), "some/file")) == f"some/file: {words}"
