@@ -7,6 +7,7 @@ cost at run time. The groups are those that `shrink` cuts: `trace` finds them, a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -64,14 +65,28 @@ class Reordering:
 
     def apply_(self, model: nn.Module) -> Reordering:
         """Permutes the tensors of the model in place, all of them or none."""
-        move_(model, [order.indices for order in self.orders])
+        self.move_(model)
         record_(model, ("reorder", self.recipe))
         return self
 
     def undo_(self, model: nn.Module) -> None:
         """Puts the channels back into their old order, bit for bit."""
-        move_(model, [order.inverse for order in reversed(self.orders)])
+        self.move_(model, back=True)
         forget_(model, ("reorder", self.recipe))
+
+    def move_(self, model: nn.Module, *, back: bool = False) -> None:
+        """Permutes the tensors of the model, or with `back` restores their order. The record of the model does not change."""
+        indices = [order.inverse for order in reversed(self.orders)] if back else [order.indices for order in self.orders]
+        move_(model, indices)
+
+    @contextlib.contextmanager
+    def moved(self, model: nn.Module) -> Iterator[None]:
+        """Gives the model the new order inside the context."""
+        self.move_(model)
+        try:
+            yield
+        finally:
+            self.move_(model, back=True)
 
     def of(self, measured: Curvature, found: Iterable[Target]) -> Curvature:
         """The curvature of the reordered model, from that of the model before."""
