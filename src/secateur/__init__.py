@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from .summaries import summary
     from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
     from .targeting import targets
+    from .tuning import search, sensitivity
 
 __all__ = [
     "Criterion",
@@ -98,6 +99,8 @@ __all__ = [
     "report",
     "ria",
     "save",
+    "search",
+    "sensitivity",
     "set_progress",
     "shrink",
     "shrink_",
@@ -136,6 +139,7 @@ _HOMES = {
     "summaries": "summary",
     "surgery": "activation_variance bn_scale fpgm reconstruction shrink shrink_",
     "targeting": "targets",
+    "tuning": "search sensitivity",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 _MODULES = ("layers", "methods", "ops")  # public modules
