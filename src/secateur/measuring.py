@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +56,19 @@ def find_order(
         return find_orders(model, recipe.pattern, data=data, include=names, curvature=measured or "none"), {}
     except (ValueError, TypeError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
         return None, {"order of channels": f"stays as it is, because the model cannot be traced: {error}"}
+
+
+@contextlib.contextmanager
+def reordered(model: nn.Module, order: Reordering | None) -> Iterator[None]:
+    """Gives the model another order of channels inside the context."""
+    if order is None:
+        yield
+        return
+    order.move_(model)
+    try:
+        yield
+    finally:
+        order.move_(model, back=True)
 
 
 def with_curves(recipe: Settings, found: Sequence[Target], measured: Curvature | None, step: int) -> Settings:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -25,7 +24,7 @@ from .curvature import Curvature
 from .display import Reported, Table, format_seconds, notes_by_reason
 from .edit import UNKNOWN, Arguments, forget_, record_
 from .masks import Masks
-from .measuring import find_order, measure, measures, with_curves
+from .measuring import find_order, measure, measures, reordered, with_curves
 from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, solve_checked, write_
 from .patterns import Pattern
 from .reorder import Reordering
@@ -282,7 +281,7 @@ def plan(
         data = list(data)  # it is run through more than once
     measured = measure(model, recipe, found, data, loss)
     order, notes = find_order(model, recipe, found, data, measured)
-    with order.moved(model) if order else contextlib.nullcontext():
+    with reordered(model, order):
         if order and measured:
             measured = order.of(measured, found)
         table = collect(model, found, once, data, loss)

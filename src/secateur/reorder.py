@@ -7,7 +7,6 @@ cost at run time. The groups are those that `shrink` cuts: `trace` finds them, a
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -78,15 +77,6 @@ class Reordering:
         """Permutes the tensors of the model, or with `back` restores their order. The record of the model does not change."""
         indices = [order.inverse for order in reversed(self.orders)] if back else [order.indices for order in self.orders]
         move_(model, indices)
-
-    @contextlib.contextmanager
-    def moved(self, model: nn.Module) -> Iterator[None]:
-        """Gives the model the new order inside the context."""
-        self.move_(model)
-        try:
-            yield
-        finally:
-            self.move_(model, back=True)
 
     def of(self, measured: Curvature, found: Iterable[Target]) -> Curvature:
         """The curvature of the reordered model, from that of the model before."""
