@@ -77,7 +77,9 @@ class Settings:
                 f"{how} chooses weights by itself and would not use the criterion {by}; drop one of them, or let "
                 'the criterion spread the budget over layers with scope="global" or spread='
             )
-        made = Settings(by, shape, scope or "tensor", sparsity, count, spread, how, _checked_floor(floor))
+        own = spread is None and sparsity is not None and scope != "global" and not shape.keep
+        shares = how.spread if own else spread
+        made = Settings(by, shape, scope or "tensor", sparsity, count, shares, how, _checked_floor(floor))
         made._check_reach()
         how.check(made.pattern, made.scope, made.scheduled)
         return made
