@@ -33,6 +33,8 @@ if TYPE_CHECKING:
         weight,
     )
     from .execute import bench, compress_, decompress_
+    from .integrations.adapters import merge_lora_
+    from .integrations.onnx import to_onnx
     from .io import dense_state_dict, load, save
     from .masks import Masks
     from .patterns import Pattern
@@ -80,6 +82,7 @@ __all__ = [
     "linear_grad",
     "load",
     "magnitude",
+    "merge_lora_",
     "methods",
     "movement",
     "one_shot",
@@ -100,6 +103,7 @@ __all__ = [
     "synflow",
     "targets",
     "taylor",
+    "to_onnx",
     "uniform",
     "wanda",
     "weight",
@@ -112,6 +116,8 @@ _HOMES = {
     "criteria": "Criterion criterion fisher grad grad_square input_norm lamp linear_grad magnitude movement random ria snip "
     "synflow taylor wanda weight",
     "execute": "bench compress_ decompress_",
+    "integrations.adapters": "merge_lora_",
+    "integrations.onnx": "to_onnx",
     "io": "dense_state_dict load save",
     "masks": "Masks",
     "patterns": "Pattern",

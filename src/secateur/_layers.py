@@ -50,6 +50,16 @@ def is_kind(layer: nn.Module | type[nn.Module], kinds: Iterable[Kind]) -> bool:
     )
 
 
+def adapter_parameters(model: nn.Module) -> set[int]:
+    """The ids of the parameters of adapters (LoRA and others of PEFT), whose layers list them in `adapter_layer_names`."""
+    found: set[int] = set()
+    for module in model.modules():
+        for name in getattr(module, "adapter_layer_names", ()):
+            adapter = getattr(module, name, None)
+            found |= {id(parameter) for parameter in adapter.parameters()} if isinstance(adapter, nn.Module) else set()
+    return found
+
+
 def input_first(*types: type[nn.Module]) -> None:
     """Declares that these layer types store their weight as (in, out, ...), like `nn.ConvTranspose2d`.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def read_call(text: str, known: Mapping[str, Callable[..., Any]]) -> Any:
-    """Calls the function of this name with the arguments in the text: numbers, strings, None, booleans, and further calls.
+    """Calls the function of this name with the arguments in the text: numbers, strings, None, booleans, tuples, and calls.
 
     Raises ValueError for anything else.
     """
@@ -27,4 +27,6 @@ def _value(node: ast.expr, known: Mapping[str, Callable[..., Any]]) -> Any:
             return value
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
             return -number
+        case ast.Tuple(elts=items):
+            return tuple(_value(item, known) for item in items)
     raise ValueError(f"{ast.unparse(node)!r} is neither a plain value nor a call of {', '.join(known)}")

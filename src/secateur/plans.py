@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +20,8 @@ from ._tree import Prunable, as_module, bare_name, check_unpacked, slots
 from .arguments import plain_arguments
 from .budgets import Spread
 from .criteria import Criterion, magnitude
-from .display import Reported, Table, notes_by_reason
+from .curvature import curvature
+from .display import Reported, Table, format_seconds, notes_by_reason
 from .edit import UNKNOWN, Arguments, forget_, record_
 from .masks import Masks
 from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, solve_checked, write_
@@ -47,10 +49,31 @@ class Layer:
         return 1 - self.kept / self.total
 
 
+@dataclass(frozen=True)
+class Solved:
+    """How a method that measures its errors solved one layer.
+
+    `asked` is the sparsity that was asked for, None for a number of units. `before` and `error` are the errors of the layer's
+    outputs with the mask alone and with the new weights, relative to the outputs. `tokens` is the number of inputs behind
+    them, `stage` the place of the layer in its block, counted from 0, and `seconds` the time that solving took.
+    """
+
+    asked: float | None
+    before: float
+    error: float
+    seconds: float
+    tokens: int | None = None
+    stage: int | None = None
+
+
 @dataclass
 class Plan(Reported):
     """What pruning does to a model: `masks` (True = kept), new values for the kept weights where the method gives them
-    (`weights`), and what was skipped, with the reason. `print` shows a table."""
+    (`weights`), and what was skipped, with the reason. `print` shows a table.
+
+    `solved` says how each layer was solved, for methods that measure their errors, and `notes` what was done differently for a
+    layer or a block, and why.
+    """
 
     masks: Masks
     skipped: dict[str, str]
@@ -58,6 +81,8 @@ class Plan(Reported):
     dense: dict[str, Tensor] = field(default_factory=dict, repr=False)
     weights: dict[str, Tensor] = field(default_factory=dict, repr=False)
     arguments: Arguments = field(default=UNKNOWN, repr=False, compare=False)  # for `Recipe`: of the call that made the plan
+    solved: dict[str, Solved] = field(default_factory=dict, repr=False, compare=False)
+    notes: dict[str, str] = field(default_factory=dict, repr=False)
     _changed: Prunable | None = field(default=None, init=False, repr=False, compare=False)  # the model that `undo_` restores
 
     def apply_(self, model: Prunable, *, keep_dense: bool = False) -> Plan:
@@ -160,34 +185,50 @@ class Plan(Reported):
             "skipped": len(self.skipped),
             "rewritten": len(self.weights),
             **{f"sparsity/{layer.name}": layer.sparsity for layer in layers},
+            **{f"error/{name}": one.error for name, one in self.solved.items()},
         }
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the tensors, as plain values that JSON can hold."""
         layers = {one.name: {"kept": one.kept, "total": one.total, "sparsity": one.sparsity} for one in self.layers}
         totals = {key: value for key, value in self.metrics().items() if "/" not in key}
-        return {"recipe": self.recipe, **totals, "layers": layers, "skipped": dict(self.skipped)}
+        for name, one in self.solved.items():
+            layers[name] |= asdict(one)
+        return {"recipe": self.recipe, **totals, "layers": layers, "skipped": dict(self.skipped), "notes": dict(self.notes)}
 
     def _table(self) -> Table:
         empty = self.empty
 
         def row(layer: Layer) -> tuple[str, ...]:
-            shape = "x".join(map(str, layer.shape))
+            counts = f"{layer.kept:,}", f"{layer.total:,}", f"{layer.sparsity:.2%}"
             flag = ("empty" if layer.name in empty else "",) if empty else ()
-            return layer.name, shape, f"{layer.kept:,}", f"{layer.total:,}", f"{layer.sparsity:.2%}", *flag
+            return layer.name, "x".join(map(str, layer.shape)), *counts, *self._how_solved(layer.name), *flag
 
         whole = self.metrics()
-        total = ("in all", "", f"{whole['kept']:,}", f"{whole['total']:,}", f"{whole['sparsity']:.2%}")
+        more = ("asked", "tokens", "stage", "before", "error", "time") if self.solved else ()
+        total = ("in all", "", f"{whole['kept']:,}", f"{whole['total']:,}", f"{whole['sparsity']:.2%}", *("" for _ in more))
         flags = notes_by_reason("empty", dict.fromkeys(empty, "nothing is left (layer collapse); floor= prevents it"))
         changed = [f"the weights that stay were changed too, in {len(self.weights)} tensors"] if self.weights else []
+        if self.solved:
+            changed.append("before, error: of the outputs, relative to them, with the mask alone and with the new weights")
         return Table(
-            ("tensor", "shape", "kept", "of", "sparsity", *([""] if empty else [])),
+            ("tensor", "shape", "kept", "of", "sparsity", *more, *([""] if empty else [])),
             [row(layer) for layer in self.layers],
             [(*total, *([""] if empty else []))],
-            right=range(2, 5),
+            right=range(2, 5 + len(more)),
             title=self.recipe,
-            notes=[*flags, *changed, *notes_by_reason("skipped", self.skipped)],
+            notes=[*flags, *changed, *notes_by_reason("note", self.notes), *notes_by_reason("skipped", self.skipped)],
         )
+
+    def _how_solved(self, name: str) -> tuple[str, ...]:
+        """The cells of a layer that say how it was solved; empty ones where the method did not measure its errors."""
+        if not self.solved:
+            return ()
+        if (one := self.solved.get(name)) is None:
+            return ("",) * 6
+        asked = "" if one.asked is None else f"{one.asked:.2%}"
+        tokens, stage = ("" if value is None else f"{value:,}" for value in (one.tokens, one.stage))
+        return asked, tokens, stage, f"{one.before:.4f}", f"{one.error:.4f}", format_seconds(one.seconds)
 
     def __str__(self) -> str:
         return str(self._table())
@@ -226,10 +267,10 @@ def plan(
     found, skipped = targets(model, include=include, exclude=exclude, types=types)
     check_streamed(recipe, found, data, loss)
     once = recipe.needs - STREAMED
-    if once and recipe.needs & STREAMED:
-        data = list(data or ())  # it is run through twice
+    if data is not None and bool(once) + bool(recipe.needs & STREAMED) + (recipe.method.curvature != "none") > 1:
+        data = list(data)  # it is run through more than once
     table = collect(model, found, once, data, loss)
-    made = make_plan(model, recipe, found, skipped, table, data=data)
+    made = make_plan(model, recipe, found, skipped, table, data=data, loss=loss)
     made.arguments = arguments
     return made
 
@@ -250,6 +291,7 @@ def make_plan(
     table: EvidenceTable,
     *,
     data: Iterable[Any] | None = None,
+    loss: Loss | None = None,
     step: int = 0,
     previous: Masks | None = None,
 ) -> Plan:
@@ -266,29 +308,56 @@ def make_plan(
         amounts = recipe.amounts(scores, step, held, comm)
         to_be_empty = {name for name, one in amounts.items() if (one.sparsity if one.ranked is None else recipe.at(step)) == 1}
 
+        notes: dict[str, str] = {}
+        solved: dict[str, Solved] = {}
+        weighing = _output_weights(model, recipe.method.curvature, found, data, loss, notes)
+
         def solve(target: Target, streamed: Mapping[str, Any]) -> Solution:
-            name = target.name
+            name, begin = target.name, time.perf_counter()
             problem = LayerProblem(
                 name,
                 target.layout.matrix(target.weight),
                 H=streamed.get("gram"),
                 C=streamed.get("cross"),
                 D=streamed.get("residual"),
+                G=weighing.pop(name, None),
                 tokens=streamed.get("tokens"),
                 scores=scores[name],
                 evidence=evidence[name],
                 step=step,
             )
-            return solve_checked(recipe.method, problem, recipe.pattern, amounts.pop(name), held[name] if held else None)
+            amount = amounts.pop(name)
+            found = solve_checked(recipe.method, problem, recipe.pattern, amount, held[name] if held else None)
+            if isinstance(found, Solution) and found.before is not None and found.error is not None:
+                asked, took = amount.asked(problem.W.numel(), recipe.pattern), time.perf_counter() - begin
+                solved[name] = Solved(asked, found.before, found.error, took, problem.tokens, streamed.get("stage"))
+            return found
 
-        solutions = solve_all(model, found, recipe.method.needs, data, solve)
+        solutions = solve_all(model, found, recipe.method.needs, data, solve, notes)
     masks = Masks({t.name: like(solutions[t.name].mask, t.tensor) for t in found})
     if recipe.needs:
         check_replicas(model, masks)
     weights = {name: solution.weight for name, solution in solutions.items() if solution.weight is not None}
-    made = Plan(masks, skipped, recipe.describe(step), weights=weights)
+    made = Plan(masks, skipped, recipe.describe(step), weights=weights, solved=solved, notes=notes)
     _warn_of_collapse(made, to_be_empty, previous)
     return made
+
+
+def _output_weights(
+    model: nn.Module,
+    kind: str,
+    found: Sequence[Target],
+    data: Iterable[Any] | None,
+    loss: Loss | None,
+    notes: dict[str, str],
+) -> dict[str, Tensor]:
+    """G of each target, from one backward pass of the model; empty if the method does not weigh outputs."""
+    if kind == "none":
+        return {}
+    assert data is not None
+    measured = curvature(model, found, data, kind=kind, gram="none", loss=loss)
+    notes |= measured.notes
+    return measured.G
 
 
 def _warn_of_collapse(made: Plan, asked: Set[str], previous: Masks | None) -> None:

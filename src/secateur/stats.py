@@ -86,7 +86,8 @@ def collect(
     A target that no input is multiplied with has no input norm. That raises, or with `unread` its entry has none.
 
     A batch of `data` is a tensor (`model(batch)`), a mapping (`model(**batch)`) or a pair (inputs, target); `loss` is called
-    with the model's output and the target, or the batch itself when it is not a pair. Gradients are averaged over batches.
+    with the model's output and the target, or the batch itself when it is not a pair. Without `loss`, the model's output holds
+    it (`output.loss`). Gradients are averaged over batches.
     """
     needs = frozenset(needs)
     table: Table = {target.name: {} for target in targets}
@@ -128,13 +129,29 @@ def check_evidence(needs: frozenset[str], data: object, loss: object, of: str = 
             f"data= is an iterable of batches, and these two tensors of shapes {shapes} would be two batches of inputs; pass "
             "inputs and target as one batch: data=[(inputs, target)]"
         )
-    if needs & {"grad", "grad_square"} and loss is None:
-        raise ValueError(
-            f"{of} needs {_list(needs)}, so pass loss= (a function of the model's output and the target, "
-            "such as torch.nn.functional.cross_entropy)"
-        )
+    if needs & {"grad", "grad_square"} and loss is None and not _may_give_a_loss(data):
+        raise ValueError(f"{of} needs {_list(needs)}, so pass {_PASS_LOSS}")
     if loss is not None:
         _check_loss(loss)
+
+
+_PASS_LOSS = (
+    "loss= (a function of the model's output and the target, such as torch.nn.functional.cross_entropy). Models that return "
+    "their own loss, as those of transformers do, need none where the batches hold labels"
+)
+
+
+def _may_give_a_loss(data: Iterable[Any]) -> bool:
+    """Whether a model may compute its own loss on this data: a list has to hold mappings, of others nothing is known."""
+    return not isinstance(data, list | tuple) or any(isinstance(batch, Mapping) for batch in data)
+
+
+def own_loss(output: Any, _: Any) -> Tensor:
+    """The loss that a model returns with its output, in the attribute or under the key "loss"."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(found, Tensor):
+        return found
+    raise ValueError(f"the model's output ({_described(output)}) holds no loss, so pass {_PASS_LOSS}. The model is unchanged.")
 
 
 def _is_one_pair(data: Sequence[Any]) -> bool:
@@ -276,9 +293,11 @@ def _one_pass(
                 output = model(*args, **kwargs)
             listening.clear()  # checkpointed layers run again in the backward pass
             if gradients:
-                assert loss is not None
-                with _on_loss(model, output, batch, target_value):
-                    value = loss(output, target_value)
+                if loss is None:
+                    value = own_loss(output, batch)
+                else:
+                    with _on_loss(model, output, batch, target_value):
+                        value = loss(output, target_value)
                 value = _differentiable(value)
                 found = torch.autograd.grad(value, parameters, allow_unused=True)
                 for one, gradient in zip(targets, found, strict=True):

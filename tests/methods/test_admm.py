@@ -15,7 +15,7 @@ from torch import nn
 
 import secateur as sc
 from secateur.methods import Amount, LayerProblem
-from secateur.methods.scaled import RIDGE, ScaledProblem, factor, refit
+from secateur.methods.scaled import RIDGE, ScaledProblem, factor, finish, refit
 from secateur.patterns import Pattern
 from secateur.scores import Scores
 
@@ -213,6 +213,15 @@ def test_at_sparsity_zero_nothing_changes(method, fisher, dtype):
     assert torch.equal(found.weight.to(dtype), one.W)
 
 
+@pytest.mark.parametrize("fisher", [None, "fisher"])
+def test_rounding_does_not_change_weights_that_are_at_their_optimum(fisher):
+    for seed in range(20):
+        one = problem(tokens=2, dtype=torch.float32, seed=seed, fisher=fisher)  # errors in most directions are rounding alone
+        scaled, kept = ScaledProblem.of(one, ridge=1e-9), torch.ones(6, 20, dtype=torch.bool)
+        moved = scaled.W + 1e-3 * torch.randn(1, 6, 20, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(finish(one, scaled, moved, kept, 3).weight, one.W)
+
+
 @pytest.mark.parametrize("name", ["admm", "wide"])
 @pytest.mark.parametrize("fisher", [None, "diag", "fisher"])
 def test_an_order_of_rows_or_columns_does_not_matter(name, fisher):
@@ -312,7 +321,9 @@ def test_layers_with_one_gram_matrix_share_its_factor_while_it_lives():
     one = problem()
     made = factor("layer", "H", one.H, torch.float64)
     assert ScaledProblem.of(replace(one, W=-one.W)).right is made
-    assert ScaledProblem.of(replace(one, W=one.W.float())).right is not made  # of another dtype
+    assert ScaledProblem.of(replace(one, W=one.W.float())).right.matrix.dtype == torch.float32
+    made = ScaledProblem.of(one).right
+    assert ScaledProblem.of(one).right is made
     one.H[0, 0] += 1  # in place: the factor of the old values does not fit
     assert float(ScaledProblem.of(one).right.scale[0, 0]) == pytest.approx(float(one.H[0, 0]) ** 0.5)
     gone = weakref.ref(ScaledProblem.of(one).right)
@@ -341,7 +352,7 @@ def test_flow_aims_at_a_mixture_of_the_dense_and_the_pruned_model(groups):
 
 def test_flow_needs_the_dense_inputs_and_own_does_not():
     assert sc.methods.admm().needs == sc.methods.topk().needs == {"gram"}
-    assert sc.methods.admm(target=sc.methods.flow()).needs >= {"gram", "cross"}
+    assert sc.methods.admm(target=sc.methods.flow()).needs == {"gram", "cross", "residual"}
     assert sc.methods.flow(0.4) == sc.methods.flow(0.4, 0.4)
     assert str(sc.methods.admm(target=sc.methods.flow(0.4, 0.2), steps=12)) == "admm(steps=12, target=flow(0.4, 0.2))"
 
@@ -449,3 +460,83 @@ def test_a_pruner_takes_them_with_a_schedule():
         assert not (pruner.masks - before).kept
         pruner.verify()
     assert pruner.sparsity == pytest.approx(0.6, abs=0.01)
+
+
+# --- curvature and what plans say -------------------------------------------------------------------------------------
+
+
+def sharp(model, data):
+    """A model in which two outputs matter most: curvature then protects what they read."""
+    with torch.no_grad():
+        model.head.weight *= 0.01
+        model.head.weight[:2] *= 10
+    return model, data
+
+
+@torch.no_grad()
+def test_curvature_protects_what_the_loss_depends_on():
+    model, data = sharp(*stack())
+    wanted, losses = torch.cat([model(x) for x in data]).softmax(-1), {}
+    for kind in ("none", "diag", "fisher"):
+        twin = copy.deepcopy(model)
+        sc.prune_(twin, sparsity=0.5, data=data, method=sc.methods.admm(curvature=kind), exclude="head")
+        found = torch.cat([twin(x) for x in data]).log_softmax(-1)
+        losses[kind] = float(nn.functional.kl_div(found, wanted, reduction="batchmean"))
+    assert losses["diag"] < 0.95 * losses["none"]
+    assert losses["fisher"] < 0.8 * losses["none"]
+
+
+def test_curvature_takes_the_loss_that_is_given():
+    model, data = stack()
+    data = [(x, torch.zeros(64, 16)) for x in data]
+    method = sc.methods.admm(curvature="diag")
+    plans = [
+        sc.plan(model, sparsity=0.5, data=iter(data), method=method, loss=lambda out, target, k=k: out[:, k].square().sum())
+        for k in (0, 0, 5)
+    ]
+    assert plans[0].masks == plans[1].masks != plans[2].masks
+
+
+def test_a_plan_says_how_each_layer_was_solved():
+    model, data = stack()
+    plan = sc.plan(model, sparsity=0.5, data=data, method="admm", exclude="head")
+    assert set(plan.solved) == set(plan.masks)
+    for one in plan.solved.values():
+        assert 0 < one.error < one.before < 1
+        assert one.asked == 0.5
+        assert one.seconds > 0
+        assert one.tokens == 64 * len(data)
+        assert one.stage == 0
+    text, whole = str(plan), plan.to_dict()
+    assert all(word in text for word in ("asked", "before", "error", "50.00%"))
+    assert whole["layers"]["blocks.0.0.weight"]["error"] == plan.solved["blocks.0.0.weight"].error
+    assert plan.metrics()["error/blocks.0.0.weight"] == plan.solved["blocks.0.0.weight"].error
+    ranked = sc.plan(model, sparsity=0.5)
+    assert not ranked.solved
+    assert "before" not in str(ranked)
+    assert "before" in plan._repr_html_()
+
+
+def test_a_plan_notes_that_curvature_was_shrunk():
+    model, data = stack()
+    plan = sc.plan(model, sparsity=0.5, data=data[:1], method=sc.methods.admm(curvature="fisher"))
+    assert plan.notes
+    assert all(note in str(plan) for note in plan.notes.values())
+    assert plan.to_dict()["notes"] == plan.notes
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        sc.methods.admm(),
+        sc.methods.admm(steps=12, target=sc.methods.flow(0.25, 0.5), curvature="fisher", rho=(0.1, 2.0), wide=4096),
+        sc.methods.topk(refit=3, target=sc.methods.flow(1.0)),
+    ],
+    ids=str,
+)
+def test_the_text_of_a_method_reads_back_as_the_method(method):
+    model, data = stack(16)
+    assert sc.plan(model, sparsity=0.5, method=str(method), data=data).masks == (
+        sc.plan(model, sparsity=0.5, method=method, data=data).masks
+    )
+    assert sc.methods.as_method(str(method)) == method

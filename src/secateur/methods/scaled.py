@@ -78,11 +78,12 @@ _FACTORS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # layers that rea
 def factor(name: str, what: str, matrix: Tensor, dtype: torch.dtype, groups: int = 1, ridge: float = 0.0) -> Factor:
     """The factor of a matrix, made once for each tensor: it lives as long as the tensor and has the same values."""
     key = dtype, groups, ridge, None if matrix.is_inference() else matrix._version
-    made = _FACTORS.get(matrix)
-    if made is None or key not in made:
+    before, made = _FACTORS.get(matrix, (None, None))
+    if made is None or before != key:
         blocks = matrix if matrix.ndim == 3 else diagonal_blocks(matrix, groups)
-        made = _FACTORS[matrix] = {key: Factor(name, what, blocks, dtype, ridge)}
-    return made[key]
+        made = Factor(name, what, blocks, dtype, ridge)
+        _FACTORS[matrix] = key, made
+    return made
 
 
 @dataclass(frozen=True, eq=False)

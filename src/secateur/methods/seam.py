@@ -160,6 +160,12 @@ class Amount:
         pool = shape[1] if self.scope == "row" else shape[0] * shape[1]
         return min(round(self.sparsity * pool), pool - least_kept(pool, self.floor))
 
+    def asked(self, elements: int, pattern: Pattern) -> float | None:
+        """The sparsity that this amount asks for, of a layer with so many elements; None if it is a number of units."""
+        if pattern.keep:
+            return 1 - pattern.keep[0] / pattern.keep[1]
+        return self.sparsity if self.ranked is None else self._pruned / elements
+
     @cached_property
     def _pruned(self) -> int:
         assert self.ranked is not None
@@ -204,6 +210,8 @@ class Method(abc.ABC):
     """Whether solutions bring new values for the weights that stay."""
     revives: ClassVar[bool] = False
     """Whether pruned weights may come back, so that it goes with training only."""
+    curvature: ClassVar[str] = "none"
+    """Whether it weighs outputs by their effect on the loss (`problem.G`): "diag" by a vector, "fisher" by a matrix."""
 
     def due(self, step: int) -> bool:
         """Whether a `Pruner` should solve again at this step, beside the steps of its schedule."""

@@ -39,7 +39,7 @@ class Flow(Aim):
     alpha: float
     beta: float
 
-    needs = frozenset({"cross"})
+    needs = frozenset({"cross", "residual"})
 
     def __post_init__(self) -> None:
         if not all(isinstance(part, Real) and 0 <= part <= 1 for part in (self.alpha, self.beta)):

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -339,11 +339,11 @@ def checked(target: Target, solution: Solution) -> Solution:
     if mask.dtype != torch.bool or mask.shape != shape:
         raise ValueError(f"the mask for {target.name!r} must be bool of shape {shape}, not {mask.dtype} of {tuple(mask.shape)}")
     if weight is None:
-        return Solution(target.layout.restore(mask))
+        return replace(solution, mask=target.layout.restore(mask))
     if weight.shape != shape or not weight.is_floating_point():
         given = f"{weight.dtype} of {tuple(weight.shape)}"
         raise ValueError(f"the weight for {target.name!r} must be float of shape {shape}, not {given}")
     new = target.layout.restore(weight.masked_fill(~mask, 0)).to(target.weight, copy=True)
     if not bool(new.isfinite().all()):
         raise ValueError(f"the new weight of {target.name!r} is NaN or infinite; look at its weights and at the data")
-    return Solution(target.layout.restore(mask), new)
+    return replace(solution, mask=target.layout.restore(mask), weight=new)

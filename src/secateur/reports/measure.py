@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._tree import bare_name
+from .._version import __version__
 from ..display import Timing
 from ..edit import Inputs, eval_mode, plain_kernels, run, split_inputs
 from ..execute import bench
@@ -167,8 +168,6 @@ def _evaluated(model: nn.Module, evaluate: Evaluate) -> tuple[float, float | Non
 
 def machine() -> Machine:
     """The processor, the accelerator, the load and the versions."""
-    from importlib.metadata import version
-
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
@@ -178,7 +177,7 @@ def machine() -> Machine:
         threads=torch.get_num_threads(),
         python=platform.python_version(),
         torch=str(torch.__version__),
-        secateur=version("secateur"),
+        secateur=__version__,
         gpu=torch.cuda.get_device_name() if torch.cuda.is_initialized() else "",
         load=round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
     )
