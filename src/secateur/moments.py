@@ -244,6 +244,7 @@ class Moments:
         """Adds inputs (groups, number, columns), or one input that some groups of rows have in common."""
         places = picked[1] if target.name in self.experts and picked and picked[1].shape[0] == x.shape[1] else None
         if self.valid is not None and (rows := self._positions(target, shape, x.shape[1], picked, places)) is not None:
+            rows = rows.to(x.device)
             x, streams = x[:, rows], {name: r[:, rows] for name, r in streams.items()}
             places = None if places is None else places[rows]
         if self.dense:
