@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .budgets import as_spread
+from .budgets import ByLoss, as_spread
 from .criteria import NAMED, Criterion
 from .methods import Method, as_method
 from .patterns import Pattern
@@ -65,6 +65,8 @@ def _plain(value: Any) -> Any:
         case Criterion() if Criterion.parse(str(value)) == value:
             return next((name for name, known in NAMED.items() if known == value), str(value))
         case Method() if as_method(str(value)) == value:
+            return str(value)
+        case ByLoss():
             return str(value)
         case torch.dtype():
             return str(value).removeprefix("torch.")

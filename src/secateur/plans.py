@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,13 +18,13 @@ from ._dist import count as count_true
 from ._hints import hints
 from ._tree import Prunable, as_module, bare_name, check_unpacked, slots
 from .arguments import plain_arguments
-from .budgets import Spread
+from .budgets import ByLoss, Spread
 from .criteria import Criterion, magnitude
-from .curvature import curvature
+from .curvature import KINDS, Curvature, curvature
 from .display import Reported, Table, format_seconds, notes_by_reason
 from .edit import UNKNOWN, Arguments, forget_, record_
 from .masks import Masks
-from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, solve_checked, write_
+from .methods import STREAMED, LayerProblem, Method, Solution, error_curves, solve_all, solve_checked, write_
 from .patterns import Pattern
 from .schedules import Number
 from .settings import Settings
@@ -267,7 +267,7 @@ def plan(
     found, skipped = targets(model, include=include, exclude=exclude, types=types)
     check_streamed(recipe, found, data, loss)
     once = recipe.needs - STREAMED
-    if data is not None and bool(once) + bool(recipe.needs & STREAMED) + (recipe.method.curvature != "none") > 1:
+    if data is not None and bool(once) + bool(recipe.needs & STREAMED) + _measures(recipe) > 1:
         data = list(data)  # it is run through more than once
     table = collect(model, found, once, data, loss)
     made = make_plan(model, recipe, found, skipped, table, data=data, loss=loss)
@@ -281,6 +281,8 @@ def check_streamed(recipe: Settings, found: Sequence[Target], data: object, loss
         check_evidence(streamed, data, loss, of=str(recipe.method))
         if any(sharded(target.tensor) for target in found):
             raise NotImplementedError(f"{recipe.method} runs the model block by block; prune before sharding it")
+    if isinstance(recipe.spread, ByLoss):
+        check_evidence(frozenset({"inputs"}), data, loss, of=f"spread={recipe.spread}")
 
 
 def make_plan(
@@ -305,12 +307,13 @@ def make_plan(
         evidence = {t.name: TensorEvidence(t, table[t.name], step) for t in found}
         scores = {name: recipe.criterion.scores(one) for name, one in evidence.items()}
         held = {t.name: t.layout.matrix(local(previous[t.name])) for t in found} if previous is not None else None
-        amounts = recipe.amounts(scores, step, held, comm)
+        notes: dict[str, str] = {}
+        measured = _measured(model, recipe, found, data, loss, notes)
+        amounts = _with_curves(recipe, found, measured, step).amounts(scores, step, held, comm)
         to_be_empty = {name for name, one in amounts.items() if (one.sparsity if one.ranked is None else recipe.at(step)) == 1}
 
-        notes: dict[str, str] = {}
         solved: dict[str, Solved] = {}
-        weighing = _output_weights(model, recipe.method.curvature, found, data, loss, notes)
+        weighing = dict(measured.G) if measured is not None and recipe.method.curvature != "none" else {}
 
         def solve(target: Target, streamed: Mapping[str, Any]) -> Solution:
             name, begin = target.name, time.perf_counter()
@@ -343,21 +346,41 @@ def make_plan(
     return made
 
 
-def _output_weights(
+def _measures(recipe: Settings) -> bool:
+    """Whether the curvature of the dense model, or the inputs of its layers, are measured before the layers are solved."""
+    return recipe.method.curvature != "none" or isinstance(recipe.spread, ByLoss)
+
+
+def _measured(
     model: nn.Module,
-    kind: str,
+    recipe: Settings,
     found: Sequence[Target],
     data: Iterable[Any] | None,
     loss: Loss | None,
     notes: dict[str, str],
-) -> dict[str, Tensor]:
-    """G of each target, from one backward pass of the model; empty if the method does not weigh outputs."""
-    if kind == "none":
-        return {}
-    assert data is not None
-    measured = curvature(model, found, data, kind=kind, gram="none", loss=loss)
+) -> Curvature | None:
+    """What the method and the spread need to know of the dense model, from one pass over the data; None if nothing."""
+    spread = recipe.spread if isinstance(recipe.spread, ByLoss) else None
+    if not _measures(recipe):
+        return None
+    if data is None:
+        raise TypeError(f"{recipe.method} with spread={spread} measures the model on data=; use sc.plan or sc.prune_ for it")
+    kind = max(recipe.method.curvature, spread.curvature if spread else "none", key=KINDS.index)
+    measured = curvature(model, found, data, kind=kind, gram="full" if spread else "none", loss=loss)
     notes |= measured.notes
-    return measured.G
+    if spread and spread.curvature == "none":
+        notes[str(spread)] = "sparsities were chosen by errors relative to the outputs of each layer; no gradients were taken"
+    return measured
+
+
+def _with_curves(recipe: Settings, found: Sequence[Target], measured: Curvature | None, step: int) -> Settings:
+    """The settings with a spread that knows the errors of the layers, if it is one that needs them."""
+    spread, sparsity = recipe.spread, recipe.at(step)
+    if not isinstance(spread, ByLoss) or measured is None or sparsity is None:
+        return recipe
+    seen = measured if spread.curvature != "none" else replace(measured, G={})
+    curves = error_curves(found, seen, spread.levels(sparsity), recipe.pattern, recipe.scope)
+    return replace(recipe, spread=spread.measured(curves))
 
 
 def _warn_of_collapse(made: Plan, asked: Set[str], previous: Masks | None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._dist import Comm
 from ._tree import bare_name, nearest
-from .budgets import Spread, as_spread, cap, hold, owl, uniform
+from .budgets import Spread, as_spread, by_loss, cap, hold, owl, uniform
 from .criteria import Criterion, criterion, magnitude
 from .methods import Amount, Method, as_method, check_needs, drop_and_grow
 from .patterns import Pattern
@@ -209,13 +209,15 @@ def _checked_spread(
     if scope == "global" or count is not None:
         rival = 'scope="global"' if scope == "global" else "count="
         raise ValueError(f"spread= gives each tensor its own sparsity, and {rival} decides that too; drop one of them")
-    if spread is owl:
-        raise TypeError("spread=sc.owl is made by calling it: spread=sc.owl()")
+    for make in (owl, by_loss):
+        if spread is make:
+            raise TypeError(f"spread=sc.{make.__name__} is made by calling it: spread=sc.{make.__name__}()")
     if isinstance(spread, Mapping):
         return {name: _fraction(f"spread[{name!r}]", share) for name, share in spread.items()}
     if not callable(spread):
         raise TypeError(
-            f"spread= is sc.uniform, sc.erk, sc.owl(), one of their names, or a mapping of name to sparsity, not {spread!r}"
+            "spread= is sc.uniform, sc.erk, sc.owl(), sc.by_loss(), one of their names, or a mapping of name to sparsity, "
+            f"not {spread!r}"
         )
     return spread
 

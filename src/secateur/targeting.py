@@ -74,8 +74,8 @@ def targets(
     kind = "the mapping" if isinstance(model, Loose) else type(model).__name__
     if not everything and not packed:
         raise ValueError(f"{kind} has no parameters, so there is nothing to prune")
-    _all_match(model, [*everything, *packed.values()], include, "include")
-    _all_match(model, [*everything, *packed.values()], exclude, "exclude")
+    all_match(model, [*everything, *packed.values()], include, "include")
+    all_match(model, [*everything, *packed.values()], exclude, "exclude")
     adapters = adapter_parameters(model)
     found: list[Target] = []
     skipped = {slot.name: _why_packed(name, slot, include, exclude, kinds) for name, slot in packed.items()}
@@ -127,7 +127,8 @@ def _matches(slot: Slot, globs: Iterable[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs for name in _names(slot))
 
 
-def _all_match(model: nn.Module, everything: list[Slot], globs: Iterable[str], which: str) -> None:
+def all_match(model: nn.Module, everything: list[Slot], globs: Iterable[str], which: str) -> None:
+    """Raises for a glob of the argument `which` that matches no parameter and no module."""
     modules = set(_with_bare(*(name for name, _ in model.named_modules() if name)))
     for glob in globs:
         if not any(_matches(slot, [glob]) for slot in everything) and not any(fnmatchcase(m, glob) for m in modules):
@@ -135,7 +136,7 @@ def _all_match(model: nn.Module, everything: list[Slot], globs: Iterable[str], w
             raise ValueError(f"{which}={glob!r} matches no parameter and no module of the model.{nearest(glob, names)}")
 
 
-def _under(slot: Slot, globs: Sequence[str]) -> bool:
+def under(slot: Slot, globs: Sequence[str]) -> bool:
     """Whether a glob matches the slot or one of the modules that contain it."""
     if not globs:
         return False
@@ -146,9 +147,9 @@ def _under(slot: Slot, globs: Sequence[str]) -> bool:
 
 def _why_packed(name: str, slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[Kind, ...]) -> str:
     """Why a compressed layer is skipped. Raises for one that would be a target, because it has no weight to prune."""
-    if _under(slot, exclude):
+    if under(slot, exclude):
         return "excluded"
-    if include and not _under(slot, include):
+    if include and not under(slot, include):
         return "not included"
     if not _named(slot, include) and not is_kind(slot.module.stood, kinds):  # type: ignore[arg-type]
         return f"compressed, and {slot.module.stood.__name__} is not among the types"  # type: ignore[union-attr]
@@ -160,13 +161,13 @@ def _why_packed(name: str, slot: Slot, include: Sequence[str], exclude: Sequence
 
 def _named(slot: Slot, include: Sequence[str]) -> bool:
     """Whether a name without a wildcard selects this slot, so that its type does not matter."""
-    return any(not set(glob) & set("*?[") and _under(slot, [glob]) for glob in include)
+    return any(not set(glob) & set("*?[") and under(slot, [glob]) for glob in include)
 
 
 def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[Kind, ...], meta: bool) -> str | None:
     """Why a parameter is skipped, or None if it is a target."""
     tensor = slot.tensor
-    if _under(slot, exclude):
+    if under(slot, exclude):
         return "excluded"
     if isinstance(slot.module, parametrize.ParametrizationList):
         return "parametrized: its values are computed; remove the parametrization first"
@@ -181,7 +182,7 @@ def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: t
         return "its elements share memory (expanded): give it memory of its own first"
     if tensor.is_meta and not meta:
         return "on the meta device: it has no values yet"
-    if include and not _under(slot, include):
+    if include and not under(slot, include):
         return "not included"
     if isinstance(slot.module, Loose):
         if slot.module.state and tensor.ndim < 2 and not _named(slot, include):

@@ -15,6 +15,7 @@ from .._tree import nearest
 from .admm import admm
 from .allocate import greedy_sparsities, squares
 from .contract import check_needs, solve_checked
+from .curves import error_curves
 from .dropgrow import drop_and_grow
 from .gates import METHODS, Gate, Seen
 from .measure import Measured, Probe, mean, ratio
@@ -30,7 +31,7 @@ from .walk import STREAMED, solve_all, write_
 __all__ = [
     "Amount", "LayerProblem", "Method", "Solution",
     "admm", "drop_and_grow", "flow", "own", "rank", "sparsegpt", "topk",
-    "as_method", "check_needs", "solve_checked", "STREAMED", "solve_all", "write_",  # for plans and recipes
+    "as_method", "check_needs", "solve_checked", "STREAMED", "error_curves", "solve_all", "write_",  # for plans and recipes
     "OnDevice", "as_mapping", "from_mapping",  # for folders
     "SoftMasks", "without_soft_masks",  # for pruning and io
     "METHODS", "Gate", "Seen", "Measured", "Probe", "greedy_sparsities", "mean", "ratio", "squares",  # for activations
