@@ -332,8 +332,8 @@ def _check_finite(name: str, entry: Mapping[str, Any]) -> None:
     for kind in ("gram", "cross", "residual"):
         if kind in entry and not bool(entry[kind].isfinite().all()):
             raise ValueError(
-                f"the inputs of {name!r} are NaN or infinite, or so large that their squares overflow; look at the data "
-                "and at the weights of the layers before it"
+                f"the inputs of {name!r} are NaN or infinite, or so large that their products are; look at the data and "
+                "at the weights of the layers before it"
             )
 
 
