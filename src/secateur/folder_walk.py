@@ -12,6 +12,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,8 +120,9 @@ def prune_blocks(
             digest.update(as_bytes(tensor))
     home = FromFolder(model, found, folder, target, torch.device(device or "cpu"), digest.hexdigest())
     written = Written(target, settings.describe(0), home.counts)
-    solve_all(model, found, settings.method.needs, batches, _solver(settings), written.notes, home)
-    home.finish()
+    with home:
+        solve_all(model, found, settings.method.needs, batches, _solver(settings), written.notes, home)
+        home.finish()
     return written
 
 
@@ -179,7 +181,15 @@ class FromFolder(OnDevice):
         self._changed: dict[str, Tensor] = {}  # solved tensors outside of blocks
         self._written: dict[str, str] = {}
         self._saved = time.monotonic()
+        self._writer = ThreadPoolExecutor(1)
+        self._writing: Future[None] | None = None
         self._check_names(model)
+
+    def __enter__(self) -> FromFolder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._writer.shutdown()
 
     def _check_names(self, model: nn.Module) -> None:
         for name, tensor in model.named_parameters():
@@ -208,7 +218,14 @@ class FromFolder(OnDevice):
         with self.brought(list(block.modules())) as there:
             yield
             by_name = {own: t for (m, attribute), t in there.items() for own in self._names[id(m), attribute]}
-            self._write(self._number[id(block)], {n: by_name[n] for n in self._stored(block)})
+            tensors = {n: by_name[n].detach().cpu() for n in self._stored(block)}
+            self._wait()  # so that at most one block waits for the disk
+            self._writing = self._writer.submit(self._write, self._number[id(block)], tensors)
+
+    def _wait(self) -> None:
+        """Waits until the last block is written, and raises what went wrong."""
+        if self._writing is not None:
+            self._writing.result()
 
     def solved(self, name: str, solution: Solution) -> Solution:
         self.counts[name] = int(solution.mask.sum()), solution.mask.numel()
@@ -257,6 +274,7 @@ class FromFolder(OnDevice):
         large = sum(tensor.untyped_storage().nbytes() for tensor in tensors.values()) > _SMALL
         if number == len(self._number) or (large and time.monotonic() - self._saved < _EVERY):
             return
+        self._wait()
         if self.device is not None and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         streams = self.target / f"secateur-walk-{number}.safetensors"
@@ -284,6 +302,7 @@ class FromFolder(OnDevice):
 
     def finish(self) -> None:
         """Writes the tensors outside of blocks, one at a time, the index, and the other files of the source."""
+        self._wait()
         rest = [name for name in self.folder.entries if name not in self._of_blocks]
         self._write(
             len(self._number),
