@@ -56,6 +56,7 @@ def targets(
     include: Globs = (),
     exclude: Globs = (),
     types: Sequence[type[nn.Module]] | None = None,
+    meta: bool = False,
 ) -> tuple[list[Target], dict[str, str]]:
     """Returns the targets of a model, and the reason why each other parameter is skipped.
 
@@ -65,7 +66,7 @@ def targets(
     targets. `types` names other layer types, and an `include` without a wildcard selects a parameter or a module of any type.
     Adapters (LoRA) are targets only if `include` names them. Tied parameters are one target. In a mapping of names to tensors,
     which can stand for a model, all tensors are targets; in the state dict of a model only those that `include` names, because
-    which of them are weights, and of what layers, is known to the model alone.
+    which of them are weights, and of what layers, is known to the model alone. `meta` also takes tensors on the meta device.
     """
     model = as_module(model)
     include, exclude = globs_of("include", include), globs_of("exclude", exclude)
@@ -89,7 +90,7 @@ def targets(
     found: list[Target] = []
     skipped = {slot.name: _why_packed(name, slot, include, exclude, kinds) for name, slot in packed.items()}
     for slot in everything:
-        reason = _reason(slot, include, exclude, kinds)
+        reason = _reason(slot, include, exclude, kinds, meta)
         if reason is None and id(slot.tensor) in adapters and not _named(slot, include):
             reason = "an adapter (PEFT); name it in include= to prune it"
         if reason is None:
@@ -172,7 +173,7 @@ def _named(slot: Slot, include: Sequence[str]) -> bool:
     return any(not set(glob) & set("*?[") and under(slot, [glob]) for glob in include)
 
 
-def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[Kind, ...]) -> str | None:
+def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[Kind, ...], meta: bool) -> str | None:
     """Why a parameter is skipped, or None if it is a target."""
     tensor = slot.tensor
     if under(slot, exclude):
@@ -188,7 +189,7 @@ def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: t
         return f"{tensor.dtype} values cannot be ranked"
     if tensor.numel() > 1 and any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         return "its elements share memory (expanded): give it memory of its own first"
-    if tensor.is_meta:
+    if tensor.is_meta and not meta:
         return "on the meta device: it has no values yet"
     if include and not under(slot, include):
         return "not included"
