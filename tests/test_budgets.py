@@ -1,5 +1,6 @@
 """Spreads: each tensor its own number, the whole as asked."""
 
+import itertools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 import secateur as sc
 from secateur._layers import Layout
+from secateur.budgets import least_error
 from secateur.scores import Scores
 
 
@@ -152,6 +154,101 @@ def test_a_number_of_a_mapping_may_be_a_schedule_or_is_refused_at_once():
     assert pruner.plan().layers[0].sparsity == 0.5
 
 
+# --- by_loss ----------------------------------------------------------------------------------------------------------
+
+
+def brute_force(sizes, curves, levels, asked):
+    """The cheapest choice of one level for each tensor that prunes at least what is asked."""
+    best = None
+    for chosen in itertools.product(range(len(levels)), repeat=len(sizes)):
+        pruned = sum(levels[i] * size for i, size in zip(chosen, sizes.values(), strict=True))
+        cost = sum(curves[name][i] for name, i in zip(sizes, chosen, strict=True))
+        if pruned >= asked - 1e-9 and (best is None or cost < best):
+            best = cost
+    return best
+
+
+def test_shares_by_error_are_cheaper_than_any_choice_of_levels_and_exact():
+    draw = torch.Generator().manual_seed(0)
+    levels = [0.2, 0.35, 0.5, 0.65, 0.8]
+    for _ in range(10):
+        sizes = {f"t{i}": int(torch.randint(50, 500, (1,), generator=draw)) for i in range(4)}
+        rates = torch.rand(4, generator=draw).mul(6).add(2).tolist()
+        curves = {
+            name: [size * math.exp(rate * s) for s in levels] for (name, size), rate in zip(sizes.items(), rates, strict=True)
+        }
+        shares = least_error(sizes, levels, curves, 0.5)
+        assert all(0.2 - 0.02 <= share <= 0.8 + 0.02 for share in shares.values())
+        counts = {name: share * sizes[name] for name, share in shares.items()}
+        assert all(abs(count - round(count)) < 1e-6 for count in counts.values())
+        assert round(sum(counts.values())) == round(0.5 * sum(sizes.values()))
+        cost = sum(size * math.exp(rate * shares[name]) for (name, size), rate in zip(sizes.items(), rates, strict=True))
+        assert cost <= 1.02 * brute_force(sizes, curves, levels, 0.5 * sum(sizes.values()))
+
+
+def test_a_tensor_without_a_curve_gets_what_is_asked():
+    curves = {"a": [1.0, 2.0, 4.0], "b": [1.0, 10.0, 100.0]}
+    shares = least_error({"a": 100, "b": 100, "c": 100}, [0.3, 0.5, 0.7], curves, 0.5)
+    assert shares["c"] == 0.5
+    assert shares["a"] > 0.5 > shares["b"]
+    assert shares["a"] + shares["b"] == pytest.approx(1.0)
+
+
+def quiet_and_loud():
+    """Two layers of one shape, of which the loss hardly reacts to the first."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.quiet, self.loud, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 5)
+
+        def forward(self, x):
+            return self.head(0.05 * self.quiet(x).tanh() + 3 * self.loud(x).tanh())
+
+    torch.manual_seed(0)
+    return Net(), [torch.randn(64, 16) for _ in range(4)]
+
+
+@pytest.mark.parametrize("method", [None, "sparsegpt", "admm"])
+def test_by_loss_prunes_more_where_the_loss_reacts_less(method):
+    model, data = quiet_and_loud()
+    plan = sc.plan(model, sparsity=0.5, spread=sc.by_loss(0.3), data=data, exclude="head", method=method)
+    sparsity = {layer.name: layer.sparsity for layer in plan.layers}
+    assert sparsity["quiet.weight"] > 0.7
+    assert sparsity["quiet.weight"] <= 0.8 + 1 / 256  # whole weights
+    assert plan.metrics()["pruned"] == 256
+    assert "by_loss(0.3)" in str(plan)
+
+
+def test_without_gradients_by_loss_compares_relative_errors_and_says_so():
+    model, data = quiet_and_loud()
+    plan = sc.plan(model, sparsity=0.5, spread=sc.by_loss(curvature="none"), data=data, exclude="head")
+    assert abs(plan.layers[0].sparsity - 0.5) < 0.1
+    assert plan.metrics()["pruned"] == 256
+    assert "no gradients were taken" in str(plan)
+
+
+def test_by_loss_needs_data_and_goes_with_pruning_once():
+    model, data = quiet_and_loud()
+    with pytest.raises(ValueError, match="pass data="):
+        sc.plan(model, sparsity=0.5, spread=sc.by_loss())
+    with pytest.raises(TypeError, match="made by calling it"):
+        sc.plan(model, sparsity=0.5, spread=sc.by_loss, data=data)
+    with pytest.raises(ValueError, match="reach=2"):
+        sc.by_loss(2)
+    with pytest.raises(ValueError, match="'none', 'diag' or 'fisher'"):
+        sc.by_loss(curvature="full")
+
+
+def test_by_loss_can_be_text():
+    model, data = quiet_and_loud()
+    given = {"sparsity": 0.5, "data": data, "exclude": "head"}
+    one = sc.plan(model, spread='by_loss(0.2, curvature="diag")', **given)
+    other = sc.plan(model, spread=sc.by_loss(0.2, "diag"), **given)
+    assert [layer.kept for layer in one.layers] == [layer.kept for layer in other.layers]
+    assert one.recipe == other.recipe
+
+
 @pytest.mark.parametrize(("name", "spread"), [("uniform", sc.uniform), ("erk", sc.erk), ("owl", sc.owl())])
 def test_a_spread_is_accepted_by_name(name, spread):
     torch.manual_seed(0)
@@ -160,5 +257,5 @@ def test_a_spread_is_accepted_by_name(name, spread):
 
 
 def test_an_unknown_name_of_a_spread_gets_the_nearest():
-    with pytest.raises(ValueError, match=r"spread='erg' is not one of 'uniform', 'erk', 'owl'.*'erk'"):
+    with pytest.raises(ValueError, match=r"spread='erg' is not one of 'uniform', 'erk', 'owl', 'by_loss'.*'erk'"):
         sc.plan(nn.Linear(4, 4), sparsity=0.5, spread="erg")

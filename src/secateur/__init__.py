@@ -12,7 +12,7 @@ from ._version import __version__ as __version__
 if TYPE_CHECKING:
     from . import methods
     from .activations import Gates, gate_
-    from .budgets import erk, owl, uniform
+    from .budgets import by_loss, erk, owl, uniform
     from .criteria import (
         Criterion,
         criterion,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         wanda,
         weight,
     )
+    from .distill import distill_
     from .execute import bench, compress_, decompress_
     from .folders import prune_folder
     from .integrations.adapters import merge_lora_
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from .summaries import summary
     from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
     from .targeting import targets
+    from .tuning import search, sensitivity
 
 __all__ = [
     "Criterion",
@@ -63,12 +65,14 @@ __all__ = [
     "activation_variance",
     "bench",
     "bn_scale",
+    "by_loss",
     "compress_",
     "cosine",
     "criterion",
     "cubic",
     "decompress_",
     "dense_state_dict",
+    "distill_",
     "erk",
     "exponential",
     "fisher",
@@ -97,6 +101,8 @@ __all__ = [
     "report",
     "ria",
     "save",
+    "search",
+    "sensitivity",
     "set_progress",
     "shrink",
     "shrink_",
@@ -114,9 +120,10 @@ __all__ = [
 # The module that each name comes from.
 _HOMES = {
     "activations": "Gates gate_",
-    "budgets": "erk owl uniform",
+    "budgets": "by_loss erk owl uniform",
     "criteria": "Criterion criterion fisher grad grad_square input_norm lamp linear_grad magnitude movement random ria snip "
     "synflow taylor wanda weight",
+    "distill": "distill_",
     "execute": "bench compress_ decompress_",
     "integrations.adapters": "merge_lora_",
     "integrations.onnx": "to_onnx",
@@ -135,6 +142,7 @@ _HOMES = {
     "summaries": "summary",
     "surgery": "activation_variance bn_scale fpgm reconstruction shrink shrink_",
     "targeting": "targets",
+    "tuning": "search sensitivity",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 _MODULES = ("layers", "methods", "ops")  # public modules

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Protocol
 
@@ -60,8 +61,119 @@ def owl(strength: float = 0.08, outlier: float = 5.0) -> Spread:
     return spread
 
 
+@dataclass(frozen=True)
+class ByLoss:
+    """The spread that `by_loss` makes. `curves` are the errors of each tensor at `levels(sparsity)`, once they are measured."""
+
+    reach: float = 0.3
+    curvature: str = "fisher"
+    curves: Mapping[str, Sequence[float]] | None = field(default=None, repr=False, compare=False)
+
+    def levels(self, sparsity: float) -> list[float]:
+        """The sparsities at which the errors of each tensor are measured, in rising order."""
+        low, high = max(sparsity - self.reach, sparsity / 4), min(sparsity + self.reach, max(0.95, (1 + sparsity) / 2))
+        return [low + (high - low) * i / (_POINTS - 1) for i in range(_POINTS)] if 0 < sparsity < 1 and self.reach else []
+
+    def measured(self, curves: Mapping[str, Sequence[float]]) -> ByLoss:
+        return replace(self, curves=curves)
+
+    def __call__(self, scores: Mapping[str, Scores], sparsity: float) -> dict[str, float]:
+        if self.curves is None:
+            raise TypeError(f"spread={self} is measured on data=, so it goes with sc.plan and sc.prune_, not with sc.Pruner")
+        return least_error({name: one.numel for name, one in scores.items()}, self.levels(sparsity), self.curves, sparsity)
+
+    def __str__(self) -> str:
+        more = "" if self.curvature == "fisher" else f', curvature="{self.curvature}"'
+        return f"by_loss({self.reach:g}{more})"
+
+
+_POINTS = 5  # of an error curve
+_FINE = 20  # steps between two of them that a budget can take
+
+
+def by_loss(reach: float = 0.3, curvature: str = "fisher") -> ByLoss:
+    """Makes layers sparser where that costs the loss least. Needs `data=`, and takes one backward pass over it.
+
+    The error that pruning leaves in a layer's outputs, weighed by their effect on the loss, is measured at several
+    sparsities that differ from the one asked for by at most `reach`; the shares minimise the sum of these errors.
+    `curvature="diag"` weighs each output alone. `curvature="none"` needs no gradients: it compares errors relative to the
+    size of each layer's outputs.
+    """
+    if not isinstance(reach, Real) or not 0 <= float(reach) < 1:
+        raise ValueError(
+            f"reach={reach!r} must be a number from 0 to below 1: how far a layer's sparsity may be from the total"
+        )
+    if curvature not in ("none", "diag", "fisher"):
+        raise ValueError(f"by_loss takes curvature= 'none', 'diag' or 'fisher', not {curvature!r}")
+    return ByLoss(float(reach), curvature)
+
+
+def least_error(
+    sizes: Mapping[str, int], levels: Sequence[float], curves: Mapping[str, Sequence[float]], sparsity: float
+) -> dict[str, float]:
+    """The sparsity of each tensor that minimises the summed errors at the same total, to the last element.
+
+    `curves` holds the errors of each tensor at `levels`; a tensor without one gets the sparsity asked for. One Lagrange
+    multiplier: each tensor takes the sparsity at which its error, less the price of what it prunes, is smallest.
+    """
+    shares = dict.fromkeys(sizes, sparsity)
+    known = [name for name in sizes if name in curves] if levels else []
+    if len(known) < 2:
+        return shares
+    fine = {name: _finer(levels, curves[name]) for name in known}
+    asked = sparsity * sum(sizes[name] for name in known)
+
+    def best(price: float) -> dict[str, float]:
+        return {name: min(fine[name], key=lambda point: point[1] - price * sizes[name] * point[0])[0] for name in known}
+
+    def pruned(chosen: Mapping[str, float]) -> float:
+        return sum(share * sizes[name] for name, share in chosen.items())
+
+    low, high = _bracket(lambda price: pruned(best(price)) < asked)
+    few, many = best(low), best(high)
+    part = (asked - pruned(few)) / max(pruned(many) - pruned(few), 1e-300) if pruned(many) > pruned(few) else 0.0
+    part = min(max(part, 0.0), 1.0)
+    return shares | _whole({name: few[name] + part * (many[name] - few[name]) for name in known}, sizes, asked)
+
+
+def _finer(levels: Sequence[float], errors: Sequence[float]) -> list[tuple[float, float]]:
+    """Points (sparsity, error) between the measured ones, with the logarithm of the error interpolated linearly."""
+    least = max(*errors, 1e-300) * 1e-12
+    logs = [math.log(max(error, least)) for error in errors]
+    found = []
+    for i in range((len(levels) - 1) * _FINE + 1):
+        at, rest = min(i // _FINE, len(levels) - 2), i / _FINE
+        rest -= at
+        found.append(
+            (
+                levels[at] + rest * (levels[at + 1] - levels[at]),
+                math.exp(logs[at] + rest * (logs[at + 1] - logs[at])),
+            )
+        )
+    return found
+
+
+def _bracket(too_little: Callable[[float], bool]) -> tuple[float, float]:
+    """Two prices next to each other: at the lower one too little is pruned, at the higher one enough."""
+    low, high = -200.0, 200.0  # as logarithms, because errors have any scale
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if too_little(math.exp(middle)) else (low, middle)
+    return math.exp(low), math.exp(high)
+
+
+def _whole(shares: Mapping[str, float], sizes: Mapping[str, int], asked: float) -> dict[str, float]:
+    """The shares with whole numbers of elements, whose sum is `asked`: the largest remainders are rounded up."""
+    counts = {name: math.floor(share * sizes[name]) for name, share in shares.items()}
+    left = round(asked) - sum(counts.values())
+    order = sorted(shares, key=lambda name: counts[name] - shares[name] * sizes[name])
+    for name in order[: max(left, 0)]:
+        counts[name] += 1
+    return {name: count / sizes[name] for name, count in counts.items()}
+
+
 _NAMED: dict[str, Spread] = {"uniform": uniform, "erk": erk}
-_MADE: dict[str, Callable[..., Spread]] = {"owl": owl}  # functions that make a spread
+_MADE: dict[str, Callable[..., Spread]] = {"owl": owl, "by_loss": by_loss}  # functions that make a spread
 
 
 def as_spread(given: Any) -> Any:

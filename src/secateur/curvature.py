@@ -25,7 +25,7 @@ from .reads import listen
 from .stats import Loss, as_it_was, check_evidence, on_batch, split_batch
 from .targeting import Target
 
-KINDS = ("none", "diag", "fisher")
+KINDS = ("none", "diag", "fisher")  # each knows more than the one before
 _WIDEST = 8192  # with more outputs, only the diagonal of G is kept
 _ENOUGH = 10  # tokens per output; with fewer, G is shrunk towards its diagonal
 _ELEMENTS = 1 << 22  # labels are drawn for parts of the logits of about this size
@@ -83,7 +83,7 @@ def curvature(
                 continue
             ran += 1
             with listen(targets, sums.called, sums.passed, sums.returned):
-                with sums.forward(_valid(kwargs)), on_batch(model, args, kwargs):
+                with sums.forward(valid_positions(kwargs)), on_batch(model, args, kwargs):
                     output = model(*args, **kwargs)
                 if not backward:
                     continue
@@ -131,7 +131,7 @@ def _sampled(output: Any, valid: Tensor | None, draw: torch.Generator, number: i
     return logits, gradient.to(logits.dtype)
 
 
-def _valid(kwargs: Mapping[str, Any]) -> Tensor | None:
+def valid_positions(kwargs: Mapping[str, Any]) -> Tensor | None:
     """Which positions of a batch are not padding, by its attention mask; None if all are, or if nothing says so."""
     mask = kwargs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2 or bool(mask.all()):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from .budgets import Spread
 from .criteria import Criterion, magnitude
 from .digits import Part, Pool, find_cuts, keep
 from .evidence import random_scores
+from .folder_walk import prune_blocks
 from .io import Folder, replacing_file
-from .methods import Method
+from .methods import STREAMED, Method
 from .patterns import Pattern
 from .scores import RANKED, Scores, nan_in
 from .select import elements, fold, select
@@ -49,9 +50,11 @@ def prune_folder(
     types: Sequence[type[nn.Module]] | None = None,
     spread: Spread | Mapping[str, float] | str | None = None,
     method: Method | str | None = None,
+    data: Iterable[Any] | None = None,
     into: Callable[[], nn.Module] | None = None,
+    device: str | torch.device | None = None,
     group: Group | None = None,
-) -> dict[str, Any]:
+) -> Any:
     """Prunes the safetensors files of a folder into another folder, without building the model. Returns counts.
 
     The weights are those that `prune_` with the same arguments would leave in the loaded model, bit for bit. Files are read in
@@ -64,11 +67,20 @@ def prune_folder(
         criterion: an expression without data, computed element by element, such as `sc.magnitude` or `sc.random(0)`.
         sparsity, count, pattern, scope, exclude, types, spread: as for `prune_`.
         include: globs over names. Without `into` it is required, because files do not say which tensors are weights.
+        method, data, device: a method that needs calibration data (`sc.methods.sparsegpt()`), with `into=`; the model is then
+            read, solved on the device and written one block at a time.
         into: a function that builds the model. It is called on the meta device, and says which tensors are weights of which
             layers, as `prune_` chooses them, and their order among equal scores.
         group: a process group whose processes all call this function and share the files.
     """
     settings = Settings.of(criterion, pattern, scope, sparsity, count, spread, method)
+    if settings.method.needs & STREAMED:
+        if into is None or data is None:
+            raise ValueError(
+                f"{settings.method} runs the model block by block; pass into= (a function that builds it) and data="
+            )
+        which = {"include": include, "exclude": exclude, "types": types}
+        return prune_blocks(Path(source), Path(target), into, data, settings=settings, device=device, **which)
     _check(settings)
     folder, written = Folder(Path(source)), Path(target)
     if written.exists() and (not written.is_dir() or written.resolve() == Path(source).resolve()):
@@ -112,7 +124,7 @@ def _chosen(
         return {name: Layout(shape) for name, (_, shape) in found.items() if name not in flat}, dict.fromkeys(flat, "a vector")
     with torch.device("meta"):
         model = into()
-    wanted, skipped = targets(model, include=include, exclude=exclude, types=types, values=False)
+    wanted, skipped = targets(model, include=include, exclude=exclude, types=types, meta=True)
     chosen: dict[str, Layout] = {}
     for one in wanted:
         names = [name for name in (one.name, *one.slot.also) if name in folder.entries]
@@ -150,7 +162,7 @@ class _Rows:
     name: str
     layout: Layout
     step: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def rows(self, leaf: str, first: int, last: int) -> Tensor:
         part = self.folder.rows(self.name, first, last, axis=1 if self.layout.flip else 0)

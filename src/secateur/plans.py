@@ -17,16 +17,18 @@ from ._dist import Group, comm_of, counts, digest, like, local, refuse_stage, re
 from ._hints import hints
 from ._tree import Prunable, as_module, bare_name, check_unpacked, slots
 from .arguments import plain_arguments
-from .budgets import Spread
+from .budgets import ByLoss, Spread
 from .criteria import Criterion, magnitude
-from .curvature import curvature
+from .curvature import Curvature
 from .display import Reported, Table, format_seconds, notes_by_reason
 from .edit import UNKNOWN, Arguments, forget_, record_
 from .evidence import TensorEvidence
 from .masks import Masks
+from .measuring import find_order, measure, measures, reordered, with_curves
 from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, solve_checked, write_
 from .owners import scores_of
 from .patterns import Pattern
+from .reorder import Reordering
 from .schedules import Number
 from .settings import Settings
 from .stats import Loss, check_evidence, collect, frames_inside
@@ -73,7 +75,7 @@ class Plan(Reported):
     (`weights`), and what was skipped, with the reason. `print` shows a table.
 
     `solved` says how each layer was solved, for methods that measure their errors, and `notes` what was done differently for a
-    layer or a block, and why.
+    layer or a block, and why. `order` is a new order of channels, in which the masks and weights are, or None.
     """
 
     masks: Masks
@@ -84,6 +86,7 @@ class Plan(Reported):
     arguments: Arguments = field(default=UNKNOWN, repr=False, compare=False)  # for `Recipe`: of the call that made the plan
     solved: dict[str, Solved] = field(default_factory=dict, repr=False, compare=False)
     notes: dict[str, str] = field(default_factory=dict, repr=False)
+    order: Reordering | None = field(default=None, repr=False, compare=False)
     _changed: Prunable | None = field(default=None, init=False, repr=False, compare=False)  # the model that `undo_` restores
 
     def apply_(self, model: Prunable, *, keep_dense: bool = False) -> Plan:
@@ -92,6 +95,9 @@ class Plan(Reported):
         if keep_dense and self.dense and any(not self._is_applied(name, tensor) for name, tensor in tensors.items()):
             raise ValueError("this plan keeps the dense values of another application; undo that first, or make a new plan")
         new = {name: weight.to(tensors[name]) for name, weight in self.weights.items()}
+        if self.order is not None and any(not self._is_applied(name, tensor) for name, tensor in tensors.items()):
+            self.order.move_(as_module(model))
+            tensors = self._tensors(model)
         if keep_dense and not self.dense:
             self.dense = {name: self._replaced(name, tensor).clone() for name, tensor in tensors.items()}
             self._changed = model
@@ -117,6 +123,8 @@ class Plan(Reported):
                 write_(tensor, self.dense[name])
             else:
                 tensor[~local(self.masks[name])] = self.dense[name].to(tensor)
+        if self.order is not None:
+            self.order.move_(as_module(model), back=True)
         self.dense, self._changed = {}, None
         forget_(as_module(model), ("prune", self.recipe))
 
@@ -213,6 +221,8 @@ class Plan(Reported):
         total = ("in all", "", f"{whole['kept']:,}", f"{whole['total']:,}", f"{whole['sparsity']:.2%}", *("" for _ in more))
         flags = notes_by_reason("empty", dict.fromkeys(empty, "nothing is left (layer collapse); floor= prevents it"))
         changed = [f"the weights that stay were changed too, in {len(self.weights)} tensors"] if self.weights else []
+        if self.order is not None and self.order.orders:
+            changed.append(f"channels inside the model get another order first, in {len(self.order.orders)} groups")
         if self.solved:
             changed.append("before, error: of the outputs, relative to them, with the mask alone and with the new weights")
         return Table(
@@ -272,11 +282,17 @@ def plan(
     found, skipped = targets(model, include=include, exclude=exclude, types=types)
     check_streamed(recipe, found, data, loss)
     once = recipe.needs - STREAMED
-    if data is not None and bool(once) + bool(recipe.needs & STREAMED) + (recipe.method.curvature != "none") > 1:
+    if data is not None and bool(once) + bool(recipe.needs & STREAMED) + measures(recipe) > 1:
         data = list(data)  # it is run through more than once
-    table = collect(model, found, once, data, loss)
-    made = make_plan(model, recipe, found, skipped, table, data=data, loss=loss, group=group)
-    made.arguments = arguments
+    measured = measure(model, recipe, found, data, loss)
+    order, notes = find_order(model, recipe, found, data, measured)
+    with reordered(model, order):
+        if order and measured:
+            measured = order.of(measured, found)
+        table = collect(model, found, once, data, loss)
+        made = make_plan(model, recipe, found, skipped, table, data=data, loss=loss, measured=measured, group=group)
+    made.arguments, made.order = arguments, order
+    made.notes |= notes
     return made
 
 
@@ -286,6 +302,8 @@ def check_streamed(recipe: Settings, found: Sequence[Target], data: object, loss
         check_evidence(streamed, data, loss, of=str(recipe.method))
         if any(sharded(target.tensor) for target in found):
             raise NotImplementedError(f"{recipe.method} runs the model block by block; prune before sharding it")
+    if isinstance(recipe.spread, ByLoss):
+        check_evidence(frozenset({"inputs"}), data, loss, of=f"spread={recipe.spread}")
 
 
 def make_plan(
@@ -297,6 +315,7 @@ def make_plan(
     *,
     data: Iterable[Any] | None = None,
     loss: Loss | None = None,
+    measured: Curvature | None = None,
     step: int = 0,
     previous: Masks | None = None,
     group: Group | None = None,
@@ -312,14 +331,15 @@ def make_plan(
         evidence = {t.name: TensorEvidence(t, table[t.name], step) for t in found}
         scores = {name: scores_of(recipe.criterion, one, number) for number, (name, one) in enumerate(evidence.items())}
         held = {t.name: t.layout.matrix(local(previous[t.name])) for t in found} if previous is not None else None
-        amounts = recipe.amounts(scores, step, held, comm)
+        measured = measured or measure(model, recipe, found, data, loss)
+        notes = dict(measured.notes) if measured else {}
+        amounts = with_curves(recipe, found, measured, step).amounts(scores, step, held, comm)
         to_be_empty = {
             name for name, one in amounts.items() if (recipe.at(step) if one.sparsity is None else one.sparsity) == 1
         }
 
-        notes: dict[str, str] = {}
         solved: dict[str, Solved] = {}
-        weighing = _output_weights(model, recipe.method.curvature, found, data, loss, notes)
+        weighing = dict(measured.G) if measured is not None and recipe.method.curvature != "none" else {}
 
         def solve(target: Target, streamed: Mapping[str, Any]) -> Solution:
             name, begin = target.name, time.perf_counter()
@@ -350,23 +370,6 @@ def make_plan(
     made = Plan(masks, skipped, recipe.describe(step), weights=weights, solved=solved, notes=notes)
     _warn_of_collapse(made, to_be_empty, previous)
     return made
-
-
-def _output_weights(
-    model: nn.Module,
-    kind: str,
-    found: Sequence[Target],
-    data: Iterable[Any] | None,
-    loss: Loss | None,
-    notes: dict[str, str],
-) -> dict[str, Tensor]:
-    """G of each target, from one backward pass of the model; empty if the method does not weigh outputs."""
-    if kind == "none":
-        return {}
-    assert data is not None
-    measured = curvature(model, found, data, kind=kind, gram="none", loss=loss)
-    notes |= measured.notes
-    return measured.G
 
 
 def _warn_of_collapse(made: Plan, asked: Set[str], previous: Masks | None) -> None:

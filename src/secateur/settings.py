@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._dist import Comm
 from ._tree import bare_name, nearest
-from .budgets import Spread, as_spread, cap, erk, hold, owl, uniform
+from .budgets import Spread, as_spread, by_loss, cap, erk, hold, owl, uniform
 from .criteria import Criterion, criterion, magnitude
 from .methods import Amount, Method, as_method, check_needs, drop_and_grow
 from .owners import measured
@@ -77,7 +77,9 @@ class Settings:
                 f"{how} chooses weights by itself and would not use the criterion {by}; drop one of them, or let "
                 'the criterion spread the budget over layers with scope="global" or spread='
             )
-        made = Settings(by, shape, scope or "tensor", sparsity, count, spread, how, _checked_floor(floor))
+        own = spread is None and sparsity is not None and scope != "global" and not shape.keep
+        shares = how.spread if own else spread
+        made = Settings(by, shape, scope or "tensor", sparsity, count, shares, how, _checked_floor(floor))
         made._check_reach()
         how.check(made.pattern, made.scope, made.scheduled)
         return made
@@ -235,13 +237,15 @@ def _checked_spread(
     if scope == "global" or count is not None:
         rival = 'scope="global"' if scope == "global" else "count="
         raise ValueError(f"spread= gives each tensor its own sparsity, and {rival} decides that too; drop one of them")
-    if spread is owl:
-        raise TypeError("spread=sc.owl is made by calling it: spread=sc.owl()")
+    for make in (owl, by_loss):
+        if spread is make:
+            raise TypeError(f"spread=sc.{make.__name__} is made by calling it: spread=sc.{make.__name__}()")
     if isinstance(spread, Mapping):
         return {name: _fraction(f"spread[{name!r}]", share) for name, share in spread.items()}
     if not callable(spread):
         raise TypeError(
-            f"spread= is sc.uniform, sc.erk, sc.owl(), one of their names, or a mapping of name to sparsity, not {spread!r}"
+            "spread= is sc.uniform, sc.erk, sc.owl(), sc.by_loss(), one of their names, or a mapping of name to sparsity, "
+            f"not {spread!r}"
         )
     return spread
 

@@ -21,13 +21,12 @@ from torch.func import functional_call
 from ._dist import DataRanks, data_ranks_of, local_as, run_of
 from ._layers import Layout, layout_of
 from ._tree import Loose
-from .edit import eval_mode, no_mha_fastpath, why_failed
+from .edit import eager_experts, eval_mode, no_mha_fastpath, why_failed
 from .input_squares import InputSquares, Table
+from .losses import PASS_LOSS, Loss, check_loss, loss_of, may_give_a_loss
 from .progress import track
 from .reads import listen
 from .targeting import Target
-
-Loss = Callable[[Any, Any], Tensor]
 
 
 def collect(
@@ -86,29 +85,10 @@ def check_evidence(needs: frozenset[str], data: object, loss: object, of: str = 
             f"data= is an iterable of batches, and these two tensors of shapes {shapes} would be two batches of inputs; pass "
             "inputs and target as one batch: data=[(inputs, target)]"
         )
-    if needs & {"grad", "grad_square"} and loss is None and not _may_give_a_loss(data):
-        raise ValueError(f"{of} needs {_list(needs)}, so pass {_PASS_LOSS}")
+    if needs & {"grad", "grad_square"} and loss is None and not may_give_a_loss(data):
+        raise ValueError(f"{of} needs {_list(needs)}, so pass {PASS_LOSS}")
     if loss is not None:
-        _check_loss(loss)
-
-
-_PASS_LOSS = (
-    "loss= (a function of the model's output and the target, such as torch.nn.functional.cross_entropy). Models that return "
-    "their own loss, as those of transformers do, need none where the batches hold labels"
-)
-
-
-def _may_give_a_loss(data: Iterable[Any]) -> bool:
-    """Whether a model may compute its own loss on this data: a list has to hold mappings, of others nothing is known."""
-    return not isinstance(data, list | tuple) or any(isinstance(batch, Mapping) for batch in data)
-
-
-def own_loss(output: Any, _: Any) -> Tensor:
-    """The loss that a model returns with its output, in the attribute or under the key "loss"."""
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(found, Tensor):
-        return found
-    raise ValueError(f"the model's output ({_described(output)}) holds no loss, so pass {_PASS_LOSS}. The model is unchanged.")
+        check_loss(loss)
 
 
 def _is_one_pair(data: Sequence[Any]) -> bool:
@@ -116,24 +96,6 @@ def _is_one_pair(data: Sequence[Any]) -> bool:
     if len(data) != 2 or not all(isinstance(each, Tensor) for each in data):
         return False
     return data[0].ndim != data[1].ndim or data[0].dtype != data[1].dtype
-
-
-def _check_loss(loss: Any) -> None:
-    """Raises unless loss= can be called with the model's output and the target."""
-    if isinstance(loss, type):
-        raise TypeError(f"loss={loss.__name__} is a class; pass an instance of it: loss={loss.__name__}()")
-    if not callable(loss):
-        raise TypeError(f"loss={loss!r} must be a function of the model's output and the target")
-    try:
-        inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(None, None)
-    except TypeError as error:
-        name = getattr(loss, "__name__", type(loss).__name__)
-        raise TypeError(
-            f"loss={name} is called with two arguments, the model's output and the target (or the batch itself where it has "
-            f"no target), and does not take them: {error}"
-        ) from None
-    except ValueError:  # some functions written in C have no signature
-        pass
 
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -203,7 +165,7 @@ def _list(needs: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Sets evaluation mode inside, without fused attention kernels, and restores the mode and the buffers afterwards."""
+    """Sets evaluation mode inside, without fused kernels that hide weights, and restores mode and buffers afterwards."""
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -211,7 +173,7 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     try:
-        with eval_mode(model), no_mha_fastpath():
+        with eval_mode(model), no_mha_fastpath(), eager_experts(model):
             yield
     finally:
         with torch.no_grad():
@@ -248,7 +210,7 @@ def _one_pass(
                 mine = counts and turn == ranks.rank
                 output = _output(model, batch, listening if mine else Event())
                 if differentiate is not None:
-                    value = _loss_value(model, loss, output, batch)
+                    value = loss_of(model, output, batch, split_batch(batch)[2], loss)
                     for one, gradient in zip(targets, differentiate(value * mine), strict=True):
                         add_gradient(Target(one.slot, _part(one)), gradient, gradients, table[one.name])
     (total,) = ranks.comm.sum(batches)
@@ -271,14 +233,6 @@ def _output(model: nn.Module, batch: Any, listening: Event) -> Any:
         output = model(*args, **kwargs)
     listening.clear()  # checkpointed layers run again in the backward pass
     return output
-
-
-def _loss_value(model: nn.Module, loss: Loss | None, output: Any, batch: Any) -> Tensor:
-    if loss is None:
-        return _differentiable(own_loss(output, batch))
-    target = split_batch(batch)[2]
-    with _on_loss(model, output, batch, target):
-        return _differentiable(loss(output, target))
 
 
 @contextlib.contextmanager
@@ -339,35 +293,6 @@ def _add_up(targets: Sequence[Target], needs: frozenset[str], table: Table, rank
             zeros = torch.zeros(target.layout.rows, target.layout.cols, device=target.weight.device)
             table[target.name].setdefault(kind, zeros)
         ranks.add_([table[target.name][kind] for target in targets])
-
-
-@contextlib.contextmanager
-def _on_loss(model: nn.Module, output: Any, batch: Any, target: Any) -> Iterator[None]:
-    """Wraps errors of loss= with what it was called with."""
-    try:
-        yield
-    except Exception as error:
-        if target is batch or (isinstance(batch, list | tuple) and len(batch) == 1):
-            second = f"the batch itself ({_described(target)}), because this batch of data= has no target"
-            hint = "; if the loss needs a target, let data= give pairs (inputs, target)"
-        else:
-            second, hint = f"the target ({_described(target)})", ""
-        why = why_failed(error, model, [target] if isinstance(target, Tensor) else [])
-        raise ValueError(
-            f"loss= fails when it is called with the model's output ({_described(output)}) and {second}: {why}{hint}. The "
-            "model is unchanged."
-        ) from error
-
-
-def _described(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def _differentiable(value: Any) -> Tensor:
-    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-        given = _described(value) if isinstance(value, Tensor) else repr(value)
-        raise ValueError(f"loss= must give one number that depends on the weights; it gave {given}")
-    return value
 
 
 def add_gradient(target: Target, gradient: Tensor, kinds: Iterable[str], entry: dict[str, Tensor]) -> None:

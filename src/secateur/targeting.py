@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from ._dist import Share, local, refuse_flat, reshard_, share_of
-from ._layers import DEFAULT_TYPES, Kind, Layout, adapter_parameters, is_kind, is_weight, layout_of
+from ._layers import DEFAULT_TYPES, Kind, Layout, adapter_parameters, is_experts, is_kind, is_weight, layout_of
 from ._tree import Loose, Prunable, Slot, as_module, bare_name, nearest, packed_layers, slots
 from .scores import RANKED
 
@@ -56,17 +56,17 @@ def targets(
     include: Globs = (),
     exclude: Globs = (),
     types: Sequence[type[nn.Module]] | None = None,
-    values: bool = True,
+    meta: bool = False,
 ) -> tuple[list[Target], dict[str, str]]:
     """Returns the targets of a model, and the reason why each other parameter is skipped.
 
     `include` and `exclude` are globs over parameter and module names ("encoder.*", "*.bias", "head"), with or without what
-    torch.compile and other wrappers add to a name ("_orig_mod."). By default the weights of
-    linear layers (GPT-2's `Conv1D` included), convolutions and `nn.MultiheadAttention` are targets. `types` names other layer
-    types, and an `include` without a wildcard selects a parameter or a module of any type. Adapters (LoRA) are targets only if
-    `include` names them. Tied parameters are one target. In a mapping of names to tensors, which can stand for a model, all
-    tensors are targets; in the state dict of a model only those that `include` names, because which of them are weights, and
-    of what layers, is known to the model alone. With `values=False`, tensors on the meta device are targets too.
+    torch.compile and other wrappers add to a name ("_orig_mod."). By default the weights of linear layers (GPT-2's `Conv1D`
+    included), convolutions, `nn.MultiheadAttention` and experts (tensors of transformers with a matrix for each expert) are
+    targets. `types` names other layer types, and an `include` without a wildcard selects a parameter or a module of any type.
+    Adapters (LoRA) are targets only if `include` names them. Tied parameters are one target. In a mapping of names to tensors,
+    which can stand for a model, all tensors are targets; in the state dict of a model only those that `include` names, because
+    which of them are weights, and of what layers, is known to the model alone. `meta` also takes tensors on the meta device.
     """
     model = as_module(model)
     include, exclude = globs_of("include", include), globs_of("exclude", exclude)
@@ -84,13 +84,13 @@ def targets(
     kind = "the mapping" if isinstance(model, Loose) else type(model).__name__
     if not everything and not packed:
         raise ValueError(f"{kind} has no parameters, so there is nothing to prune")
-    _all_match(model, [*everything, *packed.values()], include, "include")
-    _all_match(model, [*everything, *packed.values()], exclude, "exclude")
+    all_match(model, [*everything, *packed.values()], include, "include")
+    all_match(model, [*everything, *packed.values()], exclude, "exclude")
     adapters = adapter_parameters(model)
     found: list[Target] = []
     skipped = {slot.name: _why_packed(name, slot, include, exclude, kinds) for name, slot in packed.items()}
     for slot in everything:
-        reason = _reason(slot, include, exclude, kinds, values)
+        reason = _reason(slot, include, exclude, kinds, meta)
         if reason is None and id(slot.tensor) in adapters and not _named(slot, include):
             reason = "an adapter (PEFT); name it in include= to prune it"
         if reason is None:
@@ -136,7 +136,8 @@ def _matches(slot: Slot, globs: Iterable[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs for name in _names(slot))
 
 
-def _all_match(model: nn.Module, everything: list[Slot], globs: Iterable[str], which: str) -> None:
+def all_match(model: nn.Module, everything: list[Slot], globs: Iterable[str], which: str) -> None:
+    """Raises for a glob of the argument `which` that matches no parameter and no module."""
     modules = set(_with_bare(*(name for name, _ in model.named_modules() if name)))
     for glob in globs:
         if not any(_matches(slot, [glob]) for slot in everything) and not any(fnmatchcase(m, glob) for m in modules):
@@ -144,7 +145,7 @@ def _all_match(model: nn.Module, everything: list[Slot], globs: Iterable[str], w
             raise ValueError(f"{which}={glob!r} matches no parameter and no module of the model.{nearest(glob, names)}")
 
 
-def _under(slot: Slot, globs: Sequence[str]) -> bool:
+def under(slot: Slot, globs: Sequence[str]) -> bool:
     """Whether a glob matches the slot or one of the modules that contain it."""
     if not globs:
         return False
@@ -155,9 +156,9 @@ def _under(slot: Slot, globs: Sequence[str]) -> bool:
 
 def _why_packed(name: str, slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[Kind, ...]) -> str:
     """Why a compressed layer is skipped. Raises for one that would be a target, because it has no weight to prune."""
-    if _under(slot, exclude):
+    if under(slot, exclude):
         return "excluded"
-    if include and not _under(slot, include):
+    if include and not under(slot, include):
         return "not included"
     if not _named(slot, include) and not is_kind(slot.module.stood, kinds):  # type: ignore[arg-type]
         return f"compressed, and {slot.module.stood.__name__} is not among the types"  # type: ignore[union-attr]
@@ -169,13 +170,13 @@ def _why_packed(name: str, slot: Slot, include: Sequence[str], exclude: Sequence
 
 def _named(slot: Slot, include: Sequence[str]) -> bool:
     """Whether a name without a wildcard selects this slot, so that its type does not matter."""
-    return any(not set(glob) & set("*?[") and _under(slot, [glob]) for glob in include)
+    return any(not set(glob) & set("*?[") and under(slot, [glob]) for glob in include)
 
 
-def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[Kind, ...], values: bool) -> str | None:
+def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[Kind, ...], meta: bool) -> str | None:
     """Why a parameter is skipped, or None if it is a target."""
     tensor = slot.tensor
-    if _under(slot, exclude):
+    if under(slot, exclude):
         return "excluded"
     if isinstance(slot.module, parametrize.ParametrizationList):
         return "parametrized: its values are computed; remove the parametrization first"
@@ -188,15 +189,16 @@ def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: t
         return f"{tensor.dtype} values cannot be ranked"
     if tensor.numel() > 1 and any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         return "its elements share memory (expanded): give it memory of its own first"
-    if tensor.is_meta and values:
+    if tensor.is_meta and not meta:
         return "on the meta device: it has no values yet"
-    if include and not _under(slot, include):
+    if include and not under(slot, include):
         return "not included"
     if isinstance(slot.module, Loose):
         if slot.module.state and tensor.ndim < 2 and not _named(slot, include):
             return "a vector (bias, scale or statistics); name it in include= to prune it"
         return "empty" if tensor.numel() == 0 else None
-    strangers = [type(owner).__name__ for owner, _ in slot.owners if not is_kind(owner, kinds)]
+    experts = kinds is DEFAULT_TYPES and is_experts(slot.module, tuple(tensor.shape))
+    strangers = [type(owner).__name__ for owner, _ in slot.owners if not is_kind(owner, kinds) and not experts]
     if strangers and not _named(slot, include):
         tied = "tied: " if len(slot.owners) > 1 else ""
         return f"{tied}{strangers[0]} is not among the types; pass types= or name it in include="

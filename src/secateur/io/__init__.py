@@ -45,23 +45,28 @@ from ..methods import without_soft_masks
 from ..plans import Plan
 from ..surgery import Shrunk
 from . import compressed, hf, packed
-from .files import CODES, DTYPES, BadFile, Entry, Tensors, alone, names_of, read_json, rename, replacing, write_tensors
+from .files import (
+    CODES,
+    DTYPES,
+    BadFile,
+    Entry,
+    Tensors,
+    alone,
+    as_bytes,
+    names_of,
+    read_json,
+    rename,
+    replacing,
+    write_tensors,
+)
 from .fill import check_kinds, dtype_of, fill_, read
 from .folder import INDEX, Folder, replacing_file, stale_weights
 from .manifest import MAX, TENSOR_FILES, Manifest, Stored, about, check_file, from_text, shapes_of, to_text
 
 __all__ = [
-    "save",
-    "load",
-    "dense_state_dict",
-    "BadFile",
-    "MANIFEST",
-    "record_in",
-    "replaced",
-    "write_text",
-    "Folder",
-    "replacing_file",
-]
+    "save", "load", "dense_state_dict", "BadFile", "MANIFEST", "record_in", "replaced", "write_text",
+    "Entry", "Folder", "Tensors", "as_bytes", "rename", "replacing", "replacing_file", "write_tensors",  # for folders
+]  # fmt: skip
 
 MANIFEST, CONFIG = "secateur.json", "config.json"
 _TRIES = 20  # how often a folder is read that others write to meanwhile
@@ -185,7 +190,11 @@ def replaced(path: Path) -> Iterator[Path]:
     """A path for a new file, which replaces `path` after the block. If anything raises, `path` is as it was."""
     with replacing(path) as beside:
         yield beside
-    rename(beside, path)
+    try:
+        rename(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 # --- saving ---------------------------------------------------------------------------------------------------------

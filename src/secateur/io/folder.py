@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -55,22 +56,33 @@ class Folder:
 
     def rows(self, name: str, first: int, last: int, axis: int = 0) -> Tensor:
         """Some indices of an axis of a tensor. A vector is one row."""
-        file = self.file_of[name]
-        try:
-            if file not in self._open:
-                self._open[file] = safe_open(self.path / file, framework="pt", backend="pread")
-            shape = self.entries[name][1]
-            if len(shape) < 2:
-                return self._open[file].get_tensor(name).reshape(1, -1)[first:last]
-            part = self._open[file].get_slice(name)
-            return part[first:last] if axis == 0 else part[:, first:last]
-        except SafetensorError as error:
-            raise BadFile(f"{self.path / file}: {name!r} cannot be read: {error}") from None
+        dtype, shape = self.entries[name]
+        if len(shape) < 2:
+            return self._read(name, 0, math.prod(shape)).reshape(1, -1)[first:last]
+        width = math.prod(shape[1:])
+        if axis == 0:
+            return self._read(name, first * width, (last - first) * width).reshape(last - first, *shape[1:])
+        step = max(_CHUNK // max(width * dtype.itemsize, 1), 1)
+        parts = [(row, min(row + step, shape[0])) for row in range(0, shape[0], step)]
+        return torch.cat([self.rows(name, *part)[:, first:last] for part in parts])
 
-    def read(self, name: str) -> Tensor:
-        """A whole tensor."""
-        self.rows(name, 0, 0)
-        return self._open[self.file_of[name]].get_tensor(name)
+    def _read(self, name: str, begin: int, number: int) -> Tensor:
+        """So many elements of a tensor, from the position `begin` of its flat values."""
+        file, (dtype, _) = self.file_of[name], self.entries[name]
+        head, entries = self._headers[file]
+        if number == 0:
+            return torch.empty(0, dtype=dtype)
+        found = torch.empty(number, dtype=dtype)
+        if file not in self._open:
+            self._open[file] = (self.path / file).open("rb", buffering=0)
+        self._open[file].seek(len(head) + entries[name]["data_offsets"][0] + begin * dtype.itemsize)
+        room: Any = found.view(torch.uint8).numpy()
+        while len(room):
+            count = self._open[file].readinto(room)
+            if not count:
+                raise BadFile(f"{self.path / file} ends within {name!r}; it was cut short")
+            room = room[count:]
+        return found
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """The bytes of a tensor, a chunk at a time."""

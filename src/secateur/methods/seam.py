@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -209,8 +209,12 @@ class Method(abc.ABC):
     """Whether solutions bring new values for the weights that stay."""
     revives: ClassVar[bool] = False
     """Whether pruned weights may come back, so that it goes with training only."""
-    curvature: ClassVar[str] = "none"
+    curvature: str = "none"
     """Whether it weighs outputs by their effect on the loss (`problem.G`): "diag" by a vector, "fisher" by a matrix."""
+    spread: ClassVar[Any] = None
+    """The spread to use where a sparsity is given and neither a spread nor a scope that spreads it."""
+    reorders: ClassVar[bool] = False
+    """Whether `plan` and `prune_` look for a better order of channels before an n:m pattern is solved (see `reorder_`)."""
 
     def due(self, step: int) -> bool:
         """Whether a `Pruner` should solve again at this step, beside the steps of its schedule."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -15,14 +16,18 @@ from torch import nn
 
 from .._tree import nearest
 from ..activations import Gates
+from ..distill import Distilled
 from ..edit import Inputs, split_inputs
 from ..execute import Bench, Compression
 from ..plans import Plan
+from ..progress import track
+from ..recipes import Recipe
+from ..reorder import Reordering
 from ..surgery import Shrunk
 from . import history
-from .document import Call, Document, LayerRow, Line, Model, Point, Reason, Stage, Sweep, Time
+from .document import Call, Document, LayerRow, Line, Model, Point, Reason, StageFigures, Sweep, Time
 from .history import Action, Result, Version, dense_form
-from .layers import masks_of, other_masks, plan_rows, rows
+from .layers import masks_of, other_masks, plan_rows, rows, unread
 from .measure import (
     Evaluate,
     Flops,
@@ -37,8 +42,6 @@ from .measure import (
     words_for,
 )
 from .output import Report
-
-_NOUNS = {Shrunk: "what shrink returned", Plan: "what prune_ or plan returned", Compression: "what compress_ returned"}
 
 
 def report(
@@ -92,7 +95,7 @@ def report(
     measured = _measured(found, None if given is None else split_inputs(given))
     listed = _stages(found, measured, timing, seconds, disk, [r for r in results if isinstance(r, Bench)])
     if evaluate is not None:
-        values = metrics_of([version.model for version in found], evaluate, metric, samples, better)
+        values = metrics_of({version.name: version.model for version in found}, evaluate, metric, samples, better)
         listed = [replace(stage, metric=value) for stage, value in zip(listed, values)]
     layers = _layers(found, measured, actions)
     plan = next((action for action in reversed(actions) if isinstance(action, Plan)), None)
@@ -106,12 +109,12 @@ def report(
         machine=machine(),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         note=note,
-        stages=[stage for stage in listed if stage != Stage(stage.name, stage.how)],
+        stages=[stage for stage in listed if stage != StageFigures(stage.name, stage.how)],
         steps=[_step(action) for action in actions],
-        reasons=[reason for action in actions for reason in _reasons(action)],
+        reasons=[*(reason for action in actions for reason in _reasons(action)), *_unread(found)],
         masks=masks,
         sweep=None if sweep is None else _sweep(sweep, metric, listed),
-        recipe=recipe,
+        recipe=recipe or _recipe_of(found),
     )
     made = Report(document)
     if path is not None:
@@ -126,8 +129,8 @@ def _check(results: Sequence[Any], before: Any, after: Any, stages: Any) -> None
     for result in results:
         if not isinstance(result, Result):
             raise TypeError(
-                f"report takes what prune_, plan, shrink, compress_, gate_ and bench return, not a {type(result).__name__}; "
-                "models are passed as before= and after="
+                "report takes what plan, prune_, shrink, compress_, gate_, distill_ and bench return, not a "
+                f"{type(result).__name__}; models are passed as before= and after="
             )
     for key, model in (("before", before), ("after", after), *(dict(stages or {})).items()):
         if model is not None and not isinstance(model, nn.Module):
@@ -137,8 +140,9 @@ def _check(results: Sequence[Any], before: Any, after: Any, stages: Any) -> None
     if not results and not stages and (before is None or after is None):
         raise ValueError("pass results, or before= and after=, or stages=; there is nothing to report")
     last = next((result for result in reversed(results) if not isinstance(result, Bench)), None)
-    if isinstance(last, Compression) and after is None and stages is None:
-        raise ValueError("pass after= (the model that compress_ changed); its result does not hold the model")
+    if isinstance(last, Compression | Distilled | Reordering) and after is None and stages is None:
+        how = history.NAMES[type(last)][0]
+        raise ValueError(f"pass after= (the model that {how} changed); its result does not hold the model")
 
 
 def _example(inputs: Any, actions: Sequence[Action]) -> Any:
@@ -162,7 +166,15 @@ def _model(found: Sequence[Version], given: Any, name: str | None, data: str) ->
     return Model(type(model).__name__, name or type(model).__name__, data, shape, integers, dtype)
 
 
-def _sweep(given: Mapping[str, Any], metric: str, stages: Sequence[Stage]) -> Sweep:
+def _recipe_of(found: Sequence[Version]) -> str:
+    """The recipe that the model itself remembers, as the text of its file; "" if it was made in another way."""
+    model = found[-1].model if found else None
+    with suppress(ValueError):
+        return str(Recipe.of(model)) if model is not None else ""
+    return ""
+
+
+def _sweep(given: Mapping[str, Any], metric: str, stages: Sequence[StageFigures]) -> Sweep:
     """The sweep as it was passed, with the metric before and its unit filled in."""
     known = {"lines", "dense", "chosen", "samples", "images", "metric", "unit", "small"}
     if unknown := given.keys() - known:
@@ -192,14 +204,14 @@ class Counted:
     """What one version holds and computes. `missing`: what could not be measured, and why."""
 
     parameters: int
-    nonzero: int
+    nonzero: int | None
     flops: Flops | None
     missing: dict[str, str]
 
 
 def _measured(found: Sequence[Version], inputs: Inputs | None) -> list[Counted | None]:
     counted: list[Counted | None] = []
-    for version in found:
+    for version in track(found, "report", lambda version: f"FLOPs of {version.name}"):
         if version.model is None:
             counted.append(None)
             continue
@@ -226,16 +238,16 @@ def _stages(
     seconds: float,
     disk: bool,
     benches: Sequence[Bench],
-) -> list[Stage]:
+) -> list[StageFigures]:
     failed: dict[str, str] = {}
     models = {version.name: version.model for version in found if version.model is not None}
     times: dict[str, list[Time]] = _tried("times", failed, lambda: times_of(models, timing, seconds)) or {}
     stages = []
-    for version, counted in zip(found, measured):
+    for version, counted in track(list(zip(found, measured)), "report", lambda pair: f"size of {pair[0].name}"):
         missing = {} if counted is None else {**counted.missing, **failed}
         size = _tried("bytes", missing, partial(bytes_on_disk, version.model)) if version.model is not None and disk else None
         stages.append(
-            Stage(
+            StageFigures(
                 version.name,
                 version.how,
                 parameters=None if counted is None else counted.parameters,
@@ -249,7 +261,7 @@ def _stages(
     return _with_benches([_from_result(stages, i, found) for i in range(len(stages))], benches)
 
 
-def _from_result(stages: Sequence[Stage], place: int, found: Sequence[Version]) -> Stage:
+def _from_result(stages: Sequence[StageFigures], place: int, found: Sequence[Version]) -> StageFigures:
     """A stage whose model is gone, with the totals that the results before and after it state."""
     stage = stages[place]
     if found[place].model is not None:
@@ -267,14 +279,14 @@ def _from_result(stages: Sequence[Stage], place: int, found: Sequence[Version]) 
     return stage
 
 
-def _with_benches(stages: list[Stage], benches: Iterable[Bench]) -> list[Stage]:
+def _with_benches(stages: list[StageFigures], benches: Iterable[Bench]) -> list[StageFigures]:
     """Adds the times of `bench`, by the names of the stages. Other names become stages of their own."""
     for bench in benches:
         for name, timing in bench.timings.items():
             time = as_time("one call", timing)
             place = next((i for i, stage in enumerate(stages) if stage.name == name), None)
             if place is None:
-                stages.append(Stage(name, times=[time]))
+                stages.append(StageFigures(name, times=[time]))
             else:
                 stages[place] = replace(stages[place], times=[*stages[place].times, time])
     return stages
@@ -344,6 +356,8 @@ def _numbers(action: Action) -> tuple[Mapping[str, float], str]:
         return {**named, "empty": len(action.empty)}, action.recipe
     if isinstance(action, Compression):
         return counts, f"objective={action.objective}, {action.threads} thread{'s' if action.threads > 1 else ''}"
+    if isinstance(action, Distilled | Reordering):
+        return {key: counts[key] for key in counts.keys() & {"kept_step", "groups"}}, action.recipe
     method = next((gate.method for gate in action.gates.values()), "")
     return {key: counts[key] for key in ("gates", "sparsity")}, f"method={method}, sparsity={counts['sparsity']:.3g}"
 
@@ -362,7 +376,15 @@ def _reasons(action: Action) -> list[Reason]:
         return _grouped("Tensors that were not pruned", how, action.skipped)
     if isinstance(action, Compression):
         return _grouped("Layers that stay dense", how, {row.layer: row.reason for row in action.rows if not row.format})
-    return _grouped("Layers without a gate", how, action.skipped)
+    if isinstance(action, Distilled):
+        return []
+    title = "Layers without a gate" if isinstance(action, Gates) else "Weights that were not reordered"
+    return _grouped(title, how, action.skipped)
+
+
+def _unread(found: Sequence[Version]) -> list[Reason]:
+    model = found[-1].model if found else None
+    return [] if model is None else _grouped("Weights that could not be read", "report", unread(model))
 
 
 def _grouped(title: str, call: str, reasons: Mapping[str, str]) -> list[Reason]:

@@ -14,7 +14,7 @@ from .._tree import Packed, bare_name
 from ..edit import history
 from ..execute import Compressed, zeros_of
 from ..plans import Plan
-from ..summaries import FEW, weights_of
+from ..summaries import FEW, unreadable, weights_of
 from .document import Histogram, LayerRow, Mask
 from .measure import Flops
 
@@ -23,6 +23,7 @@ CROP = 64, 192  # the rows and columns that a picture of a mask shows
 MANY = 120  # above this number of layers, only some get a histogram
 SOME = 12
 _SAMPLE = 1 << 20  # the limit of a histogram is taken from about so many weights
+_SHOWN = 0.05  # a layer with fewer zeros has no picture of its mask
 _TAIL = 0.005  # the share of the largest weights that lies outside
 
 
@@ -39,10 +40,14 @@ class Weight:
 
 
 def weights(model: nn.Module) -> dict[str, Weight]:
-    """The weights of a model by the name of their layer, in the order of the modules."""
-    order = {bare_name(path): place for place, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    found = [_weight(*each) for each in weights_of(model) if each[2].numel() and not each[2].is_meta]
-    return {each.name: each for each in sorted(found, key=lambda each: order.get(each.name.rpartition(".")[0], 0))}
+    """The weights of a model that can be read, by the name of their layer, in the order of the modules."""
+    found = [_weight(*each) for each in weights_of(model) if unreadable(each[2]) is None]
+    return {each.name: each for each in found}
+
+
+def unread(model: nn.Module) -> dict[str, str]:
+    """The weights that cannot be read, and why."""
+    return {name: why for name, _, tensor, _ in weights_of(model) if (why := unreadable(tensor)) is not None}
 
 
 def _weight(name: str, owner: nn.Module, tensor: Tensor, form: str) -> Weight:
@@ -173,7 +178,7 @@ def _bins(values: Tensor | None, limit: float) -> list[int] | None:
 
 def masks_of(model: nn.Module | None, layers: Sequence[LayerRow], plan: Plan | None) -> list[Mask]:
     """Pictures of up to three layers with zeros: one for each pattern, or the first, middle and last of one pattern."""
-    zeros = [layer for layer in layers if layer.zeros > FEW and min(layer.channels) > 1]
+    zeros = [layer for layer in layers if layer.zeros > _SHOWN and min(layer.channels) > 1]
     patterns = dict.fromkeys(layer.pattern for layer in zeros)
     if len(patterns) > 1:
         ranked = sorted(patterns, key=lambda pattern: -sum(layer.pattern == pattern for layer in zeros))[:3]

@@ -1,0 +1,391 @@
+"""`distill_`: a short training of a pruned model towards the outputs of the dense one, with its zeros kept."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._hints import hints
+from ._tree import as_module, check_unpacked, slots
+from .arguments import plain_arguments
+from .curvature import logits_of, valid_positions
+from .display import Reported, Table
+from .edit import IN_TRAINING, forget_, preserve_rng, record_
+from .masks import Masks
+from .progress import Progress
+from .pruner import Pruner
+from .stats import as_it_was, check_evidence, on_batch, split_batch
+from .targeting import Globs, all_match, globs_of, under
+
+_ELEMENTS = 1 << 22  # the divergence of logits is computed for parts of about this size
+_CHECKS = 4  # how often the held-out batches are looked at
+_PATIENCE = 2  # training stops after so many looks without a new best
+Distance = Callable[[Any, Any], Tensor]
+
+
+@dataclass
+class Distilled(Reported):
+    """What `distill_` did: `before` and `after` are the mean distances from the teacher on the held-out batches.
+
+    `looks` lists (step, distance on the held-out batches), and `training` the distance on the batch of each step. `kept_step`
+    is the step whose weights the model has now: 0 if no step improved, and then the model is unchanged.
+    """
+
+    recipe: str
+    before: float
+    after: float
+    kept_step: int
+    looks: list[tuple[int, float]]
+    training: list[float]
+    tensors: int
+    dense: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def improved(self) -> bool:
+        return self.kept_step > 0
+
+    def undo_(self, model: nn.Module) -> None:
+        """Puts back, bit for bit, the values that `distill_(keep_dense=True)` replaced."""
+        if not self.improved:
+            return
+        if not self.dense:
+            raise ValueError("the values before were not kept, or were put back already; call distill_(..., keep_dense=True)")
+        found = {slot.name: slot.tensor for slot in slots(as_module(model))}
+        for name, value in self.dense.items():
+            if name not in found or found[name].shape != value.shape:
+                raise ValueError(f"the model has no {name!r} of shape {tuple(value.shape)}; this result is of another model")
+        with torch.no_grad():
+            for name, value in self.dense.items():
+                found[name].copy_(value)
+        self.dense = {}
+        forget_(as_module(model), ("distill", self.recipe))
+
+    def metrics(self) -> dict[str, Any]:
+        """The distances before and after, and the numbers of steps, as plain numbers."""
+        return {
+            "before": self.before,
+            "after": self.after,
+            "improved": self.improved,
+            "kept_step": self.kept_step,
+            "steps": len(self.training),
+            "tensors": self.tensors,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the tensors, as plain values that JSON can hold."""
+        return {
+            "recipe": self.recipe,
+            **self.metrics(),
+            "looks": [list(look) for look in self.looks],
+            "training": self.training,
+        }
+
+    def _table(self) -> Table:
+        def mean(first: int, last: int) -> str:
+            part = self.training[first:last]
+            return f"{sum(part) / len(part):.4f}" if part else ""
+
+        steps = [0, *(step for step, _ in self.looks)]
+        rows = [("0", "", f"{self.before:.4f}", "kept" if not self.kept_step else "")]
+        rows += [
+            (f"{step}", mean(last, step), f"{distance:.4f}", "kept" if step == self.kept_step else "")
+            for last, (step, distance) in zip(steps, self.looks, strict=False)
+        ]
+        note = [] if self.improved else ["no step was better on the held-out batches, so the model is unchanged"]
+        return Table(("step", "in training", "held out", ""), rows, right=range(3), title=self.recipe, notes=note)
+
+    def __str__(self) -> str:
+        return str(self._table())
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+
+@hints
+def distill_(
+    model: nn.Module,
+    teacher: nn.Module,
+    data: Iterable[Any],
+    *,
+    steps: int = 32,
+    lr: float = 2e-4,
+    warmup: int = 5,
+    holdout: float | Iterable[Any] = 0.125,
+    seed: int = 0,
+    loss: Distance | None = None,
+    pruner: Pruner | None = None,
+    include: Globs = (),
+    exclude: Globs = (),
+    keep_dense: bool = False,
+) -> Distilled:
+    """Trains the weights that are left, in place, so that the model's outputs come closer to those of the dense teacher.
+
+    Every step is one batch of `data=`, in an order drawn with `seed`. Zeros stay zero: those of the masks of `pruner=`, or else
+    all that weights have. The mean distance on held-out batches is measured a few times, and the model gets the best weights
+    that were found; if none are better than those it had, it comes out unchanged, bit for bit.
+
+    Args:
+        model: the pruned model.
+        teacher: a copy of it from before pruning.
+        data: batches as for `prune_`; targets are not used.
+        steps: how many batches to train on.
+        lr: the rate of Adam after `warmup` steps; it then falls to 0 along a cosine. Weights that came out of `admm` or
+            `sparsegpt` are at a minimum, and a high rate throws them out of it.
+        warmup: the number of steps over which the rate rises.
+        holdout: the fraction of the batches that is held out, at least one; or batches to use for that.
+        loss: a function of the two models' outputs. By default it is the Kullback-Leibler divergence of their logits.
+        pruner: takes the masks of a `Pruner`.
+        include, exclude: globs over the parameters to train. By default all are trained except embeddings and a head of the
+            same shape, and those that do not require a gradient.
+        keep_dense: keeps the old values, so that `result.undo_(model)` restores them.
+    """
+    include, exclude = globs_of("include", include), globs_of("exclude", exclude)
+    arguments = IN_TRAINING if pruner is not None else plain_arguments(distill_, locals(), loss_at_run=False)
+    model = as_module(model)
+    training, held, draw = _split(data, holdout, seed)
+    _check(model, teacher, steps, lr, warmup, loss)
+    trained = _trained(model, include, exclude)
+    student = _Student(trained, _masks(trained, pruner), lr, warmup, steps)
+    recipe = f"distill, {steps} steps, lr {lr:g}"
+    result = Distilled(recipe, 0.0, 0.0, 0, [], [], len(trained))
+    with _only(model, trained), preserve_rng(), as_it_was(model), as_it_was(teacher):
+        result.before = result.after = _held_out(model, teacher, held, loss)
+        old = best = student.values()
+        try:
+            with Progress("distill", steps) as progress:
+                for step, batch in enumerate(_order(training, steps, draw), 1):
+                    progress(f"step {step}")
+                    result.training.append(student.step(lambda batch=batch: _backward(model, teacher, batch, loss)))
+                    if step % max(steps // _CHECKS, 1) and step != steps:
+                        continue
+                    result.looks.append((step, _held_out(model, teacher, held, loss)))
+                    if result.looks[-1][1] < result.after:
+                        result.after, result.kept_step, best = result.looks[-1][1], step, student.values()
+                    elif sum(at > result.kept_step for at, _ in result.looks) >= _PATIENCE:
+                        break
+        except BaseException:
+            best = old
+            raise
+        finally:
+            student.put(best)
+    if keep_dense and result.improved:
+        result.dense = old
+    if result.improved:
+        record_(model, ("distill", recipe), arguments)
+    return result
+
+
+def _check(model: nn.Module, teacher: Any, steps: Any, lr: Any, warmup: Any, loss: Any) -> None:
+    if not isinstance(teacher, nn.Module) or teacher is model:
+        raise ValueError("teacher= is the dense model: pass a copy that was made before pruning (copy.deepcopy(model))")
+    check_unpacked(model, "distill_ trains its weights")
+    for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0)):
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name}={value!r} must be a whole number of steps, {least} or more")
+    if not isinstance(lr, Real) or not 0 < float(lr) < math.inf:
+        raise ValueError(f"lr={lr!r} must be a number above 0")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss={loss!r} must be a function of the model's output and the teacher's output")
+
+
+def _split(data: Iterable[Any], holdout: Any, seed: int) -> tuple[list[Any], list[Any], torch.Generator]:
+    """The batches to train on, those that are held out, and the generator that draws the order."""
+    check_evidence(frozenset({"batches"}), data, None, of="distill_")
+    batches, draw = list(data), torch.Generator().manual_seed(seed)
+    if not isinstance(holdout, Real):
+        check_evidence(frozenset({"held-out batches"}), holdout, None, of="distill_")
+        training, held = batches, list(holdout)
+    elif 0 < float(holdout) < 1:
+        count = max(round(float(holdout) * len(batches)), 1)
+        order = torch.randperm(len(batches), generator=draw).tolist()
+        training, held = [batches[i] for i in order[count:]], [batches[i] for i in order[:count]]
+    else:
+        raise ValueError(f"holdout={holdout!r} must be a fraction of the batches between 0 and 1, or batches")
+    if not training or not held:
+        raise ValueError(
+            f"data= gave {len(batches)} batches, of which {len(held)} are held out; distill_ needs at least one to train on, "
+            "and one that is held out (pass more, smaller batches)"
+        )
+    return training, held, draw
+
+
+def _trained(model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> dict[str, nn.Parameter]:
+    """The parameters to train, by name."""
+    everything = list(slots(model))
+    all_match(model, everything, include, "include")
+    all_match(model, everything, exclude, "exclude")
+    tables = {
+        tuple(owner.weight.shape)
+        for slot in everything
+        for owner, _ in slot.owners
+        if isinstance(owner, nn.Embedding | nn.EmbeddingBag)
+    }
+    found = {}
+    for slot in everything:
+        tensor, named = slot.tensor, under(slot, include)
+        if not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point() or not tensor.requires_grad:
+            continue
+        if under(slot, exclude) or (include and not named) or (tuple(tensor.shape) in tables and not named):
+            continue
+        found[slot.name] = tensor
+    if not found:
+        raise ValueError("no parameter is left to train: none requires a gradient, or include= and exclude= select none")
+    return found
+
+
+def _masks(trained: Mapping[str, nn.Parameter], pruner: Pruner | None) -> dict[str, Tensor]:
+    """Where the trained parameters are zero and must stay so."""
+    if pruner is not None:
+        masks: Masks = pruner.masks
+        return {name: ~masks[name] for name in trained if name in masks}
+    zeros = {name: tensor.detach() == 0 for name, tensor in trained.items() if tensor.ndim > 1}
+    return {name: zero for name, zero in zeros.items() if bool(zero.any())}
+
+
+@contextlib.contextmanager
+def _only(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Only these parameters require gradients inside. Flags and gradients are restored on exit."""
+    chosen = {id(parameter) for parameter in trained.values()}
+    before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _, _ in before:
+            parameter.requires_grad_(id(parameter) in chosen)
+            parameter.grad = None
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        for parameter, flag, grad in before:
+            parameter.grad = None
+            parameter.requires_grad_(flag)
+            parameter.grad = grad
+
+
+class _Student:
+    """The parameters that are trained, their optimizer, and copies in single precision of those in half precision."""
+
+    def __init__(
+        self, trained: Mapping[str, nn.Parameter], zeros: Mapping[str, Tensor], lr: float, warmup: int, steps: int
+    ) -> None:
+        self.trained, self.zeros = trained, zeros
+        self.wide = {
+            name: parameter.detach().float() if parameter.dtype in (torch.float16, torch.bfloat16) else parameter
+            for name, parameter in trained.items()
+        }
+        self.optimizer = torch.optim.Adam(self.wide.values(), lr=lr, betas=(0.9, 0.95))
+        self.rate = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda n: min(1.0, (n + 1) / max(warmup, 1)) * 0.5 * (1 + math.cos(math.pi * n / steps))
+        )
+
+    def step(self, backward: Callable[[], float]) -> float:
+        """One step of Adam on the gradients that `backward` leaves. Returns what it returns."""
+        distance = backward()
+        for name, parameter in self.trained.items():
+            if parameter.grad is not None:
+                grad = parameter.grad.masked_fill_(self.zeros[name], 0) if name in self.zeros else parameter.grad
+                self.wide[name].grad = grad.to(self.wide[name].dtype)
+        self.optimizer.step()
+        self.rate.step()
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                if self.wide[name] is not parameter:
+                    parameter.copy_(self.wide[name])
+                if name in self.zeros:
+                    parameter.masked_fill_(self.zeros[name], 0)
+                parameter.grad = self.wide[name].grad = None
+        return distance
+
+    def values(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.trained.items()}
+
+    def put(self, values: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                parameter.copy_(values[name])
+
+
+def _order(batches: Sequence[Any], steps: int, draw: torch.Generator) -> Iterator[Any]:
+    """The batches of the steps: all of them once, in an order that is drawn, then all again in another."""
+    done = 0
+    while done < steps:
+        for i in torch.randperm(len(batches), generator=draw).tolist()[: steps - done]:
+            done += 1
+            yield batches[i]
+
+
+# --- the distance from the teacher ----------------------------------------------------------------------------------
+
+
+def _outputs(model: nn.Module, teacher: nn.Module, batch: Any) -> tuple[Any, Any, Tensor | None]:
+    args, kwargs, _ = split_batch(batch)
+    with torch.no_grad(), on_batch(teacher, args, kwargs):
+        wanted = teacher(*args, **kwargs)
+    with on_batch(model, args, kwargs):
+        return model(*args, **kwargs), wanted, valid_positions(kwargs)
+
+
+def _backward(model: nn.Module, teacher: nn.Module, batch: Any, loss: Distance | None) -> float:
+    """Leaves the gradients of the distance on one batch in the parameters, and returns it."""
+    output, wanted, valid = _outputs(model, teacher, batch)
+    if loss is not None:
+        value = loss(output, wanted)
+        value.backward()
+        return float(value.detach())
+    logits = logits_of(output)
+    distance, count, gradient = _divergence(logits.detach(), logits_of(wanted), valid, gradient=True)
+    assert gradient is not None
+    if not math.isfinite(distance):
+        raise ValueError(
+            "the distance from the teacher is NaN or infinite; look at the data, or lower lr=. The model is unchanged."
+        )
+    logits.backward(gradient)
+    return distance / max(count, 1)
+
+
+def _held_out(model: nn.Module, teacher: nn.Module, batches: Sequence[Any], loss: Distance | None) -> float:
+    """The mean distance over the tokens of these batches; with a loss of the user's, over the batches."""
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for batch in batches:
+            output, wanted, valid = _outputs(model, teacher, batch)
+            if loss is not None:
+                distance, tokens = float(loss(output, wanted)), 1
+            else:
+                distance, tokens, _ = _divergence(logits_of(output), logits_of(wanted), valid, gradient=False)
+            total, count = total + distance, count + tokens
+    return total / max(count, 1)
+
+
+def _divergence(logits: Tensor, wanted: Tensor, valid: Tensor | None, *, gradient: bool) -> tuple[float, int, Tensor | None]:
+    """The summed KL(teacher || model) over tokens, their number, and the gradient of the mean by the model's logits.
+
+    The gradient is softmax(logits) - softmax(wanted), so no graph over the logits is needed.
+    """
+    if logits.shape != wanted.shape:
+        raise ValueError(f"the model gives logits of shape {tuple(logits.shape)} and the teacher {tuple(wanted.shape)}")
+    own, other = logits.reshape(-1, logits.shape[-1]), wanted.reshape(-1, wanted.shape[-1])
+    there = None
+    if valid is not None and valid.shape == logits.shape[:-1]:
+        there = valid.flatten().to(own.device)
+    count = len(own) if there is None else int(there.sum())
+    slope = torch.zeros_like(own) if gradient else None
+    total, step = 0.0, max(_ELEMENTS // own.shape[1], 1)
+    for first in range(0, len(own), step):
+        part = slice(first, first + step)
+        log_q = own[part].float().log_softmax(-1)
+        log_p = other[part].float().log_softmax(-1)
+        p = log_p.exp()
+        each = torch.where(p > 0, p * (log_p - log_q), 0).sum(-1)  # classes that the teacher excludes count nothing
+        if there is not None:
+            each = torch.where(there[part], each, 0)
+        total += float(each.double().sum())
+        if slope is not None:
+            difference = log_q.exp_().sub_(p).div_(max(count, 1))
+            slope[part] = difference if there is None else difference * there[part, None]
+    return total, count, None if slope is None else slope.view_as(logits)

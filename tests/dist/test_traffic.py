@@ -1,0 +1,132 @@
+"""How often the processes talk and how much they send: no more for large models, and as few bytes at thousands of ranks."""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import build, spread
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import secateur as sc
+
+pytestmark = pytest.mark.dist
+MIB = 1 << 20
+
+
+@contextmanager
+def traffic():
+    """The collectives that are called inside, as (name, bytes that this process sends)."""
+    calls: list[tuple[str, int]] = []
+    saved = dist.all_reduce, dist.all_to_all_single
+
+    def all_reduce(tensor, *args, **kwargs):
+        calls.append(("all_reduce", tensor.numel() * tensor.element_size()))
+        return saved[0](tensor, *args, **kwargs)
+
+    def all_to_all_single(output, input, *args, **kwargs):
+        calls.append(("all_to_all", input.numel() * input.element_size()))
+        return saved[1](output, input, *args, **kwargs)
+
+    dist.all_reduce, dist.all_to_all_single = all_reduce, all_to_all_single
+    try:
+        yield calls
+    finally:
+        dist.all_reduce, dist.all_to_all_single = saved
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that an operator returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for one in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(one, torch.Tensor):
+                self.bytes = max(self.bytes, one.numel() * one.element_size())
+        return result
+
+
+def counted(rank: int, side: int, arguments: dict) -> tuple:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(4)))
+    model = fully_shard(model)
+    with traffic() as calls, Largest() as largest:
+        sc.plan(model, **arguments)
+    return calls, largest.bytes, side * side * 4 // dist.get_world_size()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "most_calls", "most_bytes"),
+    [
+        ({"sparsity": 0.5, "scope": "global"}, 5, 1.1 * MIB),
+        ({"sparsity": 0.5}, 16, 0.1 * MIB),
+        ({"pattern": "2:4"}, 5, 4096),
+    ],
+    ids=["global", "tensor", "2:4"],
+)
+def test_traffic_does_not_grow_with_the_model(pair, arguments, most_calls, most_bytes):
+    (small, _, _), _ = pair.both(counted, 512, arguments)  # 1 M weights
+    (large, biggest, shard), _ = pair.both(counted, 2048, arguments)  # 16 M weights
+    assert len(small) <= most_calls
+    assert sum(size for _, size in small) <= most_bytes
+    assert len(large) == len(small)
+    assert sum(size for _, size in large) == sum(size for _, size in small)
+    assert biggest <= max(shard, MIB)  # no allocation is larger than a shard
+
+
+def moved(rank: int) -> list:
+    model = spread(build(), "tp")
+    with traffic() as calls:
+        sc.plan(model, sparsity=0.5, scope="row", include="1")
+    return calls
+
+
+def test_an_axis_is_moved_with_two_exchanges(four):
+    """The second layer is cut along its inputs: its shard goes out once, and a bit for each element comes back."""
+    for calls in four.both(moved):
+        sizes = [size for kind, size in calls if kind == "all_to_all"]
+        assert sizes == [32 * 64 * 4 // 4, 32 * 64 // 4 // 8]
+
+
+@pytest.fixture
+def fake():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def start(ranks: int) -> None:
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+
+    yield start
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shape", [(64,), (32, 8), (128, 8), (16, 32, 8)], ids=str)
+def test_counts_are_all_that_travels_at_thousands_of_ranks(fake, shape):
+    fake(math.prod(shape))
+    names = ("replicas", "data", "model")[-len(shape) :] if len(shape) > 1 else ("data",)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    axes = [Shard(0)] if len(shape) == 1 else [*[Replicate()] * (len(shape) - 2), Shard(0), Shard(1)]
+    model = nn.Sequential(nn.Linear(4096, 4096, bias=False, device="meta"), nn.Linear(4096, 4096, bias=False, device="meta"))
+    for layer in model:
+        weight = torch.empty(4096, 4096, device="meta")
+        part = torch.randn(4096 // (shape[-2] if len(shape) > 1 else shape[0]), 4096 // (shape[-1] if len(shape) > 1 else 1))
+        layer.weight = nn.Parameter(
+            DTensor.from_local(part, mesh, axes, run_check=False, shape=weight.shape, stride=(4096, 1))
+        )
+    with traffic() as calls:
+        sc.plan(model, sparsity=1e-4, scope="global")
+    bins = [size for _, size in calls if size > 65_536]
+    assert all(size == 8 * 65_537 for size in bins)
+    assert 2 <= len(bins) <= 6
+    assert sum(size for _, size in calls) <= 3.1 * MIB

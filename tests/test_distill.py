@@ -1,0 +1,231 @@
+"""distill_: a pruned model comes closer to the dense one, its zeros stay, and nothing changes where that fails."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import secateur as sc
+from secateur.distill import _divergence, distill_
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.LayerNorm(32), nn.Linear(32, 6))
+
+
+def batches(count=8, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(16, 8, generator=draw) for _ in range(count)]
+
+
+def pruned(sparsity=0.6):
+    dense = net()
+    model = copy.deepcopy(dense)
+    sc.prune_(model, sparsity=sparsity)
+    return model, dense
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def divergence(model, teacher, data):
+    with torch.no_grad():
+        return sum(
+            float(F.kl_div(model(x).log_softmax(-1), teacher(x).log_softmax(-1), log_target=True, reduction="batchmean"))
+            for x in data
+        ) / len(data)
+
+
+def test_the_model_comes_closer_to_the_teacher_and_its_zeros_stay():
+    model, dense = pruned()
+    zeros = {name: tensor == 0 for name, tensor in model.state_dict().items()}
+    before = divergence(model, dense, batches(4, seed=9))
+    done = distill_(model, dense, batches(), steps=60, lr=1e-2)
+    assert done.improved
+    assert done.after < 0.5 * done.before
+    assert divergence(model, dense, batches(4, seed=9)) < 0.6 * before
+    for name in ("0.weight", "3.weight"):
+        assert torch.equal(model.state_dict()[name] == 0, zeros[name])
+    assert not torch.equal(model[2].weight, dense[2].weight)
+
+
+def test_the_held_out_distance_is_that_of_the_returned_weights():
+    model, dense = pruned()
+    held = batches(2, seed=5)
+    done = distill_(model, dense, batches(), steps=24, lr=1e-2, holdout=held)
+    assert done.after == pytest.approx(divergence(model, dense, held), rel=1e-5)
+    assert done.after == min(distance for _, distance in done.looks)
+    assert done.kept_step == min(done.looks, key=lambda look: look[1])[0]
+
+
+def test_the_model_is_unchanged_where_the_held_out_batches_get_worse():
+    model, dense = pruned()
+    before = copy.deepcopy(model.state_dict())
+    done = distill_(model, dense, batches(), steps=40, lr=3.0)
+    assert not done.improved
+    assert done.after == done.before
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert len(done.training) == 20  # it stopped after two looks without a gain
+    assert "unchanged" in str(done)
+
+
+def test_undo_is_exact_and_needs_the_old_values():
+    model, dense = pruned()
+    before = copy.deepcopy(model.state_dict())
+    done = distill_(model, dense, batches(), lr=1e-2, keep_dense=True)
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    done.undo_(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    again = distill_(model, dense, batches(), lr=1e-2)
+    with pytest.raises(ValueError, match="keep_dense=True"):
+        again.undo_(model)
+
+
+def test_flags_gradients_modes_and_random_numbers_are_restored():
+    model, dense = pruned()
+    model.train()
+    model[0].bias.requires_grad_(False)
+    model[3].weight.grad = torch.ones_like(model[3].weight)
+    bias, state = model[0].bias.clone(), torch.get_rng_state()
+    distill_(model, dense, batches(), lr=1e-2)
+    assert torch.equal(model[0].bias, bias)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [parameter.requires_grad for parameter in model.parameters()] == [True, False, True, True, True, True]
+    assert torch.equal(model[3].weight.grad, torch.ones(6, 32))
+    assert model[0].weight.grad is None
+    assert model.training
+
+
+def test_a_failure_in_the_middle_leaves_the_model_as_it_was():
+    model, dense = pruned()
+    before = copy.deepcopy(model.state_dict())
+    calls = []
+
+    def loss(output, wanted):
+        calls.append(1)
+        if len(calls) == 9:
+            raise RuntimeError("enough")
+        return (output - wanted).square().mean()
+
+    with pytest.raises(RuntimeError, match="enough"):
+        distill_(model, dense, batches(), lr=1e-2, loss=loss)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_other_distances_and_other_parameters_can_be_chosen():
+    model, dense = pruned()
+    before = copy.deepcopy(model)
+    done = distill_(
+        model, dense, batches(), lr=1e-2, loss=lambda output, wanted: (output - wanted).square().mean(), include="0"
+    )
+    assert done.improved
+    assert torch.equal(model[3].weight, before[3].weight)
+    assert not torch.equal(model[0].weight, before[0].weight)
+    assert done.tensors == 2
+
+
+def test_the_masks_of_a_pruner_can_be_kept_instead_of_all_zeros():
+    dense = net()
+    model = copy.deepcopy(dense)
+    with torch.no_grad():
+        model[0].weight[:, 0] = 0  # zero by chance; the pruner does not prune it
+    pruner = sc.Pruner(model, sparsity=0.5, include="3.weight")
+    pruner.step()
+    distill_(model, dense, batches(), lr=1e-2, pruner=pruner)
+    assert bool((model[0].weight[:, 0] != 0).any())
+    assert torch.equal(model[3].weight == 0, ~pruner.masks["3.weight"])
+
+
+def test_the_result_is_the_same_for_the_same_seed():
+    found = []
+    for seed in (0, 0, 1):
+        model, dense = pruned()
+        distill_(model, dense, batches(), steps=8, lr=1e-2, seed=seed)
+        found.append(model[0].weight.detach())
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_language_models_keep_embedding_and_head(dtype):
+    dense = llama().to(dtype)
+    model = copy.deepcopy(dense)
+    sc.prune_(model, pattern="2:4", exclude="lm_head")
+    data = [
+        {"input_ids": torch.randint(31, (2, 9)), "attention_mask": torch.tensor([[1] * 9, [1] * 6 + [0] * 3])} for _ in range(6)
+    ]
+    done = distill_(model, dense, data, steps=24, lr=2e-3)
+    assert done.improved
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(model.get_parameter(name), dense.get_parameter(name))
+    weight = model.model.layers[0].mlp.down_proj.weight
+    assert weight.dtype == dtype
+    assert bool((weight.view(16, -1, 4).ne(0).sum(-1) <= 2).all())
+
+
+def test_padding_does_not_count():
+    dense = llama().double()
+    model = copy.deepcopy(dense)
+    sc.prune_(model, sparsity=0.5, exclude="lm_head")
+    ids = torch.randint(31, (1, 6))
+    padded = {
+        "input_ids": torch.cat([ids, torch.zeros(1, 4, dtype=torch.long)], 1),
+        "attention_mask": torch.tensor([[1] * 6 + [0] * 4]),
+    }
+    whole = [{"input_ids": ids, "attention_mask": torch.ones(1, 6, dtype=torch.long)}]
+    one, other = copy.deepcopy(model), copy.deepcopy(model)
+    first = distill_(one, dense, whole, holdout=whole, steps=4, lr=1e-3)
+    second = distill_(other, dense, [padded], holdout=[padded], steps=4, lr=1e-3)
+    assert first.before == pytest.approx(second.before, rel=1e-5)
+    assert first.after == pytest.approx(second.after, rel=1e-4)
+
+
+def test_the_gradient_of_the_divergence_is_that_of_autograd():
+    torch.manual_seed(0)
+    logits, wanted = torch.randn(2, 5, 7, requires_grad=True), torch.randn(2, 5, 7)
+    wanted[..., 3] = -torch.inf  # a class that the teacher excludes
+    valid = torch.ones(2, 5, dtype=torch.bool)
+    valid[1, 3:] = False
+    total, count, gradient = _divergence(logits.detach(), wanted, valid, gradient=True)
+    p = wanted.softmax(-1)
+    each = torch.where(p > 0, p * (p.log() - logits.log_softmax(-1)), 0).sum(-1)[valid]
+    assert count == 8
+    assert total == pytest.approx(float(each.detach().sum()), rel=1e-5)
+    (slow,) = torch.autograd.grad(each.mean(), logits)
+    torch.testing.assert_close(gradient, slow)
+
+
+def test_the_result_prints_and_counts():
+    model, dense = pruned()
+    done = distill_(model, dense, batches(), steps=8, lr=1e-2)
+    assert "held out" in str(done)
+    assert done.metrics()["steps"] == 8
+    assert done.to_dict()["looks"][0][0] == 2
+    assert "<table>" in done._repr_html_()
+
+
+def test_what_cannot_work_is_refused():
+    model, dense = pruned()
+    with pytest.raises(ValueError, match="before pruning"):
+        distill_(model, model, batches())
+    with pytest.raises(ValueError, match="more, smaller batches"):
+        distill_(model, dense, batches(1))
+    with pytest.raises(ValueError, match=r"holdout=1\.5"):
+        distill_(model, dense, batches(), holdout=1.5)
+    with pytest.raises(ValueError, match="steps=0"):
+        distill_(model, dense, batches(), steps=0)
+    with pytest.raises(ValueError, match="matches no parameter"):
+        distill_(model, dense, batches(), exclude="nothing")
+    with pytest.raises(ValueError, match="the teacher"):
+        distill_(model, nn.Sequential(nn.Linear(8, 5)), batches())
+    with pytest.raises(ValueError, match="none requires a gradient"):
+        distill_(model.requires_grad_(False), dense, batches())
