@@ -33,16 +33,16 @@ fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 pruner = sc.Pruner(model, sparsity=sc.cubic(0.9, start=2, end=10, every=2), scope="global")
 
-step = 0
+done = 0  # steps
 weights, moments = get_state_dict(model, optimizer)
-state = {"model": weights, "optimizer": moments, "pruner": pruner, "step": step}
+state = {"model": weights, "optimizer": moments, "pruner": pruner, "done": done}
 if arguments.folder.exists():  # go on, on as many processes as there are now
     dcp.load(state, checkpoint_id=arguments.folder)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    step = state["step"]
+    done = state["done"]
 pruner.attach(optimizer)
 
-for step in range(step, arguments.until):
+for step in range(done, arguments.until):
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())  # each process has its own data
     inputs, labels = torch.randn(32, 64, generator=generator), torch.randint(10, (32,), generator=generator)
     optimizer.zero_grad()
@@ -50,9 +50,9 @@ for step in range(step, arguments.until):
     optimizer.step()
 
 weights, moments = get_state_dict(model, optimizer)
-dcp.save({"model": weights, "optimizer": moments, "pruner": pruner, "step": step + 1}, checkpoint_id=arguments.folder)
+dcp.save({"model": weights, "optimizer": moments, "pruner": pruner, "done": arguments.until}, checkpoint_id=arguments.folder)
 pruner.verify()
 sparsity = pruner.sparsity  # all processes count
 if dist.get_rank() == 0:
-    print(f"step {step + 1}, {dist.get_world_size()} processes, {sparsity:.4f} sparse")
+    print(f"step {arguments.until}, {dist.get_world_size()} processes, {sparsity:.4f} sparse")
 dist.destroy_process_group()
