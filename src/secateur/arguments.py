@@ -18,7 +18,7 @@ from .patterns import Pattern
 
 Arguments = dict[str, Any]
 # What a recipe does not hold: it is given when the recipe runs, or has no influence on the result.
-GIVEN_AT_RUN = frozenset({"model", "example_inputs", "data", "teacher", "optimizer", "pruner", "keep_dense"})
+GIVEN_AT_RUN = frozenset({"model", "example_inputs", "data", "teacher", "optimizer", "pruner", "keep_dense", "group"})
 
 
 def plain_arguments(function: Callable[..., Any], given: Mapping[str, Any], *, loss_at_run: bool = True) -> Arguments | str:

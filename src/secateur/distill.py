@@ -16,7 +16,7 @@ from ._hints import hints
 from ._tree import as_module, check_unpacked, slots
 from .arguments import plain_arguments
 from .curvature import logits_of, valid_positions
-from .display import Table
+from .display import Reported, Table
 from .edit import IN_TRAINING, forget_, preserve_rng, record_
 from .masks import Masks
 from .progress import Progress
@@ -31,7 +31,7 @@ Distance = Callable[[Any, Any], Tensor]
 
 
 @dataclass
-class Distilled:
+class Distilled(Reported):
     """What `distill_` did: `before` and `after` are the mean distances from the teacher on the held-out batches.
 
     `looks` lists (step, distance on the held-out batches), and `training` the distance on the batch of each step. `kept_step`

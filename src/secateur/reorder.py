@@ -20,7 +20,7 @@ from ._tree import as_module
 from .arguments import plain_arguments
 from .axes import Atom, Cat, Expr, Fam, Group, Prod, atoms, norm
 from .curvature import Curvature, curvature
-from .display import Table, notes_by_reason
+from .display import Reported, Table, notes_by_reason
 from .edit import UNKNOWN, Arguments, Inputs, all_or_nothing, forget_, owned_tensors, put_, record_, run, tensors_inside
 from .patterns import Pattern
 from .progress import Progress
@@ -56,7 +56,7 @@ class Order:
 
 
 @dataclass
-class Reordering:
+class Reordering(Reported):
     """What `reorder_` did to a model: an `Order` for each group, and the reason for each weight that was left alone."""
 
     recipe: str
@@ -66,14 +66,19 @@ class Reordering:
 
     def apply_(self, model: nn.Module) -> Reordering:
         """Permutes the tensors of the model in place, all of them or none."""
-        move_(model, [order.indices for order in self.orders])
+        self.move_(model)
         record_(model, ("reorder", self.recipe), self.arguments)
         return self
 
     def undo_(self, model: nn.Module) -> None:
         """Puts the channels back into their old order, bit for bit."""
-        move_(model, [order.inverse for order in reversed(self.orders)])
+        self.move_(model, back=True)
         forget_(model, ("reorder", self.recipe))
+
+    def move_(self, model: nn.Module, *, back: bool = False) -> None:
+        """Permutes the tensors of the model, or with `back` restores their order. The record of the model does not change."""
+        indices = [order.inverse for order in reversed(self.orders)] if back else [order.indices for order in self.orders]
+        move_(model, indices)
 
     def of(self, measured: Curvature, found: Iterable[Target]) -> Curvature:
         """The curvature of the reordered model, from that of the model before."""
