@@ -29,7 +29,7 @@ from .trace import Trace, main_outputs, trace
 
 _ROUNDS = 4  # how often every place of the pools is filled anew
 _PRECISION = 0.05  # of assignments: the least bid, over the largest gain and times the root of their number
-_ELEMENTS = 1 << 17  # gains are computed for parts of about this size
+_ELEMENTS = 1 << 17  # gains are computed for parts of about this size, which fit the cache; larger ones on a GPU
 _MOST_ROWS = 1 << 31  # elements of all gains of a place; larger problems look at a part of the rows
 Place = tuple[str, int]  # a tensor and a dim of it
 
@@ -379,7 +379,7 @@ def best_order(scores: Tensor, n: int, m: int, rounds: int = _ROUNDS) -> Tensor:
 def _gains(own: Tensor, beaten: Tensor) -> Tensor:
     """gain[c, g]: what column c adds to pool g, the sum over rows of how far it is above the score that it replaces."""
     gain = own.new_empty(own.shape[1], beaten.shape[1])
-    step = max(_ELEMENTS // max(beaten.numel(), 1), 1)
+    step = max((_ELEMENTS << (7 if own.is_cuda else 0)) // max(beaten.numel(), 1), 1)
     for first in range(0, len(gain), step):
         part = own[:, first : first + step]
         gain[first : first + step] = (part.T[:, :, None] - beaten[None]).clamp_min_(0).sum(1)
