@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     )
     from .distill import distill_
     from .execute import bench, compress_, decompress_
+    from .integrations.adapters import merge_lora_
+    from .integrations.onnx import to_onnx
     from .io import dense_state_dict, load, save
     from .masks import Masks
     from .patterns import Pattern
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from .summaries import summary
     from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
     from .targeting import targets
+    from .tuning import search, sensitivity
 
 __all__ = [
     "Criterion",
@@ -83,6 +86,7 @@ __all__ = [
     "linear_grad",
     "load",
     "magnitude",
+    "merge_lora_",
     "methods",
     "movement",
     "one_shot",
@@ -95,6 +99,8 @@ __all__ = [
     "report",
     "ria",
     "save",
+    "search",
+    "sensitivity",
     "set_progress",
     "shrink",
     "shrink_",
@@ -103,6 +109,7 @@ __all__ = [
     "synflow",
     "targets",
     "taylor",
+    "to_onnx",
     "uniform",
     "wanda",
     "weight",
@@ -116,6 +123,8 @@ _HOMES = {
     "synflow taylor wanda weight",
     "distill": "distill_",
     "execute": "bench compress_ decompress_",
+    "integrations.adapters": "merge_lora_",
+    "integrations.onnx": "to_onnx",
     "io": "dense_state_dict load save",
     "masks": "Masks",
     "patterns": "Pattern",
@@ -130,6 +139,7 @@ _HOMES = {
     "summaries": "summary",
     "surgery": "activation_variance bn_scale fpgm reconstruction shrink shrink_",
     "targeting": "targets",
+    "tuning": "search sensitivity",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 _MODULES = ("layers", "methods", "ops")  # public modules

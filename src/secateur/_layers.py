@@ -50,6 +50,16 @@ def is_kind(layer: nn.Module | type[nn.Module], kinds: Iterable[Kind]) -> bool:
     )
 
 
+def adapter_parameters(model: nn.Module) -> set[int]:
+    """The ids of the parameters of adapters (LoRA and others of PEFT), whose layers list them in `adapter_layer_names`."""
+    found: set[int] = set()
+    for module in model.modules():
+        for name in getattr(module, "adapter_layer_names", ()):
+            adapter = getattr(module, name, None)
+            found |= {id(parameter) for parameter in adapter.parameters()} if isinstance(adapter, nn.Module) else set()
+    return found
+
+
 def input_first(*types: type[nn.Module]) -> None:
     """Declares that these layer types store their weight as (in, out, ...), like `nn.ConvTranspose2d`.
 
@@ -64,25 +74,31 @@ class Layout:
 
     Each input channel has `span` columns (the kernel size). The rows form `groups` equal parts that read different inputs
     (grouped convolution; queries, keys and values of an attention layer). A vector is one row, or one column if it is `tall`.
+    A tensor (experts, outputs, inputs) is `stacked`: one matrix below the other, and each is a group.
     """
 
     shape: tuple[int, ...]
     flip: bool = False
     groups: int = 1
     tall: bool = False
+    stacked: bool = False
 
     @property
     def span(self) -> int:
-        return math.prod(self.shape[2:])
+        return 1 if self.stacked else math.prod(self.shape[2:])
 
     @property
     def rows(self) -> int:
+        if self.stacked:
+            return self.shape[0] * self.shape[1]
         if not self.flip:
             return self.shape[0] if len(self.shape) > 1 or (self.shape and self.tall) else 1
         return self.shape[1] * self.groups
 
     @property
     def cols(self) -> int:
+        if self.stacked:
+            return self.shape[2]
         if not self.flip:
             return math.prod(self.shape[1:] if self.rows != 1 or self.tall else self.shape)  # also of a shard without rows
         return math.prod(self.shape) // self.rows if self.rows else 0
@@ -113,6 +129,8 @@ class Layout:
 
 def layout_of(module: nn.Module, shape: tuple[int, ...], attribute: str = "weight", *, tall: bool = False) -> Layout:
     """The layout of a parameter of this shape in this module; `tall` for a vector that is sharded along it."""
+    if is_experts(module, shape):
+        return Layout(tuple(shape), groups=shape[0], stacked=True)
     flip = len(shape) > 1 and is_kind(module, _INPUT_FIRST)
     groups = vars(module).get("groups", 1) if len(shape) > 2 else _several(module).get(attribute, 1)
     return Layout(tuple(shape), flip, groups if isinstance(groups, int) else 1, tall and len(shape) == 1)
@@ -122,6 +140,15 @@ def _several(module: nn.Module) -> dict[str, int]:
     return next((weights for kind, weights in _WEIGHTS.items() if is_kind(module, (kind,))), {})
 
 
+def is_experts(module: nn.Module, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor holds the matrices (outputs, inputs) of several experts, as modules of transformers 5 do.
+
+    Such modules say how many experts there are, and whether their matrices are transposed; transposed ones are not known here.
+    """
+    own = vars(module)
+    return len(shape) == 3 and own.get("num_experts") == shape[0] and own.get("is_transposed") is False
+
+
 def is_weight(module: nn.Module, attribute: str) -> bool:
     """Whether a parameter is one that the layer multiplies its inputs with, as far as its type says so."""
     return attribute in (_several(module) or (attribute,))
@@ -129,7 +156,9 @@ def is_weight(module: nn.Module, attribute: str) -> bool:
 
 def passes_its_weights(module: nn.Module) -> bool:
     """Whether the layer passes its weights to a function, so that its own call is not linear in any of them."""
-    return bool(_several(module))
+    return bool(_several(module)) or any(
+        is_experts(module, tuple(p.shape)) for p in module._parameters.values() if p is not None
+    )
 
 
 def is_product(module: nn.Module, layout: Layout) -> bool:

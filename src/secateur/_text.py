@@ -25,6 +25,8 @@ def _value(node: ast.expr, known: Mapping[str, Callable[..., Any]]) -> Any:
             return known[name](*(_value(arg, known) for arg in args), **named)
         case ast.Constant(value=None | bool() | int() | float() | str() as value):
             return value
+        case ast.Tuple(elts=parts) | ast.List(elts=parts):
+            return tuple(_value(part, known) for part in parts)
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
             return -number
         case ast.Tuple(elts=items):

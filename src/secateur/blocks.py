@@ -36,18 +36,22 @@ def repeated_blocks(
 ) -> list[Block]:
     """The entries of the longest list of modules that has some of the named layers in two entries or more.
 
-    Names that lie outside of it form a last block, which is the whole model. `lists` says which containers count; the entries
-    of a Sequential count only where they have children of their own.
+    A list with most of the layers goes before longer ones, so that the experts in one block do not count as blocks. Names that
+    lie outside of it form a last block, which is the whole model. `lists` says which containers count; the entries of a
+    Sequential count only where they have children of their own.
     """
     names = list(names)
     best: list[Block] = []
+    rank = (False, 1)
     for path, module in model.named_modules():
         if not isinstance(module, lists) or (isinstance(module, nn.Sequential) and not _holds_blocks(module)):
             continue
         inside = [(child, f"{path}.{key}." if path else f"{key}.") for key, child in module.named_children()]
         parts = [Block(child, [n for n in names if n.startswith(prefix) or f"{n}." == prefix]) for child, prefix in inside]
         parts = [part for part in parts if part.names]
-        best = parts if len(parts) > max(len(best), 1) else best
+        own = (2 * sum(len(part.names) for part in parts) > len(names), len(parts))
+        if len(parts) > 1 and own > rank:
+            best, rank = parts, own
     covered = {name for block in best for name in block.names}
     outside = [name for name in names if name not in covered]
     return [*best, *([Block(model, outside)] if outside else [])]

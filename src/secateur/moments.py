@@ -7,7 +7,7 @@ float64 on the device of the layer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -83,6 +83,16 @@ class _Sums:
         first, last, _ = groups.indices(self.groups)
         self.parts.setdefault((first, last), Products()).add(u, v)
 
+    def towards_the_mean(self, weight: int) -> Tensor:
+        """The sums of experts that each saw some of the inputs, with `weight` average inputs added to those of each.
+
+        Few inputs say little about a large matrix; this shrinks what they say towards what all inputs say.
+        """
+        found = {first: part for (first, _), part in self.parts.items()}
+        mean = torch.stack([part.total() for part in found.values()]).sum(0) / sum(part.number for part in found.values())
+        own = [found[i].total() if i in found else torch.zeros_like(mean) for i in range(self.groups)]
+        return torch.stack(own) + weight * mean
+
     def total(self) -> Tensor:
         if len(self.parts) == 1 and (0, self.groups) in self.parts:
             whole = self.parts[0, self.groups].total()
@@ -97,7 +107,8 @@ class _Sums:
 class Seen(NamedTuple):
     """One read of a target: a call of its layer, or (with `groups`) an input `x` multiplied with some of its rows.
 
-    `streams` holds, for targets that read this input, the tensor that their output is added to.
+    `streams` holds, for targets that read this input, the tensor that their output is added to. `picked`: the positions
+    that the rows of the input come from, and the number of all positions, where the model picked some of them for an expert.
     """
 
     target: Target
@@ -108,6 +119,7 @@ class Seen(NamedTuple):
     groups: slice | None = None
     x: Tensor | None = None
     streams: Mapping[str, Tensor] = {}
+    picked: tuple[int, Tensor] | None = None
 
 
 class Moments:
@@ -117,16 +129,24 @@ class Moments:
     through `listen`, while the model runs, or through `feed`. For `cross` and `residual`, run the dense model with `dense` set
     to True first, then the pruned one with False, batch by batch. `valid`, a matrix (batch, position) of bool, leaves
     positions out, such as padding. `unplaced` names the layers whose inputs do not have these positions.
+
+    Experts see some of the inputs each: the matrices of a `stacked` target, or the targets of one of the `pools`. Their sums
+    are shrunk towards the mean of all. The dense model may send other inputs to them; where it does, x stands for x°.
+    `unused` names the experts that saw nothing.
     """
 
-    def __init__(self, targets: Sequence[Target], needs: frozenset[str]):
-        self.targets, self.needs = targets, needs
+    def __init__(self, targets: Sequence[Target], needs: frozenset[str], pools: Sequence[Sequence[str]] = ()):
+        self.targets, self.needs, self.pools = targets, needs, pools
+        self.experts = {t.name for t in targets if t.layout.stacked} | {name for pool in pools for name in pool}
+        self.unused: dict[str, list[int]] = {}
         self.dense = False
         self.valid: Tensor | None = None
         self.unplaced: set[str] = set()
-        self._sums = {target.name: {kind: _Sums(target.layout.groups) for kind in needs - {"residual"}} for target in targets}
+        self._sums: dict[str, dict[str, Any]] = {
+            target.name: {kind: _Sums(target.layout.groups) for kind in needs - {"residual"}} for target in targets
+        }
         self._streams: dict[str, Products] = {}
-        self._inputs: dict[str, list[tuple[Tensor, dict[str, Tensor]]]] = {target.name: [] for target in targets}
+        self._inputs: dict[str, list[_Before]] = {target.name: [] for target in targets}
         self._tokens = dict.fromkeys(self._sums, 0)
 
     def listen(self) -> contextlib.AbstractContextManager[None]:
@@ -143,28 +163,51 @@ class Moments:
         """Adds one read."""
         if seen.groups is not None:
             assert seen.x is not None
-            self._passed(seen.target, seen.groups, seen.x)
+            self._passed(seen.target, seen.groups, seen.x, seen.picked)
         else:
             assert seen.layer is not None
-            self._called(seen.target, seen.attribute, seen.layer, seen.args, dict(seen.kwargs), seen.streams)
+            self._called(seen.target, seen.attribute, seen.layer, seen.args, dict(seen.kwargs), seen.streams, seen.picked)
 
     def table(self) -> dict[str, dict[str, Any]]:
         """The sums, by layer and kind, and the number of inputs ("tokens"); the collector holds them no longer.
 
         `residual` stands only in the entries of layers for which streams were given, whether or not those are targets here.
         """
+        for pool in self.pools:
+            self._fill(pool)
         if unseen := [name for name, sums in self._sums.items() if not all(one.parts for one in sums.values())]:
             raise ValueError(f"{unseen[0]!r} saw no input while the data ran through; exclude it, or use another method")
         sums, self._sums = self._sums, {}
         table: dict[str, dict[str, Any]] = {}
+        stacked = {target.name: target.layout.cols for target in self.targets if target.layout.stacked}
         for name, own in sums.items():
-            table[name] = {kind: one.total() for kind, one in own.items()} | {"tokens": self._tokens[name]}
+            if name in stacked:
+                missing = [i for i in range(own["gram"].groups) if (i, i + 1) not in own["gram"].parts] if "gram" in own else []
+                self.unused |= {name: missing} if missing else {}
+                table[name] = {kind: one.towards_the_mean(stacked[name]) for kind, one in own.items()}
+            else:
+                table[name] = {kind: one.total() for kind, one in own.items()}
+            table[name]["tokens"] = self._tokens[name]
             _check_finite(name, table[name])
         for name, products in self._streams.items():
             table.setdefault(name, {})["residual"] = products.total()
             _check_finite(name, table[name])
         self._streams = {}
         return table
+
+    def _fill(self, pool: Sequence[str]) -> None:
+        """Shrinks the sums of the targets of a pool, which are experts of one shape, towards their mean."""
+        weight = next(target.layout.cols for target in self.targets if target.name == pool[0])
+        self.unused |= {name: [] for name in pool if not self._tokens[name]}
+        for kind in self._sums[pool[0]]:
+            all_of_them = _Sums(len(pool))
+            for i, name in enumerate(pool):
+                if found := self._sums[name][kind].parts:
+                    all_of_them.parts[i, i + 1] = found[0, 1]
+            if not all_of_them.parts:
+                continue
+            for name, total in zip(pool, all_of_them.towards_the_mean(weight), strict=True):
+                self._sums[name][kind] = _Fixed(total)
 
     def _called(
         self,
@@ -174,61 +217,113 @@ class Moments:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         streams: Mapping[str, Tensor] = {},
+        picked: tuple[int, Tensor] | None = None,
     ) -> None:
         try:
             x = layer_inputs(module, attribute, target.layout, args, kwargs)
         except Exception as error:
             kind = type(module).__name__
             raise ValueError(f"the inputs of {target.name!r} cannot be read: {kind} is not linear in it") from error
-        rows = None if self.valid is None else self._positions(target, (*args, *kwargs.values()), x.shape[1])
+        shape = next(tuple(value.shape) for value in (*args, *kwargs.values()) if is_float(value))
         axis = features_axis(module)
         flat = {name: _wide(r).movedim(axis, -1).flatten(0, -2)[None] for name, r in streams.items()}
-        if rows is not None:
-            x, flat = x[:, rows], {name: r[:, rows] for name, r in flat.items()}
-        self._add(target, slice(None), x, flat)
+        self._add(target, slice(None), x, flat, shape, picked)
 
-    def _passed(self, target: Target, groups: slice, x: Tensor) -> None:
-        wide = _wide(x).reshape(1, -1, target.layout.cols)
-        rows = None if self.valid is None else self._positions(target, (x,), wide.shape[1])
-        self._add(target, groups, wide if rows is None else wide[:, rows], {})
+    def _passed(self, target: Target, groups: slice, x: Tensor, picked: tuple[int, Tensor] | None = None) -> None:
+        self._add(target, groups, _wide(x).reshape(1, -1, target.layout.cols), {}, tuple(x.shape), picked)
 
-    def _positions(self, target: Target, inputs: Iterable[Any], number: int) -> Tensor | None:
-        """The numbers of the inputs that count, where a layer has one for each position; None where it does not."""
-        assert self.valid is not None
-        shape = next(tuple(value.shape) for value in inputs if is_float(value))
-        if shape[:2] == tuple(self.valid.shape) or (len(shape) == 2 and shape[0] == self.valid.numel()):
-            valid = self.valid
-        elif shape[:2] == tuple(self.valid.mT.shape):
-            valid = self.valid.mT
-        else:
-            valid = None
-        if valid is None or valid.numel() != number:
-            self.unplaced.add(target.name)
-            return None
-        return valid.flatten().nonzero()[:, 0]
-
-    def _add(self, target: Target, groups: slice, x: Tensor, streams: dict[str, Tensor]) -> None:
+    def _add(
+        self,
+        target: Target,
+        groups: slice,
+        x: Tensor,
+        streams: dict[str, Tensor],
+        shape: tuple[int, ...],
+        picked: tuple[int, Tensor] | None,
+    ) -> None:
         """Adds inputs (groups, number, columns), or one input that some groups of rows have in common."""
-        before = self._inputs[target.name]
+        places = picked[1] if target.name in self.experts and picked and picked[1].shape[0] == x.shape[1] else None
+        if self.valid is not None and (rows := self._positions(target, shape, x.shape[1], picked, places)) is not None:
+            x, streams = x[:, rows], {name: r[:, rows] for name, r in streams.items()}
+            places = None if places is None else places[rows]
         if self.dense:
-            before.append((x, streams))
-            return
-        if not x.shape[1]:
+            self._inputs[target.name].append(_Before(groups, x, streams, places))
             return
         sums = self._sums[target.name]
+        if not x.shape[1]:
+            return
         self._tokens[target.name] += x.shape[1]
         if "gram" in sums:
             sums["gram"].add(groups, x, x)
         if not self.needs & {"cross", "residual"}:
             return
-        dense, dense_streams = before.pop(0) if before else (None, {})
+        before = self._dense_read(target, groups)
         if "cross" in sums:
-            if dense is None or dense.shape != x.shape:
-                raise ValueError(f"{target.name!r} read inputs of another number or shape in the dense model")
-            sums["cross"].add(groups, dense, x)
+            sums["cross"].add(groups, self._dense_inputs(target, before, x, places), x)
         for name, r in streams.items():
-            if name in dense_streams and dense_streams[name].shape == r.shape:
-                self._streams.setdefault(name, Products()).add(dense_streams[name] - r, x)
+            if before is not None and name in before.streams and before.streams[name].shape == r.shape:
+                self._streams.setdefault(name, Products()).add(before.streams[name] - r, x)
+
+    def _positions(
+        self, target: Target, shape: tuple[int, ...], number: int, picked: tuple[int, Tensor] | None, places: Tensor | None
+    ) -> Tensor | None:
+        """The numbers of the inputs that count, where a layer has one for each position; None where it does not."""
+        assert self.valid is not None
+        valid = None
+        if places is not None and picked is not None and picked[0] == self.valid.numel():
+            valid = self.valid.flatten()[places.to(self.valid.device)]
+        elif shape[:2] == tuple(self.valid.shape) or (len(shape) == 2 and shape[0] == self.valid.numel()):
+            valid = self.valid
+        elif shape[:2] == tuple(self.valid.mT.shape):
+            valid = self.valid.mT
+        if valid is None or valid.numel() != number:
+            self.unplaced.add(target.name)
+            return None
+        return valid.flatten().nonzero()[:, 0]
+
+    def _dense_read(self, target: Target, groups: slice) -> _Before | None:
+        """The read of the dense model that belongs to this one: the next one, or that of the same expert."""
+        before = self._inputs[target.name]
+        if target.name not in self.experts:
+            return before.pop(0) if before else None
+        return next((one for one in before if one.groups == groups), None)
+
+    def _dense_inputs(self, target: Target, before: _Before | None, x: Tensor, places: Tensor | None) -> Tensor:
+        """The inputs of the dense model beside those of the pruned one, x."""
+        if target.name not in self.experts:
+            if before is None or before.x.shape != x.shape:
+                raise ValueError(f"{target.name!r} read inputs of another number or shape in the dense model")
+            return before.x
+        if before is None or before.places is None or places is None or not before.x.shape[1]:
+            return x
+        size = 1 + int(torch.maximum(before.places.max(), places.max()))
+        row = torch.full((size,), -1, device=x.device).index_copy_(
+            0, before.places.long(), torch.arange(before.x.shape[1], device=x.device)
+        )[places.long()]
+        return torch.where((row >= 0)[:, None], before.x[:, row.clamp(min=0)], x)
+
+
+class _Before(NamedTuple):
+    """A read of the dense model: the inputs, the streams, and the positions that an expert was given."""
+
+    groups: slice
+    x: Tensor
+    streams: dict[str, Tensor]
+    places: Tensor | None
+
+
+@dataclass
+class _Fixed:
+    """A sum that is known already."""
+
+    sum: Tensor
+
+    @property
+    def parts(self) -> bool:
+        return True
+
+    def total(self) -> Tensor:
+        return self.sum
 
 
 def _check_finite(name: str, entry: Mapping[str, Any]) -> None:
@@ -236,8 +331,8 @@ def _check_finite(name: str, entry: Mapping[str, Any]) -> None:
     for kind in ("gram", "cross", "residual"):
         if kind in entry and not bool(entry[kind].isfinite().all()):
             raise ValueError(
-                f"the inputs of {name!r} are NaN or infinite, or so large that their products are; look at the data and at "
-                "the weights of the layers before it"
+                f"the inputs of {name!r} are NaN or infinite, or so large that their squares overflow; look at the data "
+                "and at the weights of the layers before it"
             )
 
 

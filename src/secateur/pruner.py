@@ -27,7 +27,7 @@ from .masks import Masks
 from .methods import STREAMED, Method, SoftMasks, write_
 from .patterns import Pattern
 from .plans import Plan, check_streamed, make_plan
-from .resuming import VERSION, by_own_names, check_place, check_shapes, check_state, described
+from .resuming import VERSION, by_own_names, check_place, check_shapes, check_state, check_weights, described
 from .schedules import Number
 from .settings import Settings, check_ste, method_of
 from .stats import Loss, Table, add_gradient, check_evidence, collect
@@ -403,7 +403,7 @@ class Pruner:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a state of a pruner with the same recipe, on a model with the same tensors. Load first, then attach.
+        """Resumes from a state of a pruner with the same recipe, on a model with the same tensors, after the model's state.
 
         Either model may be compiled (torch.compile) or wrapped in DistributedDataParallel.
         """
@@ -417,9 +417,7 @@ class Pruner:
             raise ValueError("the state holds no dense values; it is of a pruner without keep_dense=True")
         dense = by_own_names(state["dense"], self._dense, "the dense values of the state") if self._dense else {}
         if self._pruned_by_attach:
-            raise RuntimeError(
-                "attach() has pruned this model already; load the model's and the pruner's state first, then attach"
-            )
+            check_weights(self._targets, self._masks, masks)
         self._masks = Masks({t.name: like(masks[t.name].to(t.weight.device), t.tensor) for t in self._targets})
         for target in self._targets:
             device = target.weight.device

@@ -91,7 +91,7 @@ def _linear_calls(
     """
     by_memory: dict[int, list[tuple[Target, Tensor]]] = {}
     for target in targets:
-        if len(target.layout.shape) == 2:
+        if len(target.layout.shape) == 2 or target.layout.stacked:
             whole = target.weight
             by_memory.setdefault(whole.untyped_storage().data_ptr(), []).append((target, whole))
     original = F.linear
@@ -125,6 +125,10 @@ def _linear_calls(
 
 def _groups(target: Target, whole: Tensor, part: Tensor) -> slice | None:
     """The groups of a target's rows that `part` is a view of; None if it is not made of whole rows of the target."""
+    if target.layout.stacked and whole.layout == torch.strided:
+        number, rest = divmod(int(part.storage_offset() - whole.storage_offset()), max(whole.stride(0), 1))
+        fits = part.shape == whole.shape[1:] and part.stride() == whole.stride()[1:] and not rest
+        return slice(number, number + 1) if fits and 0 <= number < whole.shape[0] else None
     if whole.layout != torch.strided or part.stride() != whole.stride() or part.shape[1:] != whole.shape[1:]:
         return None
     first, rest = divmod(int(part.storage_offset() - whole.storage_offset()), max(whole.stride(0), 1))

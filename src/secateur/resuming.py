@@ -13,6 +13,7 @@ from ._tree import bare_name
 from .masks import Masks
 from .schedules import FromFunction, Joined, Number
 from .settings import Settings
+from .targeting import Target
 
 VERSION = 1
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the repr of an object without one of its own; another in every run
@@ -106,3 +107,14 @@ def check_shapes(masks: Mapping[str, Any], own: Masks) -> None:
     for name, mask in masks.items():
         if mask.shape != local(own[name]).shape:
             raise ValueError(f"the mask of {name!r} is {tuple(mask.shape)}, the tensor {tuple(local(own[name]).shape)}")
+
+
+def check_weights(targets: Iterable[Target], now: Masks, masks: Mapping[str, Tensor]) -> None:
+    """Raises RuntimeError if weights that masks keep were set to zero by the masks of now, and not loaded since."""
+    for target in targets:
+        back = masks[target.name].to(target.weight.device) & ~local(now[target.name])
+        if bool(back.any()) and not bool(target.weight[back].any()):
+            raise RuntimeError(
+                f"attach() has pruned this model already, and weights of {target.name!r} that the state keeps are zero; load "
+                "the model's state before that of the pruner"
+            )

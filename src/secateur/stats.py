@@ -11,7 +11,7 @@ import itertools
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
@@ -24,12 +24,12 @@ from torch.nn.utils import parametrize
 from ._dist import local, row_offset, sharded
 from ._layers import Layout
 from ._tree import Loose
-from .edit import eval_mode, no_mha_fastpath, why_failed
+from .edit import eager_experts, eval_mode, no_mha_fastpath, why_failed
+from .losses import PASS_LOSS, Loss, check_loss, loss_of, may_give_a_loss
 from .progress import track
 from .reads import listen
 from .targeting import Target
 
-Loss = Callable[[Any, Any], Tensor]
 Table = dict[str, dict[str, Tensor]]
 
 
@@ -86,7 +86,8 @@ def collect(
     A target that no input is multiplied with has no input norm. That raises, or with `unread` its entry has none.
 
     A batch of `data` is a tensor (`model(batch)`), a mapping (`model(**batch)`) or a pair (inputs, target); `loss` is called
-    with the model's output and the target, or the batch itself when it is not a pair. Gradients are averaged over batches.
+    with the model's output and the target, or the batch itself when it is not a pair. Without `loss`, the model's output holds
+    it (`output.loss`). Gradients are averaged over batches.
     """
     needs = frozenset(needs)
     table: Table = {target.name: {} for target in targets}
@@ -128,13 +129,10 @@ def check_evidence(needs: frozenset[str], data: object, loss: object, of: str = 
             f"data= is an iterable of batches, and these two tensors of shapes {shapes} would be two batches of inputs; pass "
             "inputs and target as one batch: data=[(inputs, target)]"
         )
-    if needs & {"grad", "grad_square"} and loss is None:
-        raise ValueError(
-            f"{of} needs {_list(needs)}, so pass loss= (a function of the model's output and the target, "
-            "such as torch.nn.functional.cross_entropy)"
-        )
+    if needs & {"grad", "grad_square"} and loss is None and not may_give_a_loss(data):
+        raise ValueError(f"{of} needs {_list(needs)}, so pass {PASS_LOSS}")
     if loss is not None:
-        _check_loss(loss)
+        check_loss(loss)
 
 
 def _is_one_pair(data: Sequence[Any]) -> bool:
@@ -142,24 +140,6 @@ def _is_one_pair(data: Sequence[Any]) -> bool:
     if len(data) != 2 or not all(isinstance(each, Tensor) for each in data):
         return False
     return data[0].ndim != data[1].ndim or data[0].dtype != data[1].dtype
-
-
-def _check_loss(loss: Any) -> None:
-    """Raises unless loss= can be called with the model's output and the target."""
-    if isinstance(loss, type):
-        raise TypeError(f"loss={loss.__name__} is a class; pass an instance of it: loss={loss.__name__}()")
-    if not callable(loss):
-        raise TypeError(f"loss={loss!r} must be a function of the model's output and the target")
-    try:
-        inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(None, None)
-    except TypeError as error:
-        name = getattr(loss, "__name__", type(loss).__name__)
-        raise TypeError(
-            f"loss={name} is called with two arguments, the model's output and the target (or the batch itself where it has "
-            f"no target), and does not take them: {error}"
-        ) from None
-    except ValueError:  # some functions written in C have no signature
-        pass
 
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -229,7 +209,7 @@ def _list(needs: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Sets evaluation mode inside, without fused attention kernels, and restores the mode and the buffers afterwards."""
+    """Sets evaluation mode inside, without fused kernels that hide weights, and restores mode and buffers afterwards."""
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -237,7 +217,7 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     try:
-        with eval_mode(model), no_mha_fastpath():
+        with eval_mode(model), no_mha_fastpath(), eager_experts(model):
             yield
     finally:
         with torch.no_grad():
@@ -276,10 +256,7 @@ def _one_pass(
                 output = model(*args, **kwargs)
             listening.clear()  # checkpointed layers run again in the backward pass
             if gradients:
-                assert loss is not None
-                with _on_loss(model, output, batch, target_value):
-                    value = loss(output, target_value)
-                value = _differentiable(value)
+                value = loss_of(model, output, batch, target_value, loss)
                 found = torch.autograd.grad(value, parameters, allow_unused=True)
                 for one, gradient in zip(targets, found, strict=True):
                     if gradient is None:
@@ -290,35 +267,6 @@ def _one_pass(
         raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
     for target in targets:
         _finish(target, needs, batches, table[target.name], unread)
-
-
-@contextlib.contextmanager
-def _on_loss(model: nn.Module, output: Any, batch: Any, target: Any) -> Iterator[None]:
-    """Wraps errors of loss= with what it was called with."""
-    try:
-        yield
-    except Exception as error:
-        if target is batch or (isinstance(batch, list | tuple) and len(batch) == 1):
-            second = f"the batch itself ({_described(target)}), because this batch of data= has no target"
-            hint = "; if the loss needs a target, let data= give pairs (inputs, target)"
-        else:
-            second, hint = f"the target ({_described(target)})", ""
-        why = why_failed(error, model, [target] if isinstance(target, Tensor) else [])
-        raise ValueError(
-            f"loss= fails when it is called with the model's output ({_described(output)}) and {second}: {why}{hint}. The "
-            "model is unchanged."
-        ) from error
-
-
-def _described(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def _differentiable(value: Any) -> Tensor:
-    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-        given = _described(value) if isinstance(value, Tensor) else repr(value)
-        raise ValueError(f"loss= must give one number that depends on the weights; it gave {given}")
-    return value
 
 
 def add_gradient(target: Target, gradient: Tensor, kinds: Iterable[str], entry: dict[str, Tensor]) -> None:

@@ -255,6 +255,7 @@ def instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 def _call(model: nn.Module, batch: Any) -> None:
     args, kwargs, _ = split_batch(batch)
     with on_batch(model, args, kwargs):
+        args, kwargs = copied((args, kwargs), {})  # a model may write to its inputs
         model(*args, **kwargs)
 
 

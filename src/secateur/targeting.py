@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from ._dist import local, refuse_flat, reshard_, sharded
-from ._layers import DEFAULT_TYPES, Kind, Layout, is_kind, is_weight, layout_of
+from ._layers import DEFAULT_TYPES, Kind, Layout, adapter_parameters, is_experts, is_kind, is_weight, layout_of
 from ._tree import Loose, Prunable, Slot, as_module, bare_name, nearest, packed_layers, slots
 from .scores import RANKED
 
@@ -50,11 +50,12 @@ def targets(
     """Returns the targets of a model, and the reason why each other parameter is skipped.
 
     `include` and `exclude` are globs over parameter and module names ("encoder.*", "*.bias", "head"), with or without what
-    torch.compile and other wrappers add to a name ("_orig_mod."). By default the weights of
-    linear layers (GPT-2's `Conv1D` included), convolutions and `nn.MultiheadAttention` are targets. `types` names other layer
-    types, and an `include` without a wildcard selects a parameter or a module of any type. Tied parameters are one target. In
-    a mapping of names to tensors, which can stand for a model, all tensors are targets; in the state dict of a model only
-    those that `include` names, because which of them are weights, and of what layers, is known to the model alone.
+    torch.compile and other wrappers add to a name ("_orig_mod."). By default the weights of linear layers (GPT-2's `Conv1D`
+    included), convolutions, `nn.MultiheadAttention` and experts (tensors of transformers with a matrix for each expert) are
+    targets. `types` names other layer types, and an `include` without a wildcard selects a parameter or a module of any type.
+    Adapters (LoRA) are targets only if `include` names them. Tied parameters are one target. In a mapping of names to tensors,
+    which can stand for a model, all tensors are targets; in the state dict of a model only those that `include` names, because
+    which of them are weights, and of what layers, is known to the model alone.
     """
     model = as_module(model)
     include, exclude = globs_of("include", include), globs_of("exclude", exclude)
@@ -74,10 +75,13 @@ def targets(
         raise ValueError(f"{kind} has no parameters, so there is nothing to prune")
     all_match(model, [*everything, *packed.values()], include, "include")
     all_match(model, [*everything, *packed.values()], exclude, "exclude")
+    adapters = adapter_parameters(model)
     found: list[Target] = []
     skipped = {slot.name: _why_packed(name, slot, include, exclude, kinds) for name, slot in packed.items()}
     for slot in everything:
         reason = _reason(slot, include, exclude, kinds)
+        if reason is None and id(slot.tensor) in adapters and not _named(slot, include):
+            reason = "an adapter (PEFT); name it in include= to prune it"
         if reason is None:
             shape = tuple(local(slot.tensor).shape)
             found.append(Target(slot, layout_of(slot.module, shape, slot.attribute, tall=sharded(slot.tensor))))
@@ -183,7 +187,8 @@ def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: t
         if slot.module.state and tensor.ndim < 2 and not _named(slot, include):
             return "a vector (bias, scale or statistics); name it in include= to prune it"
         return "empty" if tensor.numel() == 0 else None
-    strangers = [type(owner).__name__ for owner, _ in slot.owners if not is_kind(owner, kinds)]
+    experts = kinds is DEFAULT_TYPES and is_experts(slot.module, tuple(tensor.shape))
+    strangers = [type(owner).__name__ for owner, _ in slot.owners if not is_kind(owner, kinds) and not experts]
     if strangers and not _named(slot, include):
         tied = "tied: " if len(slot.owners) > 1 else ""
         return f"{tied}{strangers[0]} is not among the types; pass types= or name it in include="

@@ -5,7 +5,9 @@ import copy
 import pytest
 import torch
 import zoo
+from torch import nn
 
+import secateur as sc
 from secateur.methods import Solution, solve_all
 from secateur.moments import layer_inputs
 from secateur.targeting import targets
@@ -34,7 +36,7 @@ def walked(model, batches, needs=ALL, **chosen):
 
 
 def call(model, batch):
-    return model(**batch) if isinstance(batch, dict) else model(batch)
+    return model(**batch) if isinstance(batch, dict) else model(batch.clone())
 
 
 @torch.no_grad()
@@ -75,7 +77,7 @@ def inputs_of(model, batches, block, stage, streams, layouts):
     def read(layer, module):
         def hook(_, args):
             name = f"{block}.{layer}.weight"
-            seen[layer][0].append(layer_inputs(module, "weight", layouts[name], args, {}))
+            seen[layer][0].append(layer_inputs(module, "weight", layouts[name], args, {}).clone())
 
         return hook
 
@@ -118,9 +120,10 @@ def test_stages_and_their_evidence_are_those_of_running_the_whole_model_for_ever
     assert list(seen) == expected
     wanted = slow(model, batches, path, stages, streams)
     for layer, evidence in wanted.items():
-        assert set(seen[layer]) == set(evidence), layer
+        assert set(seen[layer]) == set(evidence) | {"stage"}, layer
+        assert layer.split(path)[1].split(".", 2)[2].removesuffix(".weight") in stages[seen[layer]["stage"]]
         assert seen[layer]["tokens"] == evidence["tokens"]
-        for kind in set(evidence) - {"tokens"}:
+        for kind in set(evidence) - {"tokens", "stage"}:
             close(flat(seen[layer][kind]), evidence[kind], f"{kind} of {layer}", rtol=1e-5)
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -176,7 +179,7 @@ def test_padded_positions_are_in_no_matrix(build, left):
     assert not notes
     for name, evidence in one.items():
         assert other[name]["tokens"] == evidence["tokens"] == 21
-        for kind in set(evidence) - {"tokens"}:
+        for kind in set(evidence) - {"tokens", "stage"}:
             close(other[name][kind], evidence[kind], f"{kind} of {name}", rtol=1e-4)
 
 
@@ -206,3 +209,250 @@ def test_batches_may_be_tensors_tuples_and_mappings_of_any_length():
         found, _, _ = walked(model, kind)
         for name in wanted:
             torch.testing.assert_close(found[name]["gram"], wanted[name]["gram"], rtol=1e-6, atol=1e-6)
+
+
+# --- other models -----------------------------------------------------------------------------------------------------
+
+
+def stages_in(model, batches, **chosen):
+    seen, notes, _ = walked(model, batches, **chosen)
+    found = {}
+    for name, evidence in seen.items():
+        found.setdefault(evidence["stage"], []).append(name.removesuffix(".weight"))
+    return list(found.values()), seen, notes
+
+
+def test_a_vision_transformer_and_the_layers_outside_of_its_blocks():
+    found, seen, notes = stages_in(zoo.vit().eval(), zoo.IMAGES)
+    assert not notes
+    layer = [name for name in found[0] if ".0." in name]
+    assert len(layer) == 3  # queries, keys and values
+    assert {"vit.embeddings.patch_embeddings.projection", "classifier"} <= {name for names in found for name in names}
+    assert list(seen)[-1] == "classifier.weight"
+    assert sum("residual" in evidence for evidence in seen.values()) == 4  # two layers in each of two blocks
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_a_transformer_of_torch_passes_its_weights_to_functions(norm_first):
+    model = zoo.Encoder(norm_first).eval()
+    found, seen, notes = stages_in(model, zoo.VECTORS)
+    assert not notes
+    assert found == [
+        [f"encoder.layers.{i}.{name}" for i in range(2) for name in names]
+        for names in (["self_attn.in_proj_weight"], ["self_attn.out_proj"], ["linear1"], ["linear2"])
+    ]
+    streams = {name for name, evidence in seen.items() if "residual" in evidence}
+    assert streams == {f"encoder.layers.{i}.linear2.weight" for i in range(2)}
+
+
+def test_a_model_without_blocks_is_solved_layer_by_layer():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
+
+        def forward(self, x):
+            x = self.a(x).relu_()
+            return self.d(self.b(x).tanh() * self.c(x))
+
+    model, x = Net().eval(), torch.randn(9, 6)
+    found, seen, notes = stages_in(model, [x])
+    assert found == [["a"], ["b", "c"], ["d"]]
+    assert not notes
+    with torch.no_grad():
+        pruned = copy.deepcopy(model)
+        for name in ("a", "b", "c"):
+            getattr(pruned, name).weight.copy_(answer(targets(getattr(model, name))[0][0]).weight)
+        y = pruned.a(x).relu()
+        y = (pruned.b(y).tanh() * pruned.c(y)).double()
+    torch.testing.assert_close(seen["d.weight"]["gram"], y.T @ y, rtol=1e-5, atol=1e-6)
+
+
+class Odd(nn.Module):
+    """Two blocks around a function `inner(block, x)`."""
+
+    class Block(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.a, self.b, self.inner = nn.Linear(6, 6), nn.Linear(6, 6), inner
+
+        def forward(self, x):
+            return self.inner(self, x)
+
+    def __init__(self, inner):
+        super().__init__()
+        self.blocks = nn.ModuleList(Odd.Block(inner) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def in_place(m, x):
+    """Writes to its argument, and to a tensor that is needed after a layer was called."""
+    x += 1
+    kept = x * 2
+    y = m.a(kept)
+    kept.mul_(3)
+    return m.b(y.relu_()) + kept + x
+
+
+def shared(m, x):
+    return m.a(m.b(m.a(x)))
+
+
+def as_numbers(m, x):
+    """Decides by values that are read without an operator."""
+    y = m.a(x)
+    signs = (y.sum(-1) > 0).long().tolist()
+    return m.b(y) if sum(signs) % 2 else m.b(y.sigmoid() * y)
+
+
+def by_value(m, x):
+    y = m.a(x)
+    return m.b(y) if y.sum() > 0 else m.b(y.sigmoid()) - y
+
+
+@pytest.mark.parametrize("inner", [in_place, as_numbers, by_value])
+@torch.no_grad()
+def test_blocks_that_write_in_place_or_decide_by_values_give_the_same_evidence(inner):
+    torch.manual_seed(1)
+    model = Odd(inner).eval()
+    batches = [torch.randn(n, 6) for n in (3, 4, 5, 6, 7)]
+    kept = [batch.clone() for batch in batches]
+    seen, notes, _ = walked(model, batches)
+    assert not notes
+    assert all(torch.equal(one, other) for one, other in zip(batches, kept))
+    wanted = slow(model, kept, "blocks", [["a"], ["b"]], {})
+    for name, evidence in wanted.items():
+        for kind in ("gram", "cross"):
+            close(seen[name][kind], evidence[kind][0], f"{kind} of {name}", rtol=1e-5)
+
+
+@torch.no_grad()
+def test_layers_that_depend_on_each_other_are_one_stage_and_the_notes_say_so():
+    model = Odd(shared).eval()
+    found, seen, notes = stages_in(model, [torch.randn(4, 6)])
+    assert found == [["blocks.0.a", "blocks.0.b", "blocks.1.a", "blocks.1.b"]]
+    assert set(notes) == {"blocks.0", "blocks.1"}
+    assert "solved as one stage" in notes["blocks.0"]
+    assert seen["blocks.0.a.weight"]["tokens"] == 8
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def expert_inputs(experts, hidden, chosen):
+    """What every expert reads, by the definition of the model: {expert: (positions, inputs, inner activations)}."""
+    found = {}
+    for e in range(experts.num_experts):
+        rows = (chosen == e).any(-1).nonzero()[:, 0]
+        gate, up = (hidden[rows] @ experts.gate_up_proj[e].T).chunk(2, -1)
+        found[e] = rows, hidden[rows].double(), (experts.act_fn(gate) * up).double()
+    return found
+
+
+@torch.no_grad()
+def routed(model, block, batches):
+    """The inputs of the experts of one block, batch by batch, while the whole model runs."""
+    model.config._experts_implementation = "eager"
+    found, experts = [], model.model.layers[block].mlp.experts
+    hook = experts.register_forward_pre_hook(lambda m, args: found.append(expert_inputs(m, args[0], args[1])))
+    for batch in batches:
+        model(**batch)
+    hook.remove()
+    return found
+
+
+def shrunk(sums, counts, width):
+    mean = sum(sums) / sum(counts)
+    return torch.stack([one + width * mean for one in sums])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_experts_have_matrices_of_their_own_shrunk_towards_the_mean(padded):
+    torch.manual_seed(0)
+    model = zoo.mixtral().eval()
+    batches = [dict(batch) for batch in zoo.TEXT]
+    valid = [torch.ones(batch["input_ids"].shape, dtype=torch.bool) for batch in batches]
+    if padded:
+        valid[0][1, 5:] = valid[1][0, 4:] = False
+        batches = [batch | {"attention_mask": mask.long()} for batch, mask in zip(batches, valid)]
+    seen, notes, solutions = walked(model, batches)
+    assert not notes
+    names = [f"model.layers.1.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    dense, pruned = copy.deepcopy(model), copy.deepcopy(model)
+    with torch.no_grad():
+        for name, solution in solutions.items():
+            if name not in names:
+                pruned.get_parameter(name).copy_(solution.weight)
+    for number, (name, width) in enumerate(zip(names, (16, 20))):
+        if number:
+            pruned.get_parameter(names[0]).data.copy_(solutions[names[0]].weight)
+        sums = {kind: [torch.zeros(width, width).double() for _ in range(4)] for kind in ("gram", "cross")}
+        counts = [0] * 4
+        for mask, one, other in zip(valid, routed(dense, 1, batches), routed(pruned, 1, batches)):
+            for e in range(4):
+                there = dict(zip(one[e][0].tolist(), one[e][1 + number]))
+                for row, y in zip(other[e][0].tolist(), other[e][1 + number]):
+                    if mask.flatten()[row]:
+                        counts[e] += 1
+                        sums["gram"][e] += torch.outer(y, y)
+                        sums["cross"][e] += torch.outer(there.get(row, y), y)
+        for kind, own in sums.items():
+            close(seen[name][kind], shrunk(own, counts, width), f"{kind} of {name}", rtol=1e-5)
+        assert seen[name]["tokens"] == sum(counts)
+        assert seen[name]["stage"] == 2 + number
+
+
+def test_an_expert_without_tokens_is_named_and_gets_the_mean_of_the_others():
+    torch.manual_seed(0)
+    model = zoo.mixtral().eval()
+    with torch.no_grad():  # the router's logit of expert 2 is far below the others for every token
+        for layer in model.model.layers:
+            layer.post_attention_layernorm.weight.fill_(1)
+            layer.mlp.gate.weight.zero_()
+            layer.mlp.gate.weight[[0, 1, 3], [0, 1, 2]] = 5.0
+        model.model.embed_tokens.weight.abs_()
+        for layer in model.model.layers:
+            layer.mlp.gate.weight[2] = -100.0
+    seen, notes, _ = walked(model, zoo.TEXT)
+    for layer in range(2):
+        for name in ("gate_up_proj", "down_proj"):
+            path = f"model.layers.{layer}.mlp.experts.{name}"
+            assert notes[path] == "experts 2 saw no token; solved with the inputs of the other experts"
+            gram = seen[path]["gram"]
+            width, tokens = gram.shape[-1], seen[path]["tokens"]
+            mean = (gram.sum(0) - gram[2] * 4) / tokens  # each has width times the mean added, this one nothing else
+            torch.testing.assert_close(gram[2], width * mean, rtol=1e-6, atol=1e-8)
+    plan = sc.prune_(model, pattern="2:4", method="sparsegpt", data=zoo.TEXT, include="model.layers.*")
+    weight = model.model.layers[0].mlp.experts.gate_up_proj
+    assert torch.equal((weight.view(-1, 4) != 0).sum(1), torch.full((weight.numel() // 4,), 2))
+    assert plan.metrics()["sparsity"] == 0.5
+
+
+def test_lists_of_experts_are_pooled_and_share_inputs_inside_an_expert():
+    torch.manual_seed(0)
+    model = zoo.Mixtures().eval()
+    x = torch.randn(2, 6, 8)
+    with torch.no_grad():
+        model.blocks[0].inner.bias[2] = -100.0  # the third expert of the first block gets nothing
+    few, many = x[:1, :1], x
+    seen, notes, _ = walked(model, [few, many])  # the recorded batch has one position: one expert runs
+    experts = [f"blocks.0.experts.{i}" for i in range(3)]
+    assert {name for name in notes if "blocks.0" in name} == {f"{experts[2]}.gate.weight", f"{experts[2]}.down.weight"}
+    assert notes[f"{experts[2]}.gate.weight"] == "this expert saw no token; solved with the inputs of the other experts"
+    for name in experts:
+        assert seen[f"{name}.gate.weight"]["gram"] is seen[f"{name}.up.weight"]["gram"]
+        assert [seen[f"{name}.{layer}.weight"]["stage"] for layer in ("gate", "up", "down")] == [1, 1, 2]
+    with torch.no_grad():
+        inner = copy.deepcopy(model.blocks[0].inner)
+        inner.weight.copy_(answer(targets(inner)[0][0]).weight)
+        flat = torch.cat([inner(batch).flatten(0, 1) for batch in (few, many)])
+    chosen = flat[:, :3].argmax(-1)
+    sums = [flat[chosen == e].double().T @ flat[chosen == e].double() for e in range(3)]
+    wanted = shrunk(sums, [int((chosen == e).sum()) for e in range(3)], 8)
+    for e, name in enumerate(experts):
+        torch.testing.assert_close(seen[f"{name}.gate.weight"]["gram"], wanted[e], rtol=1e-5, atol=1e-6)

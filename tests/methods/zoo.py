@@ -73,6 +73,44 @@ def mixtral(experts=4):
     return transformers.MixtralForCausalLM(config)
 
 
+class Expert(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, 12, bias=False), nn.Linear(width, 12, bias=False)
+        self.down = nn.Linear(12, width, bias=False)
+
+    def forward(self, x):
+        return self.down(self.gate(x).sigmoid() * self.up(x))
+
+
+class Mixture(nn.Module):
+    """A block with a list of experts, one for each position. `router` decides by the first features of a position."""
+
+    def __init__(self, width=8, experts=3):
+        super().__init__()
+        self.inner, self.experts = nn.Linear(width, width), nn.ModuleList(Expert(width) for _ in range(experts))
+
+    def forward(self, x):
+        flat = self.inner(x).flatten(0, 1)
+        chosen, made = flat[:, : len(self.experts)].argmax(-1), torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == number)
+            if len(rows):
+                made.index_add_(0, rows, expert(flat[rows]))
+        return x + made.view_as(x)
+
+
+class Mixtures(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Mixture() for _ in range(2))
+
+    def forward(self, x, attention_mask=None):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 def vit():
     config = transformers.ViTConfig(
         hidden_size=16,

@@ -14,7 +14,7 @@ from secateur.reports.document import (
     Model,
     Point,
     Reason,
-    Stage,
+    StageFigures,
     Sweep,
     Time,
 )
@@ -55,10 +55,10 @@ def metric(value: float) -> Metric:
     return Metric("accuracy", value, "%", value - 0.5, value + 0.5, 10_000)
 
 
-def stage(name: str, how: str, share: float, value: float) -> Stage:
+def stage(name: str, how: str, share: float, value: float) -> StageFigures:
     times = [Time(words, base * share, 0.95 * base * share, 0.97 * base * share, 1.1 * base * share, 500) for words, base in
              (("one image", 0.0075), ("16 images", 0.0467))]  # fmt: skip
-    return Stage(name, how, int(853_018 * share), int(800_000 * share), int(250_971_392 * share), int(3_521_096 * share),
+    return StageFigures(name, how, int(853_018 * share), int(800_000 * share), int(250_971_392 * share), int(3_521_096 * share),
                  metric(value), times)  # fmt: skip
 
 

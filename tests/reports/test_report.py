@@ -114,6 +114,22 @@ def test_cut_reports_shapes_and_flops_before_and_after(model, images):
     assert sum(row.flops_before for row in report.document.layers) == found["dense"].flops
 
 
+def test_flops_of_a_tied_weight_are_those_of_all_its_layers():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids):
+            return self.head(self.embed(ids))
+
+    model = Tied()
+    report = sc.report(before=model, after=copy.deepcopy(model), inputs=torch.zeros(1, 4, dtype=torch.long), seconds=0)
+    (row,) = report.document.layers
+    assert row.flops_after == report.document.stages[0].flops == 2 * 4 * 8 * 20
+
+
 def test_removed_blocks_are_told_from_the_blocks_that_take_their_numbers():
     torch.manual_seed(0)
     model = Deep().eval()
@@ -278,6 +294,12 @@ def test_interval_holds_the_shares_that_the_score_test_accepts(right, samples):
     for share in torch.linspace(0.0005, 0.9995, 1000).tolist():
         distance = abs(right / samples - share) / math.sqrt(share * (1 - share) / samples)
         assert (distance < 1.96) == (low < share < high)
+
+
+def test_recipe_is_the_one_that_the_model_remembers(model):
+    report = sc.plan(model, sparsity=0.5, pattern="4x1").report(before=model)
+    assert sc.Recipe.parse(report.document.recipe).to_dict()["stages"] == [{"prune": {"sparsity": 0.5, "pattern": "4x1"}}]
+    assert "sparsity: 0.5" in report.html()
 
 
 # --- files ------------------------------------------------------------------------------------------------------------------

@@ -41,6 +41,20 @@ def no_mha_fastpath() -> Iterator[None]:
 
 
 @contextmanager
+def eager_experts(model: nn.Module) -> Iterator[None]:
+    """Lets transformers run its experts one after the other, each by a product with its own matrix, and not in one kernel."""
+    configs: dict[int, Any] = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    before = [(c, c._experts_implementation) for c in configs.values() if hasattr(c, "_experts_implementation")]
+    try:
+        for config, _ in before:
+            config._experts_implementation = "eager"
+        yield
+    finally:
+        for config, own in before:
+            config._experts_implementation = own
+
+
+@contextmanager
 def plain_kernels() -> Iterator[None]:
     """Disables fused kernels of whole layers (LSTM, encoder layers), so that torch runs the operators they consist of."""
     onednn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()

@@ -89,7 +89,7 @@ class Compressed(Packed):
         if exports_to_onnx():
             raise RuntimeError(
                 "this layer is compressed, and ONNX has no operator for its format; call secateur.decompress_(model) and "
-                "export the dense model, whose zeros stay zeros"
+                "export the dense model, whose zeros stay zeros, or export with secateur.to_onnx, which does both"
             )
         # torch.jit.trace checks a trace made with gradients by running it again without, so it needs the same operator.
         ops, grad = torch.ops.secateur, torch.is_grad_enabled() or _TRACER() is not None
@@ -266,7 +266,14 @@ def transformed() -> bool:
 
 def exports_to_onnx() -> bool:
     """Returns True if torch.onnx.export runs this call."""
-    return (_TRACER() is not None or torch.compiler.is_exporting()) and torch.onnx.is_in_onnx_export()
+    return (_TRACER() is not None or torch.compiler.is_exporting()) and _in_onnx_export()
+
+
+def _in_onnx_export() -> bool:
+    return torch.onnx.is_in_onnx_export()
+
+
+_in_onnx_export._dynamo_marked_constant = True  # type: ignore[attr-defined]  # else a strict export takes it to be False
 
 
 def arguments_of(layer: nn.Module) -> dict[str, Any]:

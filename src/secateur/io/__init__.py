@@ -172,7 +172,11 @@ def replaced(path: Path) -> Iterator[Path]:
     """A path for a new file, which replaces `path` after the block. If anything raises, `path` is as it was."""
     with replacing(path) as beside:
         yield beside
-    rename(beside, path)
+    try:
+        rename(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 # --- saving ---------------------------------------------------------------------------------------------------------

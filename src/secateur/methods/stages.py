@@ -17,9 +17,13 @@ from ..targeting import Target
 
 @dataclass
 class Stage:
-    """Layers to solve together. `leaders`: layer -> the layer with the same input whose evidence it shares, often itself."""
+    """Layers to solve together. `leaders`: layer -> the layer with the same input whose evidence it shares, often itself.
+
+    `pools`: leaders that are the same layer of several experts, which see some of the inputs each.
+    """
 
     leaders: dict[str, str]
+    pools: list[list[str]] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
@@ -51,11 +55,13 @@ def find_stages(targets: Sequence[Target], tapes: Sequence[Tape]) -> tuple[list[
         return "its layers depend on each other in other ways on other batches"
     leaders = [_leaders(by_name, tape, levels) for tape in tapes]
     common = {name: name if any(one.get(name) != lead for one in leaders) else lead for name, lead in leaders[0].items()}
+    _lead_unseen(common, list(by_name))
     order = list(dict.fromkeys([*(read.name for read in tapes[0].reads), *by_name]))
     stages = []
     for level in sorted(set(levels.values())):
         names = [name for name in order if levels[name] == level]
-        stages.append(Stage({name: common.get(name, name) for name in names}))
+        stages.append(Stage({name: common[name] for name in names}))
+        stages[-1].pools = _pools(stages[-1], by_name, tapes)
     return stages, [[_window(stage, tape, by_name, levels) for stage in stages] for tape in tapes]
 
 
@@ -94,6 +100,31 @@ def _leaders(by_name: Mapping[str, Target], tape: Tape, levels: Mapping[str, int
         key = (own[0].x, own[0].version, target.layout.cols, levels[name]) if plain else name
         leaders[name] = first.setdefault(key, name)
     return leaders
+
+
+def _lead_unseen(leaders: dict[str, str], names: Sequence[str]) -> None:
+    """Gives layers that did not run the leader that the same layer of another expert has."""
+    for name in [name for name in names if name not in leaders]:
+        parts, leaders[name] = name.split("."), name
+        for other, leader in list(leaders.items()):
+            away = [i for i, (a, b) in enumerate(zip(parts, other.split("."))) if a != b]
+            if other != name and _pattern(other) == _pattern(name) and len(away) == 1:
+                own = leader.split(".")
+                own[away[0]] = parts[away[0]]
+                leaders[name] = ".".join(own) if ".".join(own) in names else name
+                break
+    for name, leader in leaders.items():
+        leaders[name] = leader if leaders[leader] == leader else name
+
+
+def _pools(stage: Stage, by_name: Mapping[str, Target], tapes: Sequence[Tape]) -> list[list[str]]:
+    """Leaders of one shape whose names differ in numbers only, and that read inputs which the data sends to them."""
+    early = {read.name for tape in tapes for read in tape.reads if read.at <= tape.decides}
+    pools: dict[object, list[str]] = {}
+    for name in dict.fromkeys(stage.leaders.values()):
+        if name not in early and by_name[name].layout.groups == 1:
+            pools.setdefault((_pattern(name), by_name[name].layout.shape), []).append(name)
+    return [pool for pool in pools.values() if len(pool) > 1]
 
 
 def _window(stage: Stage, tape: Tape, by_name: Mapping[str, Target], levels: Mapping[str, int]) -> Window:

@@ -48,9 +48,9 @@ def solve_all(
 ) -> dict[str, Solution]:
     """A solution for each target. Without streamed evidence all targets see the model as it is.
 
-    `solve(target, evidence)` gets a mapping with "gram", "cross" and "residual", as far as `needs` has them, and "tokens".
-    "residual" is there for layers whose output is added to the residual stream. `notes` receives sentences about layers,
-    blocks and batches, by name.
+    `solve(target, evidence)` gets a mapping with "gram", "cross" and "residual", as far as `needs` has them, "tokens" (the
+    number of inputs) and "stage" (its number in the block). "residual" is there for layers whose output is added to the
+    residual stream. `notes` receives sentences about layers, blocks and batches, by name.
     """
     if not needs & STREAMED:
         items = track(found, "solve", lambda target: target.name)
@@ -182,9 +182,7 @@ class _Block:
         self.pruned = Parts(self.module, self.calls, tapes)
         self.dense = None if self.dense_calls is None else Parts(self.module, self.dense_calls, tapes)
         for number, stage in enumerate(stages):
-            table = self._collect(stage, [own[number] for own in windows], by_name)
-            for own in table.values():
-                own["stage"] = number
+            table = self._collect(number, stage, [own[number] for own in windows], by_name)
             yield [by_name[name] for name in stage.names], table
 
     def _plan(self) -> tuple[list[Stage], list[list[Window]], list[Tape | None]]:
@@ -196,7 +194,7 @@ class _Block:
             smallest = min(own, key=lambda call: sum(t.numel() for t in tensors_of(call)))
             tapes[kind] = record_tape(self.module, smallest, self.targets)
         known = [tape for tape in tapes.values() if tape is not None]
-        found = find_stages(self.targets, known) if len(known) == len(tapes) else "its operators cannot be followed"
+        found = find_stages(self.targets, known) if known and len(known) == len(tapes) else "its operators cannot be followed"
         if not isinstance(found, str):
             stages, windows = found
             of = dict(zip(tapes, windows, strict=True))
@@ -205,27 +203,30 @@ class _Block:
         whole = Stage({target.name: target.name for target in self.targets})
         return [whole], [[Window()] for _ in kinds], [None for _ in kinds]
 
-    def _collect(self, stage: Stage, windows: Sequence[Window], by_name: Mapping[str, Target]) -> Evidence:
+    def _collect(self, number: int, stage: Stage, windows: Sequence[Window], by_name: Mapping[str, Target]) -> Evidence:
         leading = [by_name[name] for name in stage.names if stage.leaders[name] == name]
-        moments = Moments(leading, self.walk.needs)
-        for number, window in enumerate(windows):
-            moments.next_batch(self.walk.valid[number])
+        moments = Moments(leading, self.walk.needs, stage.pools)
+        for batch, window in enumerate(windows):
+            moments.next_batch(self.walk.valid[batch])
             if self.dense is not None:
                 moments.dense = True
                 with self.walk.changes.out(self._since):
-                    reads = self._reads(self.dense, number, window, leading)
+                    reads = self._reads(self.dense, batch, window, leading)
                 for seen in reads:
                     moments.feed(seen)
                 moments.dense = False
-            for seen in self._reads(self.pruned, number, window, leading):
+            for seen in self._reads(self.pruned, batch, window, leading):
                 moments.feed(seen)
+        table = moments.table()
         for name in moments.unplaced:
             self.walk.notes[name] = "padding could not be left out: its inputs have no axes for batch and position"
-        table = moments.table()
+        for name, experts in moments.unused.items():
+            which = f"experts {', '.join(map(str, experts))}" if experts else "this expert"
+            self.walk.notes[name] = f"{which} saw no token; solved with the inputs of the other experts"
         self.walk.tokens = max([self.walk.tokens, *(table[target.name]["tokens"] for target in leading)])
         found: Evidence = {}
         for name, leader in stage.leaders.items():
-            found[name] = {kind: value for kind, value in table[leader].items() if kind != "residual"}
+            found[name] = {kind: value for kind, value in table[leader].items() if kind != "residual"} | {"stage": number}
             if "residual" in table.get(name, {}):
                 found[name]["residual"] = table[name]["residual"]
         return found
@@ -246,6 +247,7 @@ class _Block:
                 tensors = {name: run.tensor(*place) for name, place in streams.items()}
                 last = run.same and window.reads is not None and len(found) + 1 >= window.reads
                 there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+                seen = seen._replace(picked=run.picked)
                 found.append(seen._replace(streams=there) if last else _detached(seen, there))
             if last:
                 raise Enough
@@ -303,8 +305,9 @@ class _Changes:
         """
         places = [(owner, own, dense) for target, _, dense in self._pairs[since:] for owner, own in target.slot.owners]
         before = [owner._parameters[attribute] for owner, attribute, _ in places]
-        for owner, attribute, dense in places:
-            owner._parameters[attribute] = dense  # type: ignore[assignment]
+        for (owner, attribute, dense), own in zip(places, before, strict=True):
+            assert own is not None
+            owner._parameters[attribute] = nn.Parameter(dense, own.requires_grad)  # torch multiplies in another way without
         try:
             yield
         finally:

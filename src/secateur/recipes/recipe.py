@@ -101,12 +101,23 @@ class Recipe:
 
     def replace(self, path: str, value: Any) -> Recipe:
         """The recipe with another value for one field: "prune.sparsity", or "stages[1].sparsity" where two stages prune."""
-        place, name = _place(self, path)
+        place, name = self.place(path)
         stages = list(self.stages)
         stages[place] = Stage(stages[place].kind, {**stages[place].arguments, name: value})
         made = Recipe(tuple(stages))
         checked(made.to_dict())
         return made
+
+    def place(self, path: str) -> tuple[int, str]:
+        """The position of the stage and the name of the field that a path such as "prune.sparsity" means."""
+        where, _, name = path.rpartition(".")
+        kinds = [stage.kind for stage in self.stages]
+        places = [place for place, kind in enumerate(kinds) if where in (kind, f"stages[{place}]", f"stages[{place}].{kind}")]
+        if len(places) == 1 and name in fields_of(kinds[places[0]]):
+            return places[0], name
+        known = [f"stages[{place}].{kind}.{field}" for place, kind in enumerate(kinds) for field in fields_of(kind)]
+        why = "names several stages" if len(places) > 1 else "is no field of this recipe"
+        raise ValueError(f"{path!r} {why}.{nearest(path, known)}")
 
     def run(self, model: nn.Module, *, data: Iterable[Any] | None = None, inputs: Any = None, loss: Loss | None = None) -> Ran:
         """Runs the stages on a copy of the model, and returns the copy and the result of each stage. The model is unchanged.
@@ -173,15 +184,3 @@ def _from_record(record: Iterable[Any], where: str) -> Recipe:
     if not stages:
         raise BadRecipe(f"{where}: nothing was done to the model, so there is no recipe")
     return Recipe.of_stages(stages, where)
-
-
-def _place(recipe: Recipe, path: str) -> tuple[int, str]:
-    """The position of the stage and the name of the field that a path means."""
-    where, _, name = path.rpartition(".")
-    kinds = [stage.kind for stage in recipe.stages]
-    places = [place for place, kind in enumerate(kinds) if where in (kind, f"stages[{place}]", f"stages[{place}].{kind}")]
-    if len(places) == 1 and name in fields_of(kinds[places[0]]):
-        return places[0], name
-    known = [f"stages[{place}].{kind}.{field}" for place, kind in enumerate(kinds) for field in fields_of(kind)]
-    why = "names several stages" if len(places) > 1 else "is no field of this recipe"
-    raise ValueError(f"{path!r} {why}.{nearest(path, known)}")

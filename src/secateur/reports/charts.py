@@ -110,8 +110,9 @@ def _labels(columns: Sequence[Column], width: float) -> list[Label]:
     """The names of the groups that have room: about 0.8 % of the width for a character, and 2.4 % on a phone."""
     found: list[Label] = []
     taken = {False: -1.0, True: -1.0}
+    common = _common_path([column.group for column in columns])
     for run in _runs(columns):
-        text = shorter(columns[run[0]].group, 22)
+        text = shorter(columns[run[0]].group.removeprefix(common), 22)
         left, right = 100 * columns[run[0]].x / width, 100 * (columns[run[-1]].x + 1) / width
         fits = {}
         for phone, each in ((False, 0.8), (True, 2.4)):
@@ -127,46 +128,66 @@ def _labels(columns: Sequence[Column], width: float) -> list[Label]:
     return found
 
 
-Values = Sequence[float | None]
+def _common_path(names: Sequence[str]) -> str:
+    """The parts that all names begin with, with the dot behind them, such as "model."."""
+    parts = [name.split(".")[:-1] for name in names]
+    shared = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*parts))
+    return "".join(f"{each[0]}." for each in shared)
+
+
+Values = Sequence[float | None]  # one for each layer, or for each column
+Fold = Callable[[Sequence[float]], float]
 
 
 def _tracks(document: Document, columns: Sequence[Column]) -> list[Track]:
     layers = document.layers
-    before, after = ([float(layer.channels[i]) for layer in layers] for i in (0, 1))
-    most = _limit(before)
-    wider = "; wider ones are drawn in full" if any(value > most for value in before) else ""
-    tracks = [
-        _track("c", "Channels", f"outputs of each layer, up to {most:,.0f}{wider}", columns, before, after, most, mirror=True)
-    ]
-    kept: Values = [layer.kept / layer.params_after if layer.params_after else None for layer in layers]
-    pruned = [step.numbers["sparsity"] for step in document.steps if step.kind == "prune_"]
-    line = 100 - 100 * pruned[-1] if pruned else None
-    remark = "share not zero" + (f"; budget {percent(1 - pruned[-1])}" if pruned else "")
-    tracks.append(_track("w", "Weights", remark, columns, [1.0] * len(layers), kept, 1.0, budget=line))
-    if any(layer.gate is not None for layer in layers):
-        open_: Values = [None if layer.gate is None else 1 - layer.gate for layer in layers]
-        tracks.append(_track("w", "Inputs", "share let through by gates", columns, [_one(v) for v in open_], open_, 1.0))
-    dense: Values = [layer.dense_us for layer in layers]
-    if any(value is not None for value in dense):
-        now: Values = [layer.now_us for layer in layers]
-        most = max(value for value in (*dense, *now) if value is not None)
-        stays = [not layer.format for layer in layers]
-        tracks.append(_track("t", "Time", f"up to {microseconds(most)} µs", columns, dense, now, most, stays=stays))
-    elif any(layer.flops_before for layer in layers):
-        were, are = [layer.flops_before for layer in layers], [layer.flops_after for layer in layers]
-        most = max(value for value in (*were, *are) if value is not None)
-        tracks.append(_track("t", "FLOPs", f"up to {count(most)}", columns, were, are, most))
-    return tracks
+
+    def folded(values: Values, fold: Fold) -> Values:
+        each = [[value for i in column.layers if (value := values[i]) is not None] for column in columns]
+        return [fold(found) if found else None for found in each]
+
+    def shares(name: str, remark: str, values: Values, budget: float | None = None) -> Track:
+        whole = folded([None if value is None else 1.0 for value in values], max)
+        ends = folded(values, min), folded(values, max)
+        return _track("w", name, remark, columns, whole, folded(values, statistics.median), 1.0, ends=ends, budget=budget)
+
+    tracks = [_widths(columns, *(folded([float(row.channels[i]) for row in layers], statistics.median) for i in (0, 1)))]
+    pruned = [step.numbers["sparsity"] for step in document.steps if step.kind == "prune_"][-1:]
+    remark = "share not zero" + "".join(f"; budget {percent(1 - sparsity)}" for sparsity in pruned)
+    kept = [row.kept / row.params_after if row.params_after else 0.0 for row in layers]
+    tracks.append(shares("Weights", remark, kept, *(100 - 100 * sparsity for sparsity in pruned)))
+    gates = [None if row.gate is None else 1 - row.gate for row in layers]
+    if any(gate is not None for gate in gates):
+        tracks.append(shares("Inputs", "share that gates let through", gates))
+    return [*tracks, *_costs(document, columns, folded)]
 
 
-def _one(value: float | None) -> float | None:
-    return None if value is None else 1.0
+def _widths(columns: Sequence[Column], before: Values, after: Values) -> Track:
+    known = [value for value in before if value is not None]
+    most = _limit(known)
+    wider = "; wider ones are drawn in full" if any(value > most for value in known) else ""
+    return _track(
+        "c", "Channels", f"outputs of each layer, up to {most:,.0f}{wider}", columns, before, after, most, mirror=True
+    )
+
+
+def _costs(document: Document, columns: Sequence[Column], folded: Callable[[Values, Fold], Values]) -> list[Track]:
+    """The time of each layer, or its FLOPs if no time was measured, summed over a block."""
+    layers = document.layers
+    timed = any(row.dense_us is not None for row in layers)
+    before = folded([row.dense_us if timed else row.flops_before for row in layers], sum)
+    after = folded([row.now_us if timed else row.flops_after for row in layers], sum)
+    most = max((value for value in (*before, *after) if value is not None), default=0.0)
+    if not most:
+        return []
+    stays = [timed and not any(layers[i].format for i in column.layers) for column in columns]
+    name, remark = ("Time", f"up to {microseconds(most)} µs") if timed else ("FLOPs", f"up to {count(most)}")
+    return [_track("t", name, remark, columns, before, after, most, stays=stays)]
 
 
 def _limit(values: Sequence[float]) -> float:
     """The value at full height: the largest one that is not far above the median."""
-    middle = statistics.median(values)
-    return max((value for value in values if value <= _WIDER * middle), default=1.0) or 1.0
+    return max((value for value in values if value <= _WIDER * statistics.median(values)), default=1.0) or 1.0
 
 
 def _track(
@@ -179,24 +200,24 @@ def _track(
     most: float,
     *,
     mirror: bool = False,
+    ends: tuple[Values, Values] | None = None,
     budget: float | None = None,
-    stays: Sequence[bool] | None = None,
+    stays: Sequence[bool] = (),
 ) -> Track:
-    def heights(values: Values, pick: Callable[[Sequence[float]], float] = statistics.median) -> Values:
-        each = [[v for i in column.layers if (v := values[i]) is not None] for column in columns]
-        return [min(100.0, 100 * pick(found) / most) if found else None for found in each]
+    """A track whose full height is `most`. `ends`: the range inside each column; `stays`: columns in grey."""
 
-    now, was = heights(after), heights(before)
-    stay = [stays is not None and all(stays[i] for i in column.layers) for column in columns]
-    several = any(len(column.layers) > 1 for column in columns)
+    def heights(values: Values) -> Values:
+        return [None if value is None else min(100.0, 100 * value / most) for value in values]
+
+    now, grey = heights(after), list(stays) or [False] * len(columns)
     return Track(
         key,
         name,
         remark,
-        before=_outline(columns, was, mirror),
-        after=_bars(columns, [None if held else v for v, held in zip(now, stay)], mirror),
-        stay=_bars(columns, [v if held else None for v, held in zip(now, stay)], mirror),
-        range=_whiskers(columns, heights(after, min), heights(after, max), mirror) if several else "",
+        before=_outline(columns, heights(before), mirror),
+        after=_bars(columns, [None if held else value for value, held in zip(now, grey)], mirror),
+        stay=_bars(columns, [value if held else None for value, held in zip(now, grey)], mirror),
+        range=_whiskers(columns, *map(heights, ends)) if ends else "",
         budget=budget,
     )
 
@@ -225,11 +246,10 @@ def _bars(columns: Sequence[Column], values: Values, mirror: bool) -> str:
     return "".join(paths)
 
 
-def _whiskers(columns: Sequence[Column], low: Values, high: Values, mirror: bool) -> str:
-    """A vertical line from the smallest to the largest value of a block; of widths, in the upper half."""
-    half = 2 if mirror else 1
+def _whiskers(columns: Sequence[Column], low: Values, high: Values) -> str:
+    """A vertical line from the smallest to the largest value of a block."""
     return "".join(
-        f"M{short(column.x + 0.5)} {short((100 - b) / half)}V{short((100 - a) / half)}"
+        f"M{short(column.x + 0.5)} {short(100 - b)}V{short(100 - a)}"
         for column, a, b in zip(columns, low, high)
         if a is not None and b is not None and b - a > 0.5
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -18,9 +19,11 @@ from ..activations import Gates
 from ..edit import Inputs, split_inputs
 from ..execute import Bench, Compression
 from ..plans import Plan
+from ..progress import track
+from ..recipes import Recipe
 from ..surgery import Shrunk
 from . import history
-from .document import Call, Document, LayerRow, Line, Model, Point, Reason, Stage, Sweep, Time
+from .document import Call, Document, LayerRow, Line, Model, Point, Reason, StageFigures, Sweep, Time
 from .history import Action, Result, Version, dense_form
 from .layers import masks_of, other_masks, plan_rows, rows
 from .measure import (
@@ -37,8 +40,6 @@ from .measure import (
     words_for,
 )
 from .output import Report
-
-_NOUNS = {Shrunk: "what shrink returned", Plan: "what prune_ or plan returned", Compression: "what compress_ returned"}
 
 
 def report(
@@ -92,7 +93,7 @@ def report(
     measured = _measured(found, None if given is None else split_inputs(given))
     listed = _stages(found, measured, timing, seconds, disk, [r for r in results if isinstance(r, Bench)])
     if evaluate is not None:
-        values = metrics_of([version.model for version in found], evaluate, metric, samples, better)
+        values = metrics_of({version.name: version.model for version in found}, evaluate, metric, samples, better)
         listed = [replace(stage, metric=value) for stage, value in zip(listed, values)]
     layers = _layers(found, measured, actions)
     plan = next((action for action in reversed(actions) if isinstance(action, Plan)), None)
@@ -106,12 +107,12 @@ def report(
         machine=machine(),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         note=note,
-        stages=[stage for stage in listed if stage != Stage(stage.name, stage.how)],
+        stages=[stage for stage in listed if stage != StageFigures(stage.name, stage.how)],
         steps=[_step(action) for action in actions],
         reasons=[reason for action in actions for reason in _reasons(action)],
         masks=masks,
         sweep=None if sweep is None else _sweep(sweep, metric, listed),
-        recipe=recipe,
+        recipe=recipe or _recipe_of(found),
     )
     made = Report(document)
     if path is not None:
@@ -162,7 +163,15 @@ def _model(found: Sequence[Version], given: Any, name: str | None, data: str) ->
     return Model(type(model).__name__, name or type(model).__name__, data, shape, integers, dtype)
 
 
-def _sweep(given: Mapping[str, Any], metric: str, stages: Sequence[Stage]) -> Sweep:
+def _recipe_of(found: Sequence[Version]) -> str:
+    """The recipe that the model itself remembers, as the text of its file; "" if it was made in another way."""
+    model = found[-1].model if found else None
+    with suppress(ValueError):
+        return str(Recipe.of(model)) if model is not None else ""
+    return ""
+
+
+def _sweep(given: Mapping[str, Any], metric: str, stages: Sequence[StageFigures]) -> Sweep:
     """The sweep as it was passed, with the metric before and its unit filled in."""
     known = {"lines", "dense", "chosen", "samples", "images", "metric", "unit", "small"}
     if unknown := given.keys() - known:
@@ -199,7 +208,7 @@ class Counted:
 
 def _measured(found: Sequence[Version], inputs: Inputs | None) -> list[Counted | None]:
     counted: list[Counted | None] = []
-    for version in found:
+    for version in track(found, "report", lambda version: f"FLOPs of {version.name}"):
         if version.model is None:
             counted.append(None)
             continue
@@ -226,16 +235,16 @@ def _stages(
     seconds: float,
     disk: bool,
     benches: Sequence[Bench],
-) -> list[Stage]:
+) -> list[StageFigures]:
     failed: dict[str, str] = {}
     models = {version.name: version.model for version in found if version.model is not None}
     times: dict[str, list[Time]] = _tried("times", failed, lambda: times_of(models, timing, seconds)) or {}
     stages = []
-    for version, counted in zip(found, measured):
+    for version, counted in track(list(zip(found, measured)), "report", lambda pair: f"size of {pair[0].name}"):
         missing = {} if counted is None else {**counted.missing, **failed}
         size = _tried("bytes", missing, partial(bytes_on_disk, version.model)) if version.model is not None and disk else None
         stages.append(
-            Stage(
+            StageFigures(
                 version.name,
                 version.how,
                 parameters=None if counted is None else counted.parameters,
@@ -249,7 +258,7 @@ def _stages(
     return _with_benches([_from_result(stages, i, found) for i in range(len(stages))], benches)
 
 
-def _from_result(stages: Sequence[Stage], place: int, found: Sequence[Version]) -> Stage:
+def _from_result(stages: Sequence[StageFigures], place: int, found: Sequence[Version]) -> StageFigures:
     """A stage whose model is gone, with the totals that the results before and after it state."""
     stage = stages[place]
     if found[place].model is not None:
@@ -267,14 +276,14 @@ def _from_result(stages: Sequence[Stage], place: int, found: Sequence[Version]) 
     return stage
 
 
-def _with_benches(stages: list[Stage], benches: Iterable[Bench]) -> list[Stage]:
+def _with_benches(stages: list[StageFigures], benches: Iterable[Bench]) -> list[StageFigures]:
     """Adds the times of `bench`, by the names of the stages. Other names become stages of their own."""
     for bench in benches:
         for name, timing in bench.timings.items():
             time = as_time("one call", timing)
             place = next((i for i, stage in enumerate(stages) if stage.name == name), None)
             if place is None:
-                stages.append(Stage(name, times=[time]))
+                stages.append(StageFigures(name, times=[time]))
             else:
                 stages[place] = replace(stages[place], times=[*stages[place].times, time])
     return stages

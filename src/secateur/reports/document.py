@@ -51,7 +51,7 @@ class Time:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageFigures:
     """The model before, and after each step. `missing` maps what could not be measured to the reason."""
 
     name: str
@@ -199,7 +199,7 @@ class Document:
     machine: Machine
     made: str = ""
     note: str = ""
-    stages: list[Stage] = field(default_factory=list)
+    stages: list[StageFigures] = field(default_factory=list)
     steps: list[Call] = field(default_factory=list)
     reasons: list[Reason] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)

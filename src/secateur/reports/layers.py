@@ -23,6 +23,7 @@ CROP = 64, 192  # the rows and columns that a picture of a mask shows
 MANY = 120  # above this number of layers, only some get a histogram
 SOME = 12
 _SAMPLE = 1 << 20  # the limit of a histogram is taken from about so many weights
+_SHOWN = 0.05  # a layer with fewer zeros has no picture of its mask
 _TAIL = 0.005  # the share of the largest weights that lies outside
 
 
@@ -173,7 +174,7 @@ def _bins(values: Tensor | None, limit: float) -> list[int] | None:
 
 def masks_of(model: nn.Module | None, layers: Sequence[LayerRow], plan: Plan | None) -> list[Mask]:
     """Pictures of up to three layers with zeros: one for each pattern, or the first, middle and last of one pattern."""
-    zeros = [layer for layer in layers if layer.zeros > FEW and min(layer.channels) > 1]
+    zeros = [layer for layer in layers if layer.zeros > _SHOWN and min(layer.channels) > 1]
     patterns = dict.fromkeys(layer.pattern for layer in zeros)
     if len(patterns) > 1:
         ranked = sorted(patterns, key=lambda pattern: -sum(layer.pattern == pattern for layer in zeros))[:3]

@@ -7,7 +7,7 @@ import os
 import platform
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._tree import bare_name
+from .._tree import bare_name, slots
 from .._version import __version__
 from ..display import Timing
 from ..edit import Inputs, eval_mode, plain_kernels, run, split_inputs
 from ..execute import bench
 from ..io import save
+from ..progress import track
 from ..surgery import FlopCount
 from .document import Machine, Metric, Time, wilson
 
@@ -72,6 +73,10 @@ def flops_of(model: nn.Module, inputs: Inputs) -> Flops:
         stack.enter_context(eval_mode(model))
         stack.enter_context(plain_kernels())
         run(model, *inputs, under=count)
+    for slot in slots(model):  # a tied weight is listed once, under its first name
+        first, *others = (bare_name(name).rpartition(".")[0] for name in (slot.name, *slot.also))
+        for other in others if slot.tensor.ndim > 1 else ():
+            count.by_module[first] += count.by_module.pop(other, 0)
     return count
 
 
@@ -91,7 +96,7 @@ def counts_of(model: nn.Module) -> tuple[int, int]:
 def times_of(models: Mapping[str, nn.Module], inputs: Mapping[str, Any], seconds: float) -> dict[str, list[Time]]:
     """Times all models in turn on each of the inputs, which are given with the words that name them."""
     found: dict[str, list[Time]] = {name: [] for name in models}
-    for words, given in inputs.items():
+    for words, given in track(inputs.items(), "report", lambda item: f"times for {item[0]}"):
         for name, timing in bench(models, given, seconds=seconds).timings.items():
             found[name].append(as_time(words, timing))
     return found
@@ -131,10 +136,11 @@ def _several(count: int, noun: str) -> str:
 
 
 def metrics_of(
-    models: Sequence[nn.Module | None], evaluate: Evaluate, name: str, samples: int | None, better: str | None
+    models: Mapping[str, nn.Module | None], evaluate: Evaluate, name: str, samples: int | None, better: str | None
 ) -> list[Metric | None]:
     """Calls `evaluate` with each model in evaluation mode. It returns a number, or a number with the ends of its interval."""
-    values = [None if model is None else _evaluated(model, evaluate) for model in models]
+    named = track(models.items(), "report", lambda item: f"{name} of {item[0]}")
+    values = [None if model is None else _evaluated(model, evaluate) for _, model in named]
     numbers = [value for triple in values if triple is not None for value in triple if value is not None]
     share = name.lower() in _SHARES
     scale = 100.0 if share and all(0 <= value <= 1 for value in numbers) else 1.0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..io import write_text
 from .document import Document, read
 from .page import render
 from .terminal import as_text
@@ -36,12 +37,7 @@ class Report:
             raise ValueError(f"{target} must end in .html (a page) or .json (the same as data)")
         text = self.json() if target.suffix.lower() == ".json" else self.html()
         target.parent.mkdir(parents=True, exist_ok=True)
-        new = target.with_name(f".{target.name}.{os.getpid()}.new")
-        try:
-            new.write_text(text, encoding="utf-8", newline="\n")
-            new.replace(target)
-        finally:
-            new.unlink(missing_ok=True)
+        write_text(target, text)
         return target
 
     def html(self) -> str:

@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from . import charts, curves, words
-from .document import Document, LayerRow, Stage
+from .document import Document, LayerRow, StageFigures
 from .words import NONE
 
 _SHOWN = 12  # histograms that are not folded away
@@ -92,7 +92,7 @@ class Cell:
 @dataclass(frozen=True)
 class Stages:
     header: list[str]
-    rows: list[tuple[Stage, list[Cell]]]
+    rows: list[tuple[StageFigures, list[Cell]]]
 
 
 def _stages(document: Document) -> Stages | None:
@@ -103,7 +103,7 @@ def _stages(document: Document) -> Stages | None:
     metric = next((stage.metric.name for stage in document.stages if stage.metric), None)
     has = {key: any(getattr(stage, key) is not None for stage in document.stages) for key in ("nonzero", "flops", "bytes")}
 
-    def cells(stage: Stage) -> list[Cell]:
+    def cells(stage: StageFigures) -> list[Cell]:
         timed = {time.input: time for time in stage.times}
         found = [Cell(str(words.metric_value(stage.metric)) if stage.metric else NONE)] if metric else []
         found += [Cell(words.whole(stage.nonzero))] if has["nonzero"] else []

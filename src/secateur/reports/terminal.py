@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..display import Table
-from .document import Document, LayerRow, Stage
+from .document import Document, LayerRow, StageFigures
 from .words import NONE, count, duration, headline, lede, metric_value, microseconds, notes, shorter, size, whole
 
 
@@ -24,7 +24,7 @@ def _stage_table(document: Document) -> Table:
     inputs = list(dict.fromkeys(time.input for stage in document.stages for time in stage.times))
     metric = next((stage.metric.name for stage in document.stages if stage.metric), "")
 
-    def row(stage: Stage) -> list[str]:
+    def row(stage: StageFigures) -> list[str]:
         timed = {time.input: time for time in stage.times}
         return [
             stage.name,

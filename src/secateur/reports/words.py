@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..display import format_seconds
-from .document import Call, Document, LayerRow, Metric, Stage, Time
+from .document import Call, Document, LayerRow, Metric, StageFigures, Time
 
 NONE = "–"  # what was not measured
 GAIN = 1.05  # a smaller ratio is not called a gain
@@ -80,12 +80,12 @@ def shorter(name: str, most: int = 60) -> str:
 # --- before and after -------------------------------------------------------------------------------------------------------
 
 
-def ends(document: Document) -> tuple[Stage, Stage] | None:
+def ends(document: Document) -> tuple[StageFigures, StageFigures] | None:
     """The first and the last stage, if there are two."""
     return (document.stages[0], document.stages[-1]) if len(document.stages) > 1 else None
 
 
-def main_time(stage: Stage) -> Time | None:
+def main_time(stage: StageFigures) -> Time | None:
     return stage.times[0] if stage.times else None
 
 
@@ -127,7 +127,7 @@ def tiles(document: Document) -> list[Tile]:
     ]
 
 
-def _foot(stage: Stage, key: str, usual: str) -> str:
+def _foot(stage: StageFigures, key: str, usual: str) -> str:
     if key in stage.missing:
         return f"Not measured: {stage.missing[key]}"
     return usual if getattr(stage, key) is not None else "Not measured"
@@ -170,8 +170,8 @@ def _metric_tile(before: Metric | None, after: Metric | None) -> Tile:
     difference = after.value - before.value
     sign = "+" if difference > 0 else "−" if difference < 0 else "±"
     change = f"{sign}{abs(difference):.2f}" if after.unit == "%" else f"{sign}{abs(difference):.3g}"
-    most = max(before.value, after.value, after.high or 0.0) if after.unit != "%" else before.value
-    shares = [None if v is None or most <= 0 else v / most for v in (after.value, after.low, after.high)]
+    metered = after.unit == "%" and before.value > 0
+    shares = [v / before.value if metered and v is not None else None for v in (after.value, after.low, after.high)]
     word = "points" if after.unit == "%" else ""
     gain = (difference > 0) == (after.better == "higher") and difference != 0
     return Tile(name, metric_value(after), change, word, gain, f"from {metric_value(before)}", *shares, foot=foot)
@@ -203,7 +203,7 @@ def headline(document: Document) -> tuple[str, str]:
     ending = _metric_sentence(a.metric, z.metric)
     if parts:
         return f"{_capital(', '.join(parts))}.", f"{_capital(ending)}."
-    if all(r is None for r, _, _ in ratios):
+    if ratios[1][0] is None and ratios[2][0] is None:  # what FLOPs alone say is no answer
         return f"{percent(_zeros(document.layers), 1)} of the weights are zero.", f"{_capital(ending)}."
     return f"Nothing got smaller or faster; {ending}.", ""
 
@@ -245,9 +245,10 @@ def _cut(step: Call, later: bool) -> str:
 
 
 def _pruned(step: Call, later: bool) -> str:
-    text = f"{percent(step.numbers['sparsity'])} of the {'remaining ' if later else ''}weights were set to zero"
+    tensors = f" in {int(step.numbers['tensors']):,} tensors" if "tensors" in step.numbers else ""
+    text = f"{percent(step.numbers['sparsity'])} of the {'remaining ' if later else ''}weights{tensors} were set to zero"
     changed = int(step.numbers.get("rewritten", 0))
-    return f"{text}, and those that stay were changed to make up for it in {changed:,} tensors" if changed else text
+    return f"{text}, and those that stay were changed to make up for it" if changed else text
 
 
 def _packed(step: Call, later: bool) -> str:

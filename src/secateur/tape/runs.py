@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._arguments import fresh, replaced, tensors_of
 
-_SMALL = 1 << 16  # integer tensors up to so many bytes are always kept: Python code may read them (`tolist` is no operator)
+_SMALL = 1 << 18  # integer tensors up to so many bytes are always kept: Python code may read them (`tolist` is no operator)
 OUTSIDE = -1  # the memory of parameters, buffers and constants
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -122,6 +122,7 @@ class Run(TorchDispatchMode):
         self.state, self.tape = state, state.tape
         self.same, self.count = state.tape is not None, 0
         self.save_at = float("inf") if save_at is None else save_at
+        self.picked: tuple[int, Tensor] | None = None  # the rows that were picked last, and out of how many
         self._aside = False
         self.numbers: dict[int, int] = {}  # storage -> number
         self._references: list[StorageWeakRef] = []  # while there is one, no other storage gets the same address
@@ -191,6 +192,8 @@ class Run(TorchDispatchMode):
         if writes(func):
             self._protect(keys)
         output = func(*args, **kwargs)
+        if func in _PICKS:
+            self._pick(args)
         self._follow(index, func, kwargs, inputs, keys, output)
         return output
 
@@ -198,6 +201,8 @@ class Run(TorchDispatchMode):
         op = self.state.script[index]
         if op.function is not func:
             raise Again
+        if func in _PICKS:
+            self._pick(args)
         if op.repeat:
             return func(*args, **kwargs)
         self._next = max([self._next, *(made.memory + 1 for made in _mades(op.made))])
@@ -223,6 +228,17 @@ class Run(TorchDispatchMode):
         if self.same and self.tape is not None:
             known = index < len(self.tape.functions) and self.tape.functions[index] is func
             self.same = known and self.tape.inputs[index] == read
+
+    def _pick(self, args: Any) -> None:
+        """Remembers which rows a model picks, as it does to send tokens to an expert."""
+        if len(args) == 3:
+            size, chosen = args[0].shape[args[1]], [args[2]]
+        else:
+            size = next((args[0].shape[i] for i, one in enumerate(args[1]) if one is not None), 0)
+            chosen = [one for one in args[1] if one is not None]
+        plain = len(chosen) == 1 and chosen[0].ndim == 1 and chosen[0].dtype in (torch.int64, torch.int32)
+        known = plain and chosen[0].untyped_storage()._cdata not in self._unknown
+        self.picked = (size, chosen[0]) if known else self.picked if not plain else None
 
     def _made(self, tensor: Tensor, keys: Sequence[int]) -> Made | None:
         """The description of an output; None for a view of something from outside."""
@@ -276,6 +292,9 @@ class Run(TorchDispatchMode):
             for memory in (self.state.kept, self.state.small):
                 if number in memory:
                     memory[number] = memory[number].clone()
+
+
+_PICKS = (torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default)
 
 
 def _on(storage: UntypedStorage, made: Made) -> Tensor:

@@ -175,7 +175,9 @@ def _sums(by: Criterion, evidence: TensorEvidence, dims: set[int]) -> dict[int, 
     """The scores of one tensor, summed over all dims but one, for each of these dims."""
     layout = evidence.layout
     scores = by.scores(evidence)
-    if dims == {0} and len(layout.shape) > 1 and not layout.flip:  # by rows, so that the scores are never all in memory
+    if (
+        dims == {0} and len(layout.shape) > 1 and not layout.flip and not layout.stacked
+    ):  # by rows, so that the scores are never all in memory
         return {0: torch.cat(scores.each(lambda slab, *_: slab.sum(1))).double().cpu()}
     whole = layout.restore(scores.rows(0, layout.rows))
     others = {d: [i for i in range(whole.dim()) if i != d] for d in dims}

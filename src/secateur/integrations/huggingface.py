@@ -1,0 +1,102 @@
+"""Pruning in the `Trainer` of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback  # type: ignore[import-not-found]
+
+from .._dist import sharded
+from ..criteria import Criterion, magnitude
+from ..plans import Plan
+from ..pruner import Pruner
+from .run import PruningRun
+
+
+class SecateurCallback(TrainerCallback):
+    """Prunes the model of a `transformers.Trainer` while it trains::
+
+        callback = SecateurCallback(sc.magnitude, sparsity=sc.cubic(0.8, end=900, every=50), exclude="lm_head")
+        trainer = Trainer(model, args, train_dataset=dataset, callbacks=[callback])
+        trainer.train()
+        print(callback.plan)
+
+    The arguments are those of `sc.Pruner`, without the model. Schedules count optimizer steps, as `state.global_step` does.
+
+    Each checkpoint folder also gets the pruner's state (`pruner.pt`: masks, step, gathered gradients), and
+    `trainer.train(resume_from_checkpoint=...)` continues from it. If you resume from a folder that is not in `output_dir`, pass
+    its path as `checkpoint`. The log has the current `sparsity`. Reporters that come before this callback do not see it: to
+    have it in TensorBoard, pass `report_to="none"` and `callbacks=[callback, TensorBoardCallback()]`.
+
+    At the end of training the model has plain weights with exact zeros, and `callback.plan` is the plan. With
+    `load_best_model_at_end`, the zeros are those of the best checkpoint. A second call of `train` keeps the zeros.
+    """
+
+    def __init__(
+        self,
+        criterion: Criterion | Callable[..., Tensor] | str = magnitude,
+        *,
+        checkpoint: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        self._run = PruningRun(criterion, options)
+        self._checkpoint = checkpoint
+
+    @property
+    def pruner(self) -> Pruner | None:
+        """The pruner, from the beginning of training on."""
+        return self._run.pruner
+
+    @property
+    def plan(self) -> Plan | None:
+        """What was pruned, when training has ended."""
+        return self._run.plan
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **kwargs: Any) -> None:
+        saved = None
+        if state.global_step:
+            folder = Path(self._checkpoint or _folder(args, state.global_step))
+            saved = self._load(folder, args)
+        self._run.begin(model, [optimizer], saved)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = _folder(args, state.global_step)
+        if self.pruner is not None and folder.is_dir() and (state.is_world_process_zero or self._sharded()):
+            torch.save(self.pruner.state_dict(), folder / self._file(args))
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, float], **kwargs: Any) -> None:
+        if self.pruner is not None:
+            logs["sparsity"] = self.pruner.sparsity
+            if state.log_history:
+                state.log_history[-1]["sparsity"] = logs["sparsity"]
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None
+        if best and self.pruner is not None:  # its weights are in the model now
+            self.pruner.load_state_dict(self._load(Path(best), args))
+        self._run.end()
+
+    def _sharded(self) -> bool:
+        assert self.pruner is not None
+        return any(sharded(tensor) for tensor in self.pruner.tensors().values())
+
+    def _file(self, args: Any) -> str:
+        """A sharded model has one file for each process."""
+        return f"pruner-{args.process_index}.pt" if self._sharded() else "pruner.pt"
+
+    def _load(self, folder: Path, args: Any) -> dict[str, Any]:
+        for name in ("pruner.pt", f"pruner-{args.process_index}.pt"):
+            if (folder / name).exists():
+                return torch.load(folder / name, map_location="cpu", weights_only=True)
+        raise FileNotFoundError(
+            f"training resumes from a checkpoint, and the pruner's state, {folder / 'pruner.pt'}, does not exist. Pass the "
+            "folder that you resume from: SecateurCallback(..., checkpoint=folder)."
+        )
+
+
+def _folder(args: Any, step: int) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{step}"

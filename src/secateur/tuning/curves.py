@@ -1,0 +1,326 @@
+"""`sensitivity`: the metric against sparsity for each layer or group, and the budget that follows from it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise, takewhile
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._tree import nearest
+from ..blocks import repeated_blocks
+from ..criteria import Criterion, magnitude
+from ..display import Table
+from ..masks import Masks
+from ..patterns import Pattern
+from ..plans import Plan, plan
+from ..progress import Progress
+from ..stats import Loss
+from ..surgery import UnitCriterion, shrink
+from ..targeting import Globs
+from .measuring import Evaluate, Journal, check_better, fingerprint, loss_of, measured
+
+AnyCriterion = Criterion | UnitCriterion | Callable[..., Tensor] | str
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The metric with one layer or group pruned at a time. `print` shows a table, the most sensitive group first.
+
+    `dense`: the metric of the model as it is. `curves`: for each group, {sparsity: metric}. `members`: the tensors of each
+    group (or, for removed units, the name of the group). `sizes`: its weights. `better`: "higher" or "lower".
+    """
+
+    dense: float
+    curves: dict[str, dict[float, float]]
+    members: dict[str, tuple[str, ...]]
+    sizes: dict[str, int]
+    better: str = "higher"
+    removed: bool = False
+
+    def drop(self, group: str, sparsity: float) -> float:
+        """How much the metric drops at a sparsity of one group, linearly between the measured ones; never below 0."""
+        points = [(0.0, 0.0), *((level, loss_of(value, self.dense, self.better)) for level, value in self._rising(group))]
+        for (low, before), (high, after) in pairwise(points):
+            if sparsity <= high + 1e-12:
+                return before if sparsity <= low else before + (after - before) * (sparsity - low) / (high - low)
+        return math.inf
+
+    def _rising(self, group: str) -> list[tuple[float, float]]:
+        """The curve from low to high sparsity, with every value at most as good as those before, and as the dense one."""
+        worse = min if self.better == "higher" else max
+        now, found = self.dense, []
+        for level, value in sorted(self.curves[group].items()):
+            now = worse(now, value) if not math.isnan(value) else math.nan
+            found.append((level, now))
+        return found
+
+    def recommend(self, *, sparsity: float | None = None, drop: float | None = None) -> dict[str, float]:
+        """A budget by name, for `spread=` of `prune_` or `channels=` of `shrink` (then the fractions that remain).
+
+        `sparsity`: the total over all groups, with the smallest sum of drops. `drop`: the most sparsity whose sum of drops
+        stays within it. Adding up the drops of single groups is an estimate: pruned together, they may drop more.
+        """
+        if (sparsity is None) == (drop is None):
+            raise ValueError("recommend needs one of sparsity= (the total) and drop= (of the metric)")
+        total = sum(self.sizes.values())
+        levels, spent, gone = dict.fromkeys(self.curves, 0.0), 0.0, 0.0
+        for cost, group, low, high in sorted(self._stretches()):
+            size = self.sizes[group]
+            part = 1.0 if sparsity is None else min(1.0, (sparsity * total - gone) / ((high - low) * size))
+            if drop is not None and cost > 0:
+                part = min(part, (drop - spent) / (cost * (high - low) * size))
+            if part <= 0:
+                break
+            levels[group] = low + part * (high - low)
+            gone, spent = gone + part * (high - low) * size, spent + part * cost * (high - low) * size
+        if sparsity is not None and gone < sparsity * total - 1e-6 * total:
+            raise ValueError(
+                f"the measured levels reach a sparsity of {gone / total:.3g}, and {sparsity:g} was asked; add higher levels="
+            )
+        return {name: 1 - level if self.removed else level for group, level in levels.items() for name in self.members[group]}
+
+    def _stretches(self) -> Iterator[tuple[float, str, float, float]]:
+        """(drop per weight, group, from, to): the lower convex hull of each group's curve, so that costs rise along it."""
+        for group in self.curves:
+            points = [(0.0, 0.0)]
+            for level in sorted(self.curves[group]):
+                new = (level, self.drop(group, level))
+                if math.isinf(new[1]):
+                    break
+                while len(points) > 1 and _slope(points[-2], points[-1]) >= _slope(points[-1], new):
+                    points.pop()
+                points.append(new)
+            for low, high in pairwise(points):
+                yield _slope(low, high) / self.sizes[group], group, low[0], high[0]
+
+    def sweep(self, most: int = 5) -> dict[str, Any]:
+        """The curves of the most sensitive groups, for `sweep=` of `sc.report`."""
+        lines = [
+            {
+                "label": group,
+                "points": [{"sparsity": level, "value": value} for level, value in sorted(self.curves[group].items())],
+            }
+            for group in self._ordered()[:most]
+        ]
+        return {"lines": lines, "dense": self.dense}
+
+    def _ordered(self) -> list[str]:
+        def worst(group: str) -> float:
+            return max(loss_of(value, self.dense, self.better) for value in self.curves[group].values())
+
+        return sorted(self.curves, key=worst, reverse=True)
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics as a flat dictionary: "dense", and "group/sparsity" for each measurement."""
+        flat = {f"{group}/{level:g}": value for group, curve in self.curves.items() for level, value in curve.items()}
+        return {"dense": self.dense, **flat}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values that JSON can hold."""
+        curves = {group: [[level, value] for level, value in sorted(curve.items())] for group, curve in self.curves.items()}
+        members = {group: list(names) for group, names in self.members.items()}
+        return {"dense": self.dense, "better": self.better, "curves": curves, "members": members, "sizes": dict(self.sizes)}
+
+    def _table(self) -> Table:
+        levels = sorted({level for curve in self.curves.values() for level in curve})
+        rows = [
+            (group, f"{self.sizes[group]:,}", *(_cell(self.curves[group].get(level)) for level in levels))
+            for group in self._ordered()
+        ]
+        what = "units removed" if self.removed else "weights zero"
+        return Table(
+            ("group", "weights", *(f"{level:.0%}" for level in levels)),
+            rows,
+            right=range(1, len(levels) + 2),
+            title=f"metric with one group at a time ({what}); {self.dense:.6g} before",
+        )
+
+    def __str__(self) -> str:
+        return str(self._table())
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+
+def _slope(low: tuple[float, float], high: tuple[float, float]) -> float:
+    return (high[1] - low[1]) / (high[0] - low[0])
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def sensitivity(
+    model: nn.Module,
+    evaluate: Evaluate,
+    criterion: AnyCriterion = magnitude,
+    *,
+    levels: Sequence[float] = (0.3, 0.5, 0.7, 0.9),
+    by: str | Mapping[str, Globs] = "tensor",
+    pattern: str | Pattern = "unstructured",
+    include: Globs = (),
+    exclude: Globs = (),
+    data: Iterable[Any] | None = None,
+    loss: Loss | None = None,
+    example_inputs: Any = None,
+    better: str = "higher",
+    journal: str | os.PathLike[str] | None = None,
+) -> Sensitivity:
+    """Measures the metric with one layer or group pruned at a time, at several sparsities. The model is unchanged.
+
+    `evaluate(model)` returns the metric, one number. It is called once for each group and level, and once before.
+    `by`: "tensor" (every weight alone), "block" (the repeated blocks of the model), or a mapping of labels to globs. With
+    `example_inputs`, units are removed by `shrink` instead of weights set to zero, and the groups are those of `shrink`.
+    `better`: "higher" for accuracy, "lower" for perplexity. `journal`: a file to which every measurement is written; a run that
+    was killed goes on from it. The other arguments are those of `prune_`.
+
+    `result.recommend(sparsity=0.6)` is a budget by name: `prune_(model, spread=result.recommend(sparsity=0.6))`.
+    """
+    check_better(better)
+    levels = _checked_levels(levels)
+    data = list(data) if data is not None and iter(data) is data else data
+    if example_inputs is None:
+        variants: _Variants = _Zeroed(model, criterion, levels, by, pattern, include, exclude, data, loss)
+    else:
+        if by != "tensor" or str(pattern) != "unstructured" or include:
+            raise ValueError("by=, pattern= and include= go with zeros; with example_inputs the groups are those of shrink")
+        variants = _Removed(model, criterion, levels, example_inputs, exclude, data, loss)
+    about = {"call": "sensitivity", "model": fingerprint(model), "settings": variants.settings}
+    kept = Journal(journal, about)
+    dense = kept.get("dense", lambda: {"value": measured(evaluate, model)})["value"]
+    curves: dict[str, dict[float, float]] = {group: {} for group in variants.members}
+    with Progress("sensitivity", len(curves) * len(variants.levels)) as progress:
+        for level in variants.levels:
+            for group, curve in curves.items():
+                progress(f"{group} at {level:.0%}")
+
+                def measure(group: str = group, level: float = level) -> dict[str, Any]:
+                    with variants.pruned(group, level) as changed:
+                        return {"value": measured(evaluate, changed)}
+
+                curve[level] = kept.get(f"{group} {level!r}", measure)["value"]
+    return Sensitivity(dense, curves, variants.members, variants.sizes, better, example_inputs is not None)
+
+
+def _checked_levels(levels: Sequence[float]) -> tuple[float, ...]:
+    found = tuple(sorted({float(level) for level in levels}))
+    if not found or not all(0 < level < 1 for level in found):
+        raise ValueError(f"levels={levels!r} must be sparsities above 0 and below 1, such as (0.5, 0.7, 0.9)")
+    return found
+
+
+# --- zeros --------------------------------------------------------------------------------------------------------------
+
+
+class _Zeroed:
+    """The model with the weights of one group set to zero. One plan for each level serves all groups."""
+
+    removed = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        criterion: Any,
+        levels: tuple[float, ...],
+        by: str | Mapping[str, Globs],
+        pattern: str | Pattern,
+        include: Globs,
+        exclude: Globs,
+        data: Any,
+        loss: Any,
+    ) -> None:
+        shape = Pattern.parse(pattern)
+        self.model = model
+        self.levels = (1 - shape.keep[0] / shape.keep[1],) if shape.keep else levels
+        options: dict[str, Any] = {"pattern": shape, "include": include, "exclude": exclude, "data": data, "loss": loss}
+        self._make = lambda level: plan(model, criterion, sparsity=level, **options)
+        self._level, self._plan = self.levels[0], self._make(self.levels[0])
+        sizes = {layer.name: layer.total for layer in self._plan.layers}
+        self.members = _groups(model, by, sizes)
+        self.sizes = {group: sum(sizes[name] for name in names) for group, names in self.members.items()}
+        arguments = self._plan.arguments
+        arguments = {k: v for k, v in arguments.items() if k != "sparsity"} if isinstance(arguments, dict) else arguments
+        self.settings = {"arguments": arguments, "levels": self.levels, "groups": self.members}
+
+    @contextmanager
+    def pruned(self, group: str, level: float) -> Iterator[nn.Module]:
+        if level != self._level:
+            self._level, self._plan = level, self._make(level)
+        part = Plan(Masks({name: self._plan.masks[name] for name in self.members[group]}), {}, f"{group} {level}")
+        part.apply_(self.model, keep_dense=True)
+        try:
+            yield self.model
+        finally:
+            part.undo_(self.model)
+
+
+def _groups(model: nn.Module, by: str | Mapping[str, Globs], sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    if by == "tensor":
+        return {name: (name,) for name in sizes}
+    if by == "block":
+        return {_label(block.names): tuple(block.names) for block in repeated_blocks(model, sizes)}
+    if not isinstance(by, Mapping):
+        hint = nearest(str(by), ["tensor", "block"])
+        raise ValueError(f"by={by!r} must be 'tensor', 'block' or a mapping of labels to globs.{hint}")
+    found = {}
+    for label, globs in by.items():
+        globs = [globs] if isinstance(globs, str) else list(globs or ())
+        found[label] = tuple(name for name in sizes if any(fnmatchcase(name, glob) for glob in globs))
+        if not found[label]:
+            raise ValueError(f"by={{{label!r}: ...}} matches no tensor that is pruned.{nearest(str(globs[:1]), sizes)}")
+    return found
+
+
+def _label(names: Sequence[str]) -> str:
+    """The path that all names share, or the first name."""
+    parts = [name.split(".") for name in names]
+    shared = list(takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False)))
+    return ".".join(column[0] for column in shared) or f"{names[0]} and {len(names) - 1} more"
+
+
+# --- removed units ------------------------------------------------------------------------------------------------------
+
+
+class _Removed:
+    """The model without a part of the units of one group."""
+
+    removed = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        criterion: Any,
+        levels: tuple[float, ...],
+        example_inputs: Any,
+        exclude: Globs,
+        data: Any,
+        loss: Any,
+    ) -> None:
+        self.levels = levels
+        options: dict[str, Any] = {"exclude": exclude or (), "data": data, "loss": loss, "floor": 0.0}
+
+        def make(channels: Any) -> Any:
+            return shrink(model, example_inputs, criterion, channels=channels, scope="tensor", **options)
+
+        self._make = make
+        _, found = make(1 - levels[0])
+        tensors = dict(model.named_parameters())
+        names = [group.name for group in found.groups if group.after < group.before]
+        makers = {group.name: group.members for group in found.groups}
+        self.members = {name: (name,) for name in names}
+        self.sizes = {name: sum(tensors[t].numel() for t in makers[name][:1] if t in tensors) or 1 for name in names}
+        self.settings = {"arguments": found.arguments, "levels": levels, "groups": names}
+
+    @contextmanager
+    def pruned(self, group: str, level: float) -> Iterator[nn.Module]:
+        yield self._make({group: 1 - level})[0]
+
+
+_Variants = _Zeroed | _Removed

@@ -1,0 +1,48 @@
+"""Trains with Lightning on two processes, and writes the zeros of each into a folder. Run by test_lightning.py."""
+
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import secateur as sc
+from secateur.integrations.lightning import SecateurCallback
+
+
+class Net(pl.LightningModule):
+    def __init__(self, sharded):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        self.sharded = sharded
+
+    def configure_model(self):
+        if self.sharded:
+            for layer in (self.layers[0], self.layers[2], self):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch, _):
+        inputs, labels = batch
+        return nn.functional.cross_entropy(self.layers(inputs), labels)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def main(strategy, folder):
+    torch.manual_seed(0)
+    net = Net(strategy == "fsdp2")
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(4, (64,)))
+    callback = SecateurCallback(sparsity=sc.cubic(0.75, start=2, end=6, every=2), scope="global")
+    kinds = {"ddp": "ddp", "fsdp2": pl.strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "logger": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=kinds[strategy], max_steps=8, callbacks=[callback], **quiet)
+    trainer.fit(net, torch.utils.data.DataLoader(data, batch_size=4))
+    whole = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in net.state_dict().items()}
+    torch.save((whole, callback.plan.metrics()), Path(folder) / f"{trainer.global_rank}.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

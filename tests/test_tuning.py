@@ -1,0 +1,317 @@
+"""`sensitivity` and `search` measure a metric, recommend from it, leave the model alone and can be resumed."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import secateur as sc
+
+torch.manual_seed(0)
+X = torch.randn(64, 12)
+
+
+def build():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 4)).eval()
+
+
+TRUTH = build()(X).detach()
+
+
+@torch.no_grad()
+def agreement(model):
+    """How close the outputs are to those of the dense model: 1 for equal ones."""
+    return float(1 - (model(X) - TRUTH).norm() / TRUTH.norm())
+
+
+def state(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(model, before):
+    return all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+class Counted:
+    """An evaluation that counts its calls, and fails at one of them."""
+
+    def __init__(self, fails_at=None, evaluate=agreement):
+        self.calls, self.fails_at, self.evaluate = 0, fails_at, evaluate
+
+    def __call__(self, model):
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise KeyboardInterrupt
+        return self.evaluate(model)
+
+
+# --- sensitivity ----------------------------------------------------------------------------------------------------------
+
+
+def test_sensitivity_measures_what_pruning_each_tensor_alone_does():
+    model = build()
+    before = state(model)
+    found = sc.sensitivity(model, agreement, levels=(0.3, 0.6))
+    assert same(model, before)
+    assert sc.summary(model).history == []
+    assert found.dense == pytest.approx(1)
+    for name in ("0.weight", "2.weight", "4.weight"):
+        for level in (0.3, 0.6):
+            other = build()
+            sc.prune_(other, sparsity=level, include=name)
+            assert found.curves[name][level] == pytest.approx(agreement(other), abs=1e-6)
+
+
+def test_sensitivity_uses_criteria_with_data_and_one_plan_for_each_level():
+    batches = Counted(evaluate=lambda _: None)
+
+    class Data:
+        def __iter__(self):
+            batches.calls += 1
+            return iter([X[:32], X[32:]])
+
+    found = sc.sensitivity(build(), agreement, sc.wanda, levels=(0.5, 0.8), data=Data())
+    assert batches.calls <= 2 * 2  # each plan checks the data and runs through it
+    other = build()
+    sc.prune_(other, sc.wanda, sparsity=0.8, include="2", data=[X[:32], X[32:]])
+    assert found.curves["2.weight"][0.8] == pytest.approx(agreement(other), abs=1e-6)
+
+
+def test_groups_by_block_and_by_glob():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12)) for _ in range(3))
+            self.head = nn.Linear(12, 4)
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = x + block(x)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    model = Net()
+    found = sc.sensitivity(model, lambda m: float(m(X).sum()), by="block", levels=[0.5])
+    assert list(found.members) == ["blocks.0", "blocks.1", "blocks.2", "head.weight"]
+    assert found.members["blocks.1"] == ("blocks.1.0.weight", "blocks.1.2.weight")
+    by = {"first": "blocks.0.*", "rest": ["blocks.1.*", "blocks.2.*"]}
+    assert sc.sensitivity(model, lambda m: float(m(X).sum()), by=by, levels=[0.5]).sizes == {"first": 288, "rest": 576}
+    with pytest.raises(ValueError, match="matches no tensor"):
+        sc.sensitivity(model, agreement, by={"a": "block.*"})
+    with pytest.raises(ValueError, match=r"by='blck' .*'block'"):
+        sc.sensitivity(model, agreement, by="blck")
+
+
+def test_an_n_of_m_pattern_has_one_level():
+    assert set(sc.sensitivity(build(), agreement, pattern="2:4").curves["0.weight"]) == {0.5}
+
+
+def test_units_are_removed_with_example_inputs():
+    model = build()
+    found = sc.sensitivity(model, agreement, example_inputs=X[:1], levels=(0.25, 0.5))
+    small, _ = sc.shrink(model, X[:1], channels={"0.weight[0]": 0.5}, floor=0.0)
+    assert found.curves["0.weight[0]"][0.5] == pytest.approx(agreement(small), abs=1e-6)
+    ratios = found.recommend(sparsity=0.3)
+    cut = sc.shrink(model, X[:1], channels=ratios)[1]
+    assert {group.name: round(group.after / 24, 2) for group in cut.groups} == pytest.approx(ratios, abs=0.05)
+    with pytest.raises(ValueError, match="groups are those of shrink"):
+        sc.sensitivity(model, agreement, example_inputs=X[:1], by="block")
+
+
+def recommended(**curves):
+    """A result with these curves, and groups of 100 weights."""
+    from secateur.tuning import Sensitivity
+
+    return Sensitivity(1.0, curves, {name: (name,) for name in curves}, dict.fromkeys(curves, 100))
+
+
+def test_recommended_budgets_prune_where_it_costs_least():
+    found = recommended(a={0.5: 1.0, 0.9: 0.98}, b={0.5: 0.9, 0.9: 0.2})
+    assert found.recommend(sparsity=0.25) == pytest.approx({"a": 0.5, "b": 0.0})
+    assert found.recommend(sparsity=0.45) == pytest.approx({"a": 0.9, "b": 0.0})
+    assert found.recommend(sparsity=0.7) == pytest.approx({"a": 0.9, "b": 0.5})
+    assert found.recommend(drop=0.0) == pytest.approx({"a": 0.5, "b": 0.0})
+    assert found.recommend(drop=0.01) == pytest.approx({"a": 0.7, "b": 0.0})
+    with pytest.raises(ValueError, match=r"reach a sparsity of 0\.9"):
+        found.recommend(sparsity=0.95)
+    with pytest.raises(ValueError, match=r"one of sparsity= .* and drop="):
+        found.recommend()
+
+
+def test_recommended_budgets_are_optimal():
+    """Against all budgets in steps of one percent, for curves that are not convex."""
+    found = recommended(
+        a={0.3: 0.9, 0.6: 0.88, 0.9: 0.5}, b={0.3: 0.99, 0.6: 0.95, 0.9: 0.7}, c={0.3: 1.0, 0.6: 0.7, 0.9: 0.69}
+    )
+    best = found.recommend(sparsity=0.6)
+    hull = {
+        "a": [(0, 0), (0.6, 0.12), (0.9, 0.5)],
+        "b": [(0, 0), (0.3, 0.01), (0.6, 0.05), (0.9, 0.3)],
+        "c": [(0, 0), (0.3, 0), (0.9, 0.31)],
+    }
+
+    def cost(group, level):
+        for (low, before), (high, after) in zip(hull[group], hull[group][1:]):
+            if level <= high + 1e-9:
+                return before + (after - before) * (level - low) / (high - low)
+        return math.inf
+
+    steps = [n / 100 for n in range(91)]
+    brute = min(cost("a", a) + cost("b", b) + cost("c", 1.8 - a - b) for a in steps for b in steps if 0 <= 1.8 - a - b <= 0.9)
+    assert sum(best.values()) == pytest.approx(1.8)
+    assert sum(cost(group, level) for group, level in best.items()) <= brute + 1e-6
+
+
+def test_a_metric_that_improves_or_is_nan_is_no_gain():
+    found = recommended(a={0.5: 1.2, 0.9: math.nan}, b={0.5: 0.5, 0.9: 0.4})
+    assert found.recommend(drop=0.0) == pytest.approx({"a": 0.5, "b": 0.0})
+    assert found.drop("a", 0.25) == 0
+    assert found.drop("a", 0.9) == math.inf
+
+
+def test_the_budget_is_one_that_prune_takes():
+    model = build()
+    budget = sc.sensitivity(model, agreement, levels=(0.25, 0.5, 0.75)).recommend(sparsity=0.5)
+    plan = sc.prune_(model, spread=budget)
+    assert plan.metrics()["sparsity"] == pytest.approx(0.5, abs=0.01)
+    even = build()
+    sc.prune_(even, sparsity=0.5)
+    assert agreement(model) > agreement(even)
+
+
+def test_results_print_and_serialize():
+    found = sc.sensitivity(build(), agreement, levels=(0.3, 0.6))
+    assert "0.weight" in str(found)
+    assert "<table>" in found._repr_html_()
+    assert found.metrics()["0.weight/0.3"] == found.curves["0.weight"][0.3]
+    json.dumps(found.to_dict())
+    line = found.sweep()["lines"][0]
+    assert [point["sparsity"] for point in line["points"]] == [0.3, 0.6]
+    assert sc.report(before=build(), after=build(), sweep=found.sweep(), seconds=0, disk=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"levels": (0.5, 1.0)}, ValueError, "above 0 and below 1"),
+        ({"levels": ()}, ValueError, "levels="),
+        ({"better": "up"}, ValueError, "'higher'"),
+    ],
+)
+def test_wrong_arguments_of_sensitivity(arguments, error, message):
+    with pytest.raises(error, match=message):
+        sc.sensitivity(build(), agreement, **arguments)
+
+
+def test_evaluate_must_return_a_number():
+    with pytest.raises(TypeError, match=r"one number.*it returned str"):
+        sc.sensitivity(build(), lambda model: "good")
+    assert sc.sensitivity(build(), lambda model: torch.tensor(0.5), levels=[0.5]).dense == 0.5
+
+
+@pytest.mark.parametrize("call", [sc.sensitivity, sc.search], ids=["sensitivity", "search"])
+def test_a_run_that_was_stopped_goes_on(tmp_path, call):
+    model, file = build(), tmp_path / "journal.jsonl"
+    before = state(model)
+    whole = Counted()
+    wanted = call(model, whole)
+    first = Counted(fails_at=4)
+    with pytest.raises(KeyboardInterrupt):
+        call(model, first, journal=file)
+    assert same(model, before)
+    with file.open("a") as journal:
+        journal.write('{"key": "half a li')  # the line at which it was killed
+    second = Counted()
+    found = call(model, second, journal=file)
+    assert second.calls == whole.calls - 3
+    assert str(found).split(" time")[0] == str(wanted).split(" time")[0]
+    third = Counted()
+    again = call(model, third, journal=file)
+    assert third.calls == 0
+    if call is sc.search:
+        assert same(again.model, state(wanted.model))
+    with torch.no_grad():
+        model[0].weight[0, 0] += 1
+    with pytest.raises(ValueError, match=r"of another run: model differ"):
+        call(model, Counted(), journal=file)
+
+
+# --- search ---------------------------------------------------------------------------------------------------------------
+
+
+def test_search_finds_the_border_of_the_drop():
+    model = build()
+    before = state(model)
+    found = sc.search(model, agreement, drop=0.1, tolerance=0.005)
+    assert same(model, before)
+    assert found.value >= found.dense - 0.1
+    sparsity = found.best.numbers["stages[0].prune.sparsity"]
+    assert found.recipe.stages[0].arguments["sparsity"] == sparsity
+    assert agreement(found.model) == pytest.approx(found.value)
+    assert agreement(found.recipe.run(model).model) == pytest.approx(found.value)
+    worse = found.recipe.replace("prune.sparsity", min(sparsity + 0.01, 0.99)).run(model).model
+    assert agreement(worse) < found.dense - 0.1
+    assert any(not one.within for one in found.tried)
+
+
+def test_search_takes_the_strongest_setting_if_it_is_good_enough():
+    found = sc.search(build(), lambda model: 1.0)
+    assert len(found.tried) == 1
+    assert found.best.numbers == {"stages[0].prune.sparsity": 0.99}
+
+
+def test_search_varies_several_numbers_together():
+    stages = [{"shrink": {"channels": 0.5}}, {"prune": {"sparsity": 0.5}}]
+    found = sc.search(build(), agreement, stages, drop=0.3, inputs=X[:1], tolerance=0.05)
+    channels, sparsity = found.best.numbers.values()
+    assert (1 - channels) / 0.95 == pytest.approx(sparsity / 0.99)
+    assert found.model[0].weight.shape[0] < 24
+    alone = sc.search(build(), agreement, stages, drop=0.5, inputs=X[:1], tolerance=0.05, vary={"prune.sparsity": (0.2, 0.4)})
+    assert 0.2 <= alone.best.numbers["stages[1].prune.sparsity"] <= 0.4
+    assert alone.recipe.stages[0].arguments == {"channels": 0.5}
+
+
+def test_search_for_a_metric_that_should_be_low():
+    found = sc.search(build(), lambda model: -agreement(model), drop=0.1, better="lower")
+    assert found.value <= found.dense + 0.1
+
+
+def test_search_with_a_recipe_of_the_package_and_data():
+    found = sc.search(build(), agreement, "sparsegpt-50", drop=0.2, data=iter([X[:32], X[32:]]), tolerance=0.1)
+    assert found.recipe.stages[0].arguments["method"] == "sparsegpt"
+
+
+def test_a_search_that_finds_nothing_says_so():
+    model = build()
+    with pytest.raises(ValueError, match=r"even prune.sparsity=0\.0\d+ drops the metric by 1, from 1 to 0, and drop=0.01"):
+        sc.search(model, lambda other: float(same(other, state(model))))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"drop": -1}, "drop=-1"),
+        ({"tolerance": 0}, "tolerance=0"),
+        ({"better": "up"}, "'higher'"),
+        ({"vary": "prune.sparsty"}, r"Did you mean"),
+        ({"vary": "prune.floor"}, r"say its range"),
+        ({"recipe": [{"prune": {"pattern": "2:4"}}]}, "no sparsity and no target"),
+    ],
+)
+def test_wrong_arguments_of_search(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        sc.search(build(), agreement, **arguments)
+
+
+def test_search_prints_and_serializes():
+    found = sc.search(build(), agreement, drop=0.1, tolerance=0.1)
+    assert "chosen" in str(found)
+    assert "too much" in str(found)
+    json.dumps(found.to_dict())
+    assert all(isinstance(value, int | float) for value in found.metrics().values())
+    sweep = found.sweep()
+    assert sweep["chosen"] in [point["sparsity"] for point in sweep["lines"][0]["points"]]
+    assert sc.report(*found.results, before=build(), after=found.model, sweep=sweep, seconds=0, disk=False)
