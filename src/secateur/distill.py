@@ -98,7 +98,7 @@ class Distilled:
             for last, (step, distance) in zip(steps, self.looks, strict=False)
         ]
         note = [] if self.improved else ["no step was better on the held-out batches, so the model is unchanged"]
-        return Table(("step", "in training", "held out", ""), rows, right=range(3), title=self.recipe, notes=note)
+        return Table(("step", "in training", "held out", ""), rows, right=range(3), title=f"distill, {self.recipe}", notes=note)
 
     def __str__(self) -> str:
         return str(self._table())
@@ -150,7 +150,7 @@ def distill_(
     _check(model, teacher, steps, lr, warmup, loss)
     trained = _trained(model, globs_of("include", include), globs_of("exclude", exclude))
     student = _Student(trained, _masks(trained, pruner), lr, warmup, steps)
-    recipe = f"distill, {steps} steps, lr {lr:g}"
+    recipe = f"{steps} steps, lr {lr:g}"
     result = Distilled(recipe, 0.0, 0.0, 0, [], [], len(trained))
     with _only(model, trained), preserve_rng(), as_it_was(model), as_it_was(teacher):
         result.before = result.after = _held_out(model, teacher, held, loss)

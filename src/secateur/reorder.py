@@ -108,7 +108,9 @@ class Reordering:
     def _table(self) -> Table:
         rows = [(o.reader, f"{o.units:,}", f"{o.orders}", f"{o.before:.2%}", f"{o.after:.2%}") for o in self.orders]
         header = ("inputs of", "units", "orders", "score kept before", "after")
-        return Table(header, rows, right=range(1, 5), title=self.recipe, notes=notes_by_reason("left alone", self.skipped))
+        return Table(
+            header, rows, right=range(1, 5), title=f"reorder, {self.recipe}", notes=notes_by_reason("left alone", self.skipped)
+        )
 
     def __str__(self) -> str:
         return str(self._table())
@@ -201,7 +203,7 @@ def find_orders(
                     skipped[candidate.reader.name] = "moving its inputs changes the output of the model"
                 else:
                     orders.append(order)
-    return Reordering(f"order of channels for {shape}", orders, skipped)
+    return Reordering(f"channels for {shape}", orders, skipped)
 
 
 def _measured(
