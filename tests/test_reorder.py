@@ -218,6 +218,18 @@ def test_the_assignment_is_close_to_the_best():
     assert _assigned(torch.zeros(4, 4)).tolist() == [0, 1, 2, 3]
 
 
+def test_an_assignment_that_ends_early_is_whole(monkeypatch):
+    gain = torch.rand(40, 40, generator=torch.Generator().manual_seed(0))
+    found = []
+    for rounds in (1, 5, 100):
+        monkeypatch.setattr("secateur.reorder._BIDS", rounds)
+        rows = _assigned(gain)
+        assert sorted(rows.tolist()) == list(range(40))
+        found.append(float(gain[rows, torch.arange(40)].sum()))
+    assert found == sorted(found)
+    assert found[0] < found[2]
+
+
 def test_orders_are_permutations_that_keep_nearly_as_much_as_the_best():
     for seed in range(10):
         scores = torch.rand(5, 8, generator=torch.Generator().manual_seed(seed)) ** 2

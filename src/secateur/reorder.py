@@ -28,7 +28,8 @@ from .targeting import Globs, Target, targets
 from .trace import Trace, main_outputs, trace
 
 _ROUNDS = 4  # how often every place of the pools is filled anew
-_PRECISION = 0.05  # of assignments: the least bid, over the largest gain and times the root of their number
+_PRECISION = 0.1  # of assignments: the least bid, over the largest gain and times the root of their number
+_BIDS = 100  # rounds of bidding; the few rows that have no column by then take what is left
 _ELEMENTS = 1 << 17  # gains are computed for parts of about this size, which fit the cache; larger ones on a GPU
 _MOST_ROWS = 1 << 31  # elements of all gains of a place; larger problems look at a part of the rows
 Place = tuple[str, int]  # a tensor and a dim of it
@@ -392,15 +393,19 @@ def _assigned(gain: Tensor) -> Tensor:
     """Which row each column of a square matrix is assigned to, for a sum close to the largest possible.
 
     An auction (Bertsekas, 1988): rows without a column bid for the one that is worth most to them at its present price, the
-    highest bid gets it, and the price rises by the bid. The sum is within `len(gain) * least` of the best one.
+    highest bid gets it, and the price rises by the bid. Without an end, the sum would be within `len(gain) * least` of the
+    best one; the last of many rounds serve a few rows and are left out.
     """
-    count, gain = len(gain), gain.double()
+    count = len(gain)
     least = _PRECISION * float(gain.max()) / count**0.5
     row_of = torch.full((count,), -1, device=gain.device)
     column_of, price = row_of.clone(), gain.new_zeros(count)
     if least <= 0 or count == 1:
         return torch.arange(count, device=gain.device)
-    while len(free := (column_of < 0).nonzero()[:, 0]):
+    for _ in range(_BIDS):
+        free = (column_of < 0).nonzero()[:, 0]
+        if not len(free):
+            break
         value, column = (gain[free] - price).topk(2)
         bid, column = value[:, 0] - value[:, 1] + least, column[:, 0]
         highest = torch.full_like(price, -1).scatter_reduce_(0, column, bid, "amax")
@@ -411,6 +416,7 @@ def _assigned(gain: Tensor) -> Tensor:
         column_of[before[before >= 0]] = -1
         row_of[sold], column_of[winner[sold]] = winner[sold], sold
         price[sold] += highest[sold]
+    row_of[row_of < 0] = (column_of < 0).nonzero()[:, 0]
     return row_of
 
 
