@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import secateur as sc
+from secateur.channel_order import _assigned, best_order, kept_score
 from secateur.curvature import curvature
-from secateur.reorder import _assigned, best_order, find_orders, kept_score, reorder_
+from secateur.reorder import find_orders, reorder_
 
 
 def llama(**changes):
@@ -222,7 +223,7 @@ def test_an_assignment_that_ends_early_is_whole(monkeypatch):
     gain = torch.rand(40, 40, generator=torch.Generator().manual_seed(0))
     found = []
     for rounds in (1, 5, 100):
-        monkeypatch.setattr("secateur.reorder._BIDS", rounds)
+        monkeypatch.setattr("secateur.channel_order._BIDS", rounds)
         rows = _assigned(gain)
         assert sorted(rows.tolist()) == list(range(40))
         found.append(float(gain[rows, torch.arange(40)].sum()))
