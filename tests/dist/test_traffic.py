@@ -29,6 +29,8 @@ def traffic():
 
     def all_reduce(tensor, *args, **kwargs):
         calls.append(("all_reduce", tensor.numel() * tensor.element_size()))
+        if dist.get_backend() == "fake":  # it sends nothing: all ranks hold what this one holds
+            return tensor.mul_(dist.get_world_size(kwargs.get("group")))
         return saved[0](tensor, *args, **kwargs)
 
     def all_to_all_single(output, input, *args, **kwargs):
@@ -60,6 +62,9 @@ class Largest(TorchDispatchMode):
 def counted(rank: int, side: int, arguments: dict) -> tuple:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(4)))
+    with torch.no_grad():  # no two weights are equal, so that no tie has to be broken
+        for layer, values in zip(model, torch.randperm(4 * side * side).view(4, side, side), strict=True):
+            layer.weight.copy_(values)
     model = fully_shard(model)
     with traffic() as calls, Largest() as largest:
         sc.plan(model, **arguments)
@@ -71,9 +76,8 @@ def counted(rank: int, side: int, arguments: dict) -> tuple:
     [
         ({"sparsity": 0.5, "scope": "global"}, 5, 1.1 * MIB),
         ({"sparsity": 0.5}, 16, 0.1 * MIB),
-        ({"pattern": "2:4"}, 5, 4096),
     ],
-    ids=["global", "tensor", "2:4"],
+    ids=["global", "tensor"],
 )
 def test_traffic_does_not_grow_with_the_model(pair, arguments, most_calls, most_bytes):
     (small, _, _), _ = pair.both(counted, 512, arguments)  # 1 M weights
