@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     )
     from .distill import distill_
     from .execute import bench, compress_, decompress_
-    from .folders import prune_folder
     from .integrations.adapters import merge_lora_
     from .integrations.onnx import to_onnx
     from .io import dense_state_dict, load, save
@@ -94,7 +93,6 @@ __all__ = [
     "owl",
     "plan",
     "prune_",
-    "prune_folder",
     "random",
     "reconstruction",
     "reorder_",
@@ -134,7 +132,6 @@ _HOMES = {
     "progress": "set_progress",
     "pruner": "Pruner",
     "pruning": "prune_",
-    "folders": "prune_folder",
     "recipes": "Recipe",
     "reorder": "reorder_",
     "reports": "report",

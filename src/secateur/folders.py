@@ -82,17 +82,16 @@ def prune_folder(
         which = {"include": include, "exclude": exclude, "types": types}
         return prune_blocks(Path(source), Path(target), into, data, settings=settings, device=device, **which)
     _check(settings)
-    folder, written = Folder(Path(source)), Path(target)
+    written = Path(target)
     if written.exists() and (not written.is_dir() or written.resolve() == Path(source).resolve()):
         raise ValueError(f"target={str(target)!r} must be another folder than the source")
     comm = Comm() if group is None else Comm([group])
-    chosen, skipped = _chosen(folder, into, include, exclude, types)
-    mine = _files_of(folder, comm)
-    job = _Job(folder, settings, chosen, skipped, comm, mine)
-    pools = job.cuts()
-    written.mkdir(parents=True, exist_ok=True)
-    kept = _write(job, pools, written)
-    return _finished(job, kept, written)
+    with Folder(Path(source)) as folder:
+        chosen, skipped = _chosen(folder, into, include, exclude, types)
+        job = _Job(folder, settings, chosen, skipped, comm, _files_of(folder, comm))
+        cuts = job.cuts()
+        written.mkdir(parents=True, exist_ok=True)
+        return _finished(job, _write(job, cuts, written), written)
 
 
 def _check(settings: Settings) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import secateur as sc
+from secateur.folders import prune_folder
 
 OPERATIONS = {
     "tensor": {"sparsity": 0.5},
@@ -75,7 +76,7 @@ def test_files_hold_what_prune_leaves_in_the_model(tmp_path, operation, files):
     arguments = dict(OPERATIONS[operation])
     criterion = arguments.pop("criterion", sc.magnitude)
     write(tmp_path / "dense", made(), files)
-    counts = sc.prune_folder(tmp_path / "dense", tmp_path / "sparse", criterion, into=build, **arguments)
+    counts = prune_folder(tmp_path / "dense", tmp_path / "sparse", criterion, into=build, **arguments)
     model = made()
     plan = sc.prune_(model, criterion, **arguments)
     found = read(tmp_path / "sparse")
@@ -90,7 +91,7 @@ def test_files_hold_what_prune_leaves_in_the_model(tmp_path, operation, files):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_every_dtype(tmp_path, dtype):
     write(tmp_path / "dense", made(dtype), 2)
-    sc.prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.6, scope="global", into=build)
+    prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.6, scope="global", into=build)
     model = made(dtype)
     sc.prune_(model, sparsity=0.6, scope="global")
     assert all(torch.equal(read(tmp_path / "sparse")[name], tensor) for name, tensor in model.state_dict().items())
@@ -98,17 +99,17 @@ def test_every_dtype(tmp_path, dtype):
 
 def test_tensors_can_be_named_instead_of_building_the_model(tmp_path):
     write(tmp_path / "dense", made(), 2)
-    counts = sc.prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5, include=["0.weight", "2.*"])
+    counts = prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5, include=["0.weight", "2.*"])
     assert counts["layers"].keys() == {"0.weight", "2.weight"}
     assert counts["pruned"] == (24 * 40 + 40 * 33) // 2
     with pytest.raises(ValueError, match=r"into=.*include="):
-        sc.prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5)
+        prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5)
 
 
 def test_old_weights_of_the_target_are_taken_away(tmp_path):
     write(tmp_path / "sparse", made(), 3)
     write(tmp_path / "dense", made(), 1)
-    sc.prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5, into=build)
+    prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5, into=build)
     assert {file.name for file in (tmp_path / "sparse").iterdir()} == {"model.safetensors", "config.json"}
 
 
@@ -123,7 +124,7 @@ def test_save_takes_an_old_index_away(tmp_path):
 def test_what_needs_data_or_whole_tensors_is_refused(tmp_path, criterion):
     write(tmp_path / "dense", made(), 1)
     with pytest.raises(NotImplementedError, match="prune_"):
-        sc.prune_folder(tmp_path / "dense", tmp_path / "sparse", criterion, sparsity=0.5, into=build)
+        prune_folder(tmp_path / "dense", tmp_path / "sparse", criterion, sparsity=0.5, into=build)
     assert not (tmp_path / "sparse").exists()
 
 
@@ -133,7 +134,7 @@ def test_nan_is_refused(tmp_path):
         model[2].weight[3, 3] = torch.nan
     write(tmp_path / "dense", model, 2)
     with pytest.raises(ValueError, match="NaN"):
-        sc.prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5, into=build)
+        prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5, into=build)
 
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess:
@@ -153,16 +154,16 @@ def test_a_killed_run_goes_on(tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     code = """
         import resource, signal, sys
-        import secateur as sc
+        from secateur.folders import prune_folder
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, 1 << 17))
-        sc.prune_folder(sys.argv[1], sys.argv[2], sparsity=0.5, scope="global", include="*")
+        prune_folder(sys.argv[1], sys.argv[2], sparsity=0.5, scope="global", include="*")
     """
     killed = run(code, str(folder), str(tmp_path / "sparse"))
     assert killed.returncode != 0
     assert not (tmp_path / "sparse" / "b.safetensors").exists()
     before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "sparse").glob("a.safetensors")}
-    sc.prune_folder(folder, tmp_path / "sparse", sparsity=0.5, scope="global", include="*")
+    prune_folder(folder, tmp_path / "sparse", sparsity=0.5, scope="global", include="*")
     tensors = {"a.weight": small, "b.weight": large}
     sc.prune_(tensors, sparsity=0.5, scope="global", include="*")
     assert all(torch.equal(read(tmp_path / "sparse")[name], tensor) for name, tensor in tensors.items())
@@ -179,10 +180,10 @@ def test_memory_does_not_grow_with_the_files(tmp_path):
         import resource, sys
         import torch
         import secateur as sc
-        from secateur import folders
+        from secateur.folders import prune_folder
         sc.prune_({"warm": torch.randn(64, 64)}, sparsity=0.5)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        counts = sc.prune_folder(sys.argv[1], sys.argv[2], sparsity=0.5, scope="global", include="*")
+        counts = prune_folder(sys.argv[1], sys.argv[2], sparsity=0.5, scope="global", include="*")
         assert counts["pruned"] == counts["total"] // 2
         print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
     """

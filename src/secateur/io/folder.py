@@ -39,6 +39,14 @@ class Folder:
                 raise BadFile(f"{path / file} holds no tensor {name!r} of a known dtype, which {INDEX} lists")
             self.entries[name] = DTYPES[entry["dtype"]], tuple(entry["shape"])
 
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._open.values():
+            file.close()
+        self._open = {}
+
     def size(self, file: str) -> int:
         return (self.path / file).stat().st_size
 
