@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,22 +13,25 @@ import torch
 from torch import Tensor, nn
 
 from . import kernels
-from ._dist import Comm, check_replicas, comm_of, like, local, refuse_stage, reshard_, sharded
-from ._dist import count as count_true
+from ._dist import Group, comm_of, counts, digest, like, local, refuse_stage, replicas_of, reshard_, sharded
 from ._hints import hints
 from ._tree import Prunable, as_module, bare_name, check_unpacked, slots
 from .arguments import plain_arguments
 from .budgets import ByLoss, Spread
 from .criteria import Criterion, magnitude
-from .curvature import KINDS, Curvature, curvature
+from .curvature import Curvature
 from .display import Reported, Table, format_seconds, notes_by_reason
 from .edit import UNKNOWN, Arguments, forget_, record_
+from .evidence import TensorEvidence
 from .masks import Masks
-from .methods import STREAMED, LayerProblem, Method, Solution, error_curves, solve_all, solve_checked, write_
+from .measuring import find_order, measure, measures, reordered, with_curves
+from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, solve_checked, write_
+from .owners import scores_of
 from .patterns import Pattern
+from .reorder import Reordering
 from .schedules import Number
 from .settings import Settings
-from .stats import Loss, TensorEvidence, check_evidence, collect, frames_inside
+from .stats import Loss, check_evidence, collect, frames_inside
 from .stats import Table as EvidenceTable
 from .targeting import Globs, Target, globs_of, targets
 
@@ -72,7 +75,7 @@ class Plan(Reported):
     (`weights`), and what was skipped, with the reason. `print` shows a table.
 
     `solved` says how each layer was solved, for methods that measure their errors, and `notes` what was done differently for a
-    layer or a block, and why.
+    layer or a block, and why. `order` is a new order of channels, in which the masks and weights are, or None.
     """
 
     masks: Masks
@@ -83,6 +86,7 @@ class Plan(Reported):
     arguments: Arguments = field(default=UNKNOWN, repr=False, compare=False)  # for `Recipe`: of the call that made the plan
     solved: dict[str, Solved] = field(default_factory=dict, repr=False, compare=False)
     notes: dict[str, str] = field(default_factory=dict, repr=False)
+    order: Reordering | None = field(default=None, repr=False, compare=False)
     _changed: Prunable | None = field(default=None, init=False, repr=False, compare=False)  # the model that `undo_` restores
 
     def apply_(self, model: Prunable, *, keep_dense: bool = False) -> Plan:
@@ -91,6 +95,9 @@ class Plan(Reported):
         if keep_dense and self.dense and any(not self._is_applied(name, tensor) for name, tensor in tensors.items()):
             raise ValueError("this plan keeps the dense values of another application; undo that first, or make a new plan")
         new = {name: weight.to(tensors[name]) for name, weight in self.weights.items()}
+        if self.order is not None and any(not self._is_applied(name, tensor) for name, tensor in tensors.items()):
+            self.order.move_(as_module(model))
+            tensors = self._tensors(model)
         if keep_dense and not self.dense:
             self.dense = {name: self._replaced(name, tensor).clone() for name, tensor in tensors.items()}
             self._changed = model
@@ -116,6 +123,8 @@ class Plan(Reported):
                 write_(tensor, self.dense[name])
             else:
                 tensor[~local(self.masks[name])] = self.dense[name].to(tensor)
+        if self.order is not None:
+            self.order.move_(as_module(model), back=True)
         self.dense, self._changed = {}, None
         forget_(as_module(model), ("prune", self.recipe))
 
@@ -153,7 +162,10 @@ class Plan(Reported):
     @cached_property
     def layers(self) -> list[Layer]:
         """The counts of each tensor."""
-        return [Layer(name, tuple(mask.shape), count_true(mask), mask.numel()) for name, mask in self.masks.items()]
+        kept = counts(self.masks)
+        return [
+            Layer(name, tuple(mask.shape), n, mask.numel()) for (name, mask), n in zip(self.masks.items(), kept, strict=True)
+        ]
 
     @cached_property
     def empty(self) -> list[str]:
@@ -209,6 +221,8 @@ class Plan(Reported):
         total = ("in all", "", f"{whole['kept']:,}", f"{whole['total']:,}", f"{whole['sparsity']:.2%}", *("" for _ in more))
         flags = notes_by_reason("empty", dict.fromkeys(empty, "nothing is left (layer collapse); floor= prevents it"))
         changed = [f"the weights that stay were changed too, in {len(self.weights)} tensors"] if self.weights else []
+        if self.order is not None and self.order.orders:
+            changed.append(f"channels inside the model get another order first, in {len(self.order.orders)} groups")
         if self.solved:
             changed.append("before, error: of the outputs, relative to them, with the mask alone and with the new weights")
         return Table(
@@ -254,6 +268,7 @@ def plan(
     spread: Spread | Mapping[str, Number] | str | None = None,
     method: Method | str | None = None,
     floor: float = 0.0,
+    group: Group | None = None,
 ) -> Plan:
     """What `prune_` with the same arguments would do. The model is not touched."""
     include, exclude = globs_of("include", include), globs_of("exclude", exclude)
@@ -267,11 +282,17 @@ def plan(
     found, skipped = targets(model, include=include, exclude=exclude, types=types)
     check_streamed(recipe, found, data, loss)
     once = recipe.needs - STREAMED
-    if data is not None and bool(once) + bool(recipe.needs & STREAMED) + _measures(recipe) > 1:
+    if data is not None and bool(once) + bool(recipe.needs & STREAMED) + measures(recipe) > 1:
         data = list(data)  # it is run through more than once
-    table = collect(model, found, once, data, loss)
-    made = make_plan(model, recipe, found, skipped, table, data=data, loss=loss)
-    made.arguments = arguments
+    measured = measure(model, recipe, found, data, loss)
+    order, notes = find_order(model, recipe, found, data, measured)
+    with reordered(model, order):
+        if order and measured:
+            measured = order.of(measured, found)
+        table = collect(model, found, once, data, loss)
+        made = make_plan(model, recipe, found, skipped, table, data=data, loss=loss, measured=measured, group=group)
+    made.arguments, made.order = arguments, order
+    made.notes |= notes
     return made
 
 
@@ -294,23 +315,28 @@ def make_plan(
     *,
     data: Iterable[Any] | None = None,
     loss: Loss | None = None,
+    measured: Curvature | None = None,
     step: int = 0,
     previous: Masks | None = None,
+    group: Group | None = None,
 ) -> Plan:
     """The plan for these targets and this evidence, at a step of a schedule. What `previous` prunes stays pruned."""
-    if recipe.scope == "global":
+    if recipe.scope == "global" and group is None:
         refuse_stage(model)
-    comm = comm_of((target.name, target.tensor) for target in found)
+    comm = comm_of({target.name: target.share for target in found}, group)
     if not comm.alone:
-        _check_sharded(recipe, found, comm)
+        comm.check_same(recipe.describe(step))
+        comm.within.check_same(str([(t.name, tuple(t.tensor.shape), t.tensor.dtype) for t in found]))
     with torch.no_grad():
         evidence = {t.name: TensorEvidence(t, table[t.name], step) for t in found}
-        scores = {name: recipe.criterion.scores(one) for name, one in evidence.items()}
+        scores = {name: scores_of(recipe.criterion, one, number) for number, (name, one) in enumerate(evidence.items())}
         held = {t.name: t.layout.matrix(local(previous[t.name])) for t in found} if previous is not None else None
-        notes: dict[str, str] = {}
-        measured = _measured(model, recipe, found, data, loss, notes)
-        amounts = _with_curves(recipe, found, measured, step).amounts(scores, step, held, comm)
-        to_be_empty = {name for name, one in amounts.items() if (one.sparsity if one.ranked is None else recipe.at(step)) == 1}
+        measured = measured or measure(model, recipe, found, data, loss)
+        notes = dict(measured.notes) if measured else {}
+        amounts = with_curves(recipe, found, measured, step).amounts(scores, step, held, comm)
+        to_be_empty = {
+            name for name, one in amounts.items() if (recipe.at(step) if one.sparsity is None else one.sparsity) == 1
+        }
 
         solved: dict[str, Solved] = {}
         weighing = dict(measured.G) if measured is not None and recipe.method.curvature != "none" else {}
@@ -339,48 +365,11 @@ def make_plan(
         solutions = solve_all(model, found, recipe.method.needs, data, solve, notes)
     masks = Masks({t.name: like(solutions[t.name].mask, t.tensor) for t in found})
     if recipe.needs:
-        check_replicas(model, masks)
+        _check_replicas(model, masks)
     weights = {name: solution.weight for name, solution in solutions.items() if solution.weight is not None}
     made = Plan(masks, skipped, recipe.describe(step), weights=weights, solved=solved, notes=notes)
     _warn_of_collapse(made, to_be_empty, previous)
     return made
-
-
-def _measures(recipe: Settings) -> bool:
-    """Whether the curvature of the dense model, or the inputs of its layers, are measured before the layers are solved."""
-    return recipe.method.curvature != "none" or isinstance(recipe.spread, ByLoss)
-
-
-def _measured(
-    model: nn.Module,
-    recipe: Settings,
-    found: Sequence[Target],
-    data: Iterable[Any] | None,
-    loss: Loss | None,
-    notes: dict[str, str],
-) -> Curvature | None:
-    """What the method and the spread need to know of the dense model, from one pass over the data; None if nothing."""
-    spread = recipe.spread if isinstance(recipe.spread, ByLoss) else None
-    if not _measures(recipe):
-        return None
-    if data is None:
-        raise TypeError(f"{recipe.method} with spread={spread} measures the model on data=; use sc.plan or sc.prune_ for it")
-    kind = max(recipe.method.curvature, spread.curvature if spread else "none", key=KINDS.index)
-    measured = curvature(model, found, data, kind=kind, gram="full" if spread else "none", loss=loss)
-    notes |= measured.notes
-    if spread and spread.curvature == "none":
-        notes[str(spread)] = "sparsities were chosen by errors relative to the outputs of each layer; no gradients were taken"
-    return measured
-
-
-def _with_curves(recipe: Settings, found: Sequence[Target], measured: Curvature | None, step: int) -> Settings:
-    """The settings with a spread that knows the errors of the layers, if it is one that needs them."""
-    spread, sparsity = recipe.spread, recipe.at(step)
-    if not isinstance(spread, ByLoss) or measured is None or sparsity is None:
-        return recipe
-    seen = measured if spread.curvature != "none" else replace(measured, G={})
-    curves = error_curves(found, seen, spread.levels(sparsity), recipe.pattern, recipe.scope)
-    return replace(recipe, spread=spread.measured(curves))
 
 
 def _warn_of_collapse(made: Plan, asked: Set[str], previous: Masks | None) -> None:
@@ -395,24 +384,12 @@ def _warn_of_collapse(made: Plan, asked: Set[str], previous: Masks | None) -> No
         )
 
 
-def _check_sharded(recipe: Settings, found: Sequence[Target], comm: Comm) -> None:
-    """Raises, on every process alike, where masks cannot be decided from the rows of each process."""
-    if recipe.floor:
-        raise NotImplementedError("floor= counts the weights of whole tensors, and these are sharded; prune before sharding")
-    if not recipe.criterion.elementwise or recipe.pattern.unit == "in" or callable(recipe.spread):
-        raise NotImplementedError(
-            f"{recipe.criterion} with pattern {str(recipe.pattern)!r} looks at whole tensors, and these are sharded by rows; "
-            "prune before sharding, or use an elementwise criterion, no pattern 'in' and no spread="
+def _check_replicas(model: nn.Module, masks: Masks) -> None:
+    """Raises on every process unless all replicas of a model in DistributedDataParallel have the same masks."""
+    plain = {name: mask for name, mask in masks.items() if not sharded(mask)}
+    same = replicas_of(model).same([digest(mask.cpu().numpy().tobytes()) for mask in plain.values()])
+    if odd := [name for name, equal in zip(plain, same, strict=True) if not equal]:
+        raise ValueError(
+            f"the processes of DistributedDataParallel made different masks for {odd[:3]}, because each of them gave its own "
+            "data=. Give all of them the same batches. The model is unchanged."
         )
-    if flipped := [t.name for t in found if t.layout.flip]:
-        raise NotImplementedError(
-            f"{flipped[:3]} have their inputs on the axis that is sharded (transposed convolutions); prune before sharding, "
-            "or exclude them"
-        )
-    if (recipe.pattern.keep or not recipe.pattern.elementwise) and sum(comm.sum(sum(t.layout.tall for t in found))):
-        raise NotImplementedError(
-            f"pattern {str(recipe.pattern)!r} sees a vector as one row, which is sharded; exclude vectors"
-        )
-    odd = [t.name for t in found if t.layout.rows % recipe.pattern.block(t.layout)[0]]
-    if sum(comm.sum(len(odd))):
-        raise NotImplementedError(f"blocks of pattern {str(recipe.pattern)!r} lie across the shards of {odd or 'some tensors'}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from ._dist import local, refuse_flat, reshard_, sharded
+from ._dist import Share, local, refuse_flat, reshard_, share_of
 from ._layers import DEFAULT_TYPES, Kind, Layout, adapter_parameters, is_experts, is_kind, is_weight, layout_of
 from ._tree import Loose, Prunable, Slot, as_module, bare_name, nearest, packed_layers, slots
 from .scores import RANKED
@@ -20,7 +21,10 @@ Globs = str | Iterable[str] | None
 
 @dataclass(frozen=True)
 class Target:
-    """One tensor to prune: a parameter of a model, seen as a matrix (outputs, inputs x kernel)."""
+    """One tensor to prune: a parameter of a model, seen as a matrix (outputs, inputs x kernel).
+
+    Of a sharded parameter, `weight` and `layout` are the part that this process holds, and `share` says where it lies.
+    """
 
     slot: Slot
     layout: Layout
@@ -38,6 +42,12 @@ class Target:
     def weight(self) -> Tensor:
         """The part of the parameter that this process holds, detached."""
         return local(self.slot.tensor.detach())
+
+    @cached_property
+    def share(self) -> Share:
+        """Which part of the whole parameter this process holds."""
+        whole = layout_of(self.slot.module, tuple(self.tensor.shape), self.slot.attribute)
+        return share_of(self.name, self.tensor, whole)
 
 
 def targets(
@@ -84,8 +94,7 @@ def targets(
         if reason is None and id(slot.tensor) in adapters and not _named(slot, include):
             reason = "an adapter (PEFT); name it in include= to prune it"
         if reason is None:
-            shape = tuple(local(slot.tensor).shape)
-            found.append(Target(slot, layout_of(slot.module, shape, slot.attribute, tall=sharded(slot.tensor))))
+            found.append(Target(slot, layout_of(slot.module, tuple(local(slot.tensor).shape), slot.attribute)))
         else:
             skipped |= dict.fromkeys((slot.name, *slot.also), reason)
     if not found:

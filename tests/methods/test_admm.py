@@ -540,3 +540,116 @@ def test_the_text_of_a_method_reads_back_as_the_method(method):
         sc.plan(model, sparsity=0.5, method=method, data=data).masks
     )
     assert sc.methods.as_method(str(method)) == method
+
+
+# --- method="loss" ----------------------------------------------------------------------------------------------------
+
+
+class Gated(nn.Module):
+    """An MLP block whose inner channels can be put into another order."""
+
+    def __init__(self, width=16, inner=32):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(width, inner), nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x):
+        return x + self.down(self.gate(x).relu() * self.up(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, width=16, depth=2):
+        super().__init__()
+        self.blocks = nn.ModuleList(Gated(width) for _ in range(depth))
+        self.head = nn.Linear(width, 12)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def decoder():
+    torch.manual_seed(0)
+    mix = torch.randn(16, 16)
+    return Decoder(), [torch.randn(64, 16) @ mix for _ in range(6)]
+
+
+def bits(model):
+    return {name: value.detach().clone().view(torch.uint8) for name, value in model.state_dict().items()}
+
+
+def same(a, b):
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@torch.no_grad()
+def test_the_loss_method_reorders_channels_for_n_of_m_and_undo_restores_every_bit():
+    model, data = decoder()
+    before = bits(model)
+    plan = sc.plan(model, method="loss", pattern="2:4", data=data, exclude="head")
+    assert same(bits(model), before)
+    assert [order.reader for order in plan.order.orders] == ["blocks.0.down.weight", "blocks.1.down.weight"]
+    assert "get another order first, in 2 groups" in str(plan)
+    twin = copy.deepcopy(model)
+    plan.apply_(model, keep_dense=True)
+    for name, mask in plan.masks.items():
+        weight = model.get_parameter(name)
+        assert torch.equal(weight, plan.weights[name])
+        assert not weight[~mask].any()
+        assert (mask.view(-1, 4).sum(1) == 2).all()
+    assert not same({"up": bits(model)["blocks.0.up.bias"]}, {"up": before["blocks.0.up.bias"]})
+    again = bits(model)
+    plan.apply_(model, keep_dense=True)  # nothing is moved twice
+    assert same(bits(model), again)
+    plan.undo_()
+    assert same(bits(model), before)
+    plan.apply_(twin)  # a copy is moved as the model was
+    assert same(bits(twin), again)
+
+
+@torch.no_grad()
+def test_the_order_and_the_weights_belong_together():
+    """A wrong order of any tensor would make the output random."""
+    model, data = decoder()
+    wanted = torch.cat([model(x) for x in data])
+    sc.prune_(model, method="loss", pattern="3:4", data=data, exclude="head")
+    found = torch.cat([model(x) for x in data])
+    assert float((found - wanted).square().sum() / wanted.square().sum()) < 0.05
+
+
+def test_the_loss_method_spreads_a_sparsity_by_the_loss():
+    model, data = decoder()
+    plan = sc.plan(model, method="loss", sparsity=0.5, data=data, exclude="head")
+    assert plan.metrics()["sparsity"] == 0.5
+    assert len({layer.sparsity for layer in plan.layers}) > 3
+    assert plan.order is None
+    assert "by_loss" in plan.recipe
+    flat = sc.plan(model, method="loss", sparsity=0.5, data=data, exclude="head", spread="uniform")
+    assert {layer.sparsity for layer in flat.layers} == {0.5}
+    assert sc.methods.as_method("loss(steps=12)").steps == 12
+    assert str(sc.methods.as_method("loss")) == "loss()"
+
+
+@torch.no_grad()
+def test_the_loss_method_is_better_for_the_loss():
+    model, data = decoder()
+    model.head.weight[2:] *= 0.1
+    wanted, losses = torch.cat([model(x) for x in data]).log_softmax(-1), {}
+    for method in ("flow", "loss"):
+        for how in ({"pattern": "2:4"}, {"sparsity": 0.6}):
+            twin = copy.deepcopy(model)
+            sc.prune_(twin, method=method, data=data, exclude="head", **how)
+            found = torch.cat([twin(x) for x in data]).log_softmax(-1)
+            divergence = nn.functional.kl_div(found, wanted, log_target=True, reduction="batchmean")
+            losses[method] = losses.get(method, 0.0) + float(divergence)
+    assert losses["loss"] < 0.8 * losses["flow"]
+
+
+def test_a_model_that_cannot_be_traced_keeps_its_order_and_the_plan_says_so():
+    model, data = decoder()
+    model.head = nn.DataParallel(model.head)
+    plan = sc.prune_(model, method="loss", pattern="2:4", data=data, exclude="head")
+    assert plan.order is None
+    assert "DataParallel" in plan.notes["order of channels"]
+    assert "stays as it is" in str(plan)
+    assert plan.metrics()["sparsity"] == 0.5

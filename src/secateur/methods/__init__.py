@@ -12,7 +12,7 @@ from typing import Any
 
 from .._text import read_call
 from .._tree import nearest
-from .admm import admm
+from .admm import ByTheLoss, admm
 from .allocate import greedy_sparsities, squares
 from .contract import check_needs, solve_checked
 from .curves import error_curves
@@ -37,7 +37,7 @@ __all__ = [
     "METHODS", "Gate", "Seen", "Measured", "Probe", "greedy_sparsities", "mean", "ratio", "squares",  # for activations
 ]  # fmt: skip
 
-_CALLS = {"rank": rank, "topk": topk, "sparsegpt": sparsegpt, "admm": admm}  # what the text of a method may call
+_CALLS = {"rank": rank, "topk": topk, "sparsegpt": sparsegpt, "admm": admm, "loss": ByTheLoss}  # what a text may call
 _NAMED = {**_CALLS, "flow": lambda: admm(target=flow())}
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
+from typing import ClassVar
 
 from torch import Tensor
 
+from ..budgets import by_loss
 from ..patterns import Pattern
 from ..scores import Scores
 from .scaled import RIDGE, ScaledProblem, fast_products, finish, keep_largest
 from .seam import Amount, LayerProblem, Method, Solution
-from .targets import Aim, own
+from .targets import Aim, flow, own
 
 CURVATURES = ("none", "diag", "fisher")
 _FIXED = 0.65  # the penalty for wide inputs: lower ones let the mask change for ever, higher ones fix it too soon
@@ -115,11 +117,29 @@ class ADMM(Method):
         return finish(problem, p, plain, first, self.refit)
 
     def __str__(self) -> str:
-        start, given = ADMM(), []
-        for name in ("steps", "refit", "target", "curvature", "rho", "ridge", "wide"):
-            if (value := getattr(self, name)) != getattr(start, name):
-                given.append(f"{name}={value!r}" if isinstance(value, str) else f"{name}={value}")
-        return f"admm({', '.join(given)})"
+        start, given = type(self)(), []
+        for one in fields(self):
+            if (value := getattr(self, one.name)) != getattr(start, one.name):
+                given.append(f"{one.name}={value!r}" if isinstance(value, str) else f"{one.name}={value}")
+        return f"{self._called}({', '.join(given)})"
+
+    _called: ClassVar[str] = "admm"
+
+
+@dataclass(frozen=True)
+class ByTheLoss(ADMM):
+    """`method="loss"`: ADMM in which the loss decides, from one backward pass of the dense model.
+
+    Outputs are weighed by their curvature, the target is `flow()`, the budget is spread by `by_loss()`, and channels are put
+    into a better order for n:m patterns.
+    """
+
+    target: Aim = field(default_factory=flow)
+    curvature: str = "fisher"
+
+    spread = by_loss()
+    reorders = True
+    _called = "loss"
 
 
 def _looser(pattern: Pattern, share: float) -> Pattern:

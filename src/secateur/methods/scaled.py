@@ -78,12 +78,11 @@ _FACTORS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # layers that rea
 def factor(name: str, what: str, matrix: Tensor, dtype: torch.dtype, groups: int = 1, ridge: float = 0.0) -> Factor:
     """The factor of a matrix, made once for each tensor: it lives as long as the tensor and has the same values."""
     key = dtype, groups, ridge, None if matrix.is_inference() else matrix._version
-    before, made = _FACTORS.get(matrix, (None, None))
-    if made is None or before != key:
+    known: tuple[object, Factor] | None = _FACTORS.get(matrix)
+    if known is None or known[0] != key:
         blocks = matrix if matrix.ndim == 3 else diagonal_blocks(matrix, groups)
-        made = Factor(name, what, blocks, dtype, ridge)
-        _FACTORS[matrix] = key, made
-    return made
+        known = _FACTORS[matrix] = key, Factor(name, what, blocks, dtype, ridge)
+    return known[1]
 
 
 @dataclass(frozen=True, eq=False)
