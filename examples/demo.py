@@ -1,7 +1,8 @@
 """Trains a small CNN on scikit-learn's digits, prunes it in several ways, and prints what is left of it.
 
-Then a wider network: its file on disk and its milliseconds, before and after. Everything printed is measured in this run. To
-add a column, add a line to COLUMNS or SIZES; to add a row, a line to `recipes` or `variants`.
+Then a wider network: its file on disk and its milliseconds, before and after, and a report of the last variant as a web page.
+Everything printed is measured in this run. To add a column, add a line to COLUMNS or SIZES; to add a row, a line to `recipes`
+or `variants`.
 """
 
 from __future__ import annotations
@@ -223,36 +224,50 @@ def build_wide() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
 
 
-def variants(digits: Digits, epochs: int) -> dict[str, nn.Module]:
-    """Name of a row to a model. All but the first are made from the trained one, and trained a little more."""
+@dataclass
+class Chain:
+    """The wide network after each step of the last variant, and what each call returned."""
+
+    stages: dict[str, nn.Module]
+    results: list[Any]
+
+
+def variants(digits: Digits, epochs: int) -> tuple[dict[str, nn.Module], Chain]:
+    """Name of a row to a model, and the steps of the last one.
+
+    All but the first are made from the trained one, and trained a little more.
+    """
     dense, inputs, steps = build_wide(), digits.test[0][:BATCH], digits.steps(epochs)
     train(dense, digits, epochs)
 
-    def pruned(model: nn.Module, **recipe: Any) -> nn.Module:
+    def pruned(model: nn.Module, **recipe: Any) -> tuple[nn.Module, sc.Plan]:
         model = copy.deepcopy(model)
         pruner = sc.Pruner(model, sc.magnitude, **recipe)
         train(model, digits, epochs, lr=1e-3, pruner=pruner)
-        pruner.finish()
-        return model
+        return model, pruner.finish()
 
-    def compressed(model: nn.Module) -> nn.Module:
+    def compressed(model: nn.Module) -> tuple[nn.Module, Any]:
         model = copy.deepcopy(model)
-        sc.compress_(model, inputs)
-        return model
+        return model, sc.compress_(model, inputs)
 
     gradual = sc.cubic(0.95, end=steps * 2 // 3, every=5)
-    sparse, two_of_four = pruned(dense, sparsity=gradual, scope="global"), pruned(dense, pattern="2:4")
-    narrow, _ = sc.shrink(dense, inputs, channels=0.25)
+    sparse, _ = pruned(dense, sparsity=gradual, scope="global")
+    two_of_four, _ = pruned(dense, pattern="2:4")
+    narrow, cut = sc.shrink(dense, inputs, channels=0.25)
     train(narrow, digits, epochs, lr=1e-3)
-    return {
+    thin, plan = pruned(narrow, sparsity=0.8, scope="global")
+    packed, compression = compressed(thin)
+    models = {
         "dense": dense,
         "unstructured 95 %": sparse,
-        "unstructured 95 %, compressed": compressed(sparse),
+        "unstructured 95 %, compressed": compressed(sparse)[0],
         "2:4": two_of_four,
-        "2:4, compressed": compressed(two_of_four),
+        "2:4, compressed": compressed(two_of_four)[0],
         "structured, a quarter of the units": narrow,
-        "the same, pruned 80 %, compressed": compressed(pruned(narrow, sparsity=0.8, scope="global")),
+        "the same, pruned 80 %, compressed": packed,
     }
+    stages = {"dense": dense, "shrunk": narrow, "pruned": thin, "compressed": packed}
+    return models, Chain(stages, [cut, plan, compression])
 
 
 def measure(models: dict[str, nn.Module], digits: Digits) -> list[Smaller]:
@@ -271,21 +286,47 @@ def measure(models: dict[str, nn.Module], digits: Digits) -> list[Smaller]:
     return rows
 
 
-def main(epochs: int = EPOCHS) -> tuple[list[Row], list[Smaller]]:
+def write_report(chain: Chain, digits: Digits, epochs: int, path: Path) -> Path:
+    """Writes the steps of the last variant as one web page, and returns its path."""
+    images, labels = digits.test
+
+    def evaluate(model: nn.Module) -> float:
+        with torch.inference_mode():
+            return float((model(images).argmax(1) == labels).float().mean())
+
+    sc.report(
+        *chain.results,
+        path=path,
+        stages=chain.stages,
+        inputs=images[:BATCH],
+        evaluate=evaluate,
+        samples=len(labels),
+        name="A network on digits",
+        data="scikit-learn's digits",
+        note=f"Trained for {epochs} epochs after each cut.",
+        seconds=0.3,
+    )
+    return path.resolve()
+
+
+def main(epochs: int = EPOCHS, report: str | Path = "out/demo/report.html") -> tuple[list[Row], list[Smaller], Path]:
     begin = time.perf_counter()
     torch.set_num_threads(1)  # the model is too small for more, and one thread gives the same numbers in every run
     rows = run(epochs)
     print(table(rows))
     shown = next(row for row in rows if row.name == "gradual 95 %, global")
-    print(f"\n{shown.name}, layer by layer, and what was left alone and why:\n\n{shown.plan}")
-    smaller = measure(variants(shown.digits, max(1, epochs // 2)), shown.digits)
+    print(f"\n{shown.name}, layer by layer, and what was skipped and why:\n\n{shown.plan}")
+    fewer = max(1, epochs // 2)
+    models, chain = variants(shown.digits, fewer)
+    smaller = measure(models, shown.digits)
+    path = write_report(chain, shown.digits, fewer, Path(report))
     print(
         f"\nA wider network (64, 1024, 1024, 10) on the same digits. Files: what sc.save wrote, packed but for the dense one;\n"
         f"each was loaded back and answers the same. Time: the best for {BATCH} images, all models in turns.\n"
     )
     print(table(smaller, SIZES))
-    print(f"\n{time.perf_counter() - begin:.0f} s in all.")
-    return rows, smaller
+    print(f"\nThe last row as a report, step by step and layer by layer: {path}\n{time.perf_counter() - begin:.0f} s in all.")
+    return rows, smaller, path
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """The report of a ResNet-56 on CIFAR-10: channels cut, weights set to zero, layers packed, and nothing trained.
 
-    python examples/report.py WEIGHTS CIFAR10 [--images 10000] [--out out/report.html] [--pictures FOLDER]
+    python examples/report.py WEIGHTS CIFAR10 [--images 10000] [--out out/report.html] [--pictures FOLDER] ...
 
 WEIGHTS is a safetensors file with the state dict of `ResNet` below; CIFAR10 is an .npz file with x_train, x_test (uint8 images,
 channels last) and y_test. The accuracy is that of the first --images test images. --pictures takes screenshots of the report in
-Chromium, for which it needs playwright. It takes about ten minutes on one thread.
+Chromium, for which it needs playwright. --blocks 3 is ResNet-20. It takes about ten minutes on one thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 import secateur as sc
 
-CALIBRATION = 2000  # training images, which the cut is fitted to
 SWEPT = 2000  # test images for each point of the curve
 SPARSITY = 0.4
 CURVES: dict[str, dict[str, Any]] = {
@@ -144,15 +143,18 @@ def main() -> None:
     parser.add_argument("weights", type=Path)
     parser.add_argument("cifar10", type=Path)
     parser.add_argument("--images", type=int, default=10_000)
+    parser.add_argument("--calibration", type=int, default=2000, help="training images that the cut is fitted to")
+    parser.add_argument("--blocks", type=int, default=9, help="in each of the three parts of the network")
+    parser.add_argument("--seconds", type=float, default=4.0, help="for which each model is timed")
     parser.add_argument("--out", type=Path, default=Path("out/report.html"))
     parser.add_argument("--pictures", type=Path)
     given = parser.parse_args()
 
-    model = ResNet()
+    model = ResNet(given.blocks)
     model.load_state_dict(load_file(given.weights))
     model.eval()
     with numpy.load(given.cifar10) as data:
-        batches = list(images(data["x_train"][:CALIBRATION]).split(125))
+        batches = list(images(data["x_train"][: given.calibration]).split(125))
         x, y = (
             images(data["x_test"][: given.images]),
             torch.from_numpy(data["y_test"][: given.images].reshape(-1).astype("int64")),
@@ -181,11 +183,11 @@ def main() -> None:
             "Blocks, 4x1": sc.plan(shrunk, pattern="4x1", sparsity=SPARSITY, scope="global"),
             "2:4": sc.plan(shrunk, pattern="2:4"),
         },
-        name="ResNet-56",
+        name=f"ResNet-{6 * given.blocks + 2}",
         data="CIFAR-10",
-        note=f"What remains was re-fitted to {CALIBRATION:,} training images, and nothing was trained.",
+        note=f"What remains was re-fitted to {given.calibration:,} training images, and nothing was trained.",
         recipe=RECIPE,
-        seconds=4,
+        seconds=given.seconds,
     )
     print(report)
     print(f"\nwrote {given.out}")

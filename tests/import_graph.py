@@ -16,7 +16,7 @@ PACKAGE = "secateur"
 # Packages that other code imports only through their `__init__`, the façade.
 ROOMS = (
     *("axes", "ops", "trace", "edit", "surgery.exact", "surgery.depth", "surgery.calibrate"),
-    *("surgery", "execute", "io", "methods", "kernels", "recipes", "reports", "tuning"),
+    *("surgery", "execute", "io", "methods", "kernels", "recipes", "reports", "tuning", "_dist"),
 )
 
 

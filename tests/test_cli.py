@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.shell_completion import get_completion_class
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
@@ -154,6 +155,20 @@ def test_completion_scripts(shell):
     assert "_SECATEUR_COMPLETE" in run("completion", shell)
 
 
+@pytest.mark.parametrize(
+    ("words", "begin", "found"),
+    [
+        ([], "pr", ["prune"]),
+        (["recipes", "show"], "wa", ["wanda-2-4"]),
+        (["prune", "net:net"], "--spa", ["--sparsity"]),
+        (["prune", "net:net", "--scope"], "r", ["row"]),
+    ],
+)
+def test_completion_finds_commands_options_values_and_recipes(words, begin, found):
+    shell = get_completion_class("bash")(main, {}, "secateur", "_SECATEUR_COMPLETE")
+    assert [item.value for item in shell.get_completions(words, begin)] == found
+
+
 def test_the_package_declares_the_program():
     import tomllib
 
@@ -236,6 +251,26 @@ def test_shrink_and_compress(here):
     assert list(times) == ["cli_nets:net (1)", "cli_nets:net (2)"]
 
 
+def test_report_compares_two_models(here):
+    run("prune cli_nets:net --sparsity 0.5 -o out")
+    found = answer("report cli_nets:net out --data cli_nets:batches --seconds 0 -o page.html")
+    assert [stage["metric"]["name"] for stage in found["stages"]] == ["accuracy", "accuracy"]
+    assert Path("page.html").read_text().startswith("<!doctype html>")
+    run("report cli_nets:net out --evaluate cli_nets:share --metric zeros --seconds 0 -o page.json")
+    assert json.loads(Path("page.json").read_text())["stages"][1]["metric"]["value"] == 0.5
+    assert "ends in .html or .json" in run("report cli_nets:net out -o page.txt", code=2)
+
+
+def test_the_demo_keeps_a_model_and_a_report(here, monkeypatch):
+    from secateur.cli import demo
+
+    monkeypatch.setattr(demo, "STEPS", 10)
+    found = answer("demo -o made")
+    assert len(found["rows"]) == 4
+    assert (here / "made" / "report.html").exists()
+    assert sc.load(here / "made" / "model", demo._network)
+
+
 def test_recipes_are_listed_shown_checked_and_run(here):
     assert set(answer("recipes list")["recipes"]) >= {"wanda-2-4", "magnitude-80"}
     assert "pattern: '2:4'" in run("recipes show wanda-2-4")
@@ -274,6 +309,7 @@ def test_hugging_face_folders_with_a_text_file(here, llama):
     assert [stage for each in sc.Recipe.load("small").to_dict()["stages"] for stage in each] == ["prune", "shrink"]
     assert small["results"][0]["totals"]["params"][1] < small["results"][0]["totals"]["params"][0]
     assert answer("inspect small")["layers"]
+    assert answer("prune", llama, "--sparsity 0.5 --criterion taylor --dry-run", words)["results"][0]["sparsity"] == 0.5
 
 
 def test_a_folder_of_images(here):

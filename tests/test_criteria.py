@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import secateur as sc
 from secateur.criteria import Criterion
-from secateur.stats import TensorEvidence, collect
+from secateur.evidence import TensorEvidence
+from secateur.stats import collect
 
 
 def scores_of(model, criterion, **kwargs):

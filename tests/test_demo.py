@@ -23,8 +23,8 @@ def demo():
 
 
 @pytest.fixture(scope="module")
-def printed(demo):
-    return demo.main(epochs=3)
+def printed(demo, tmp_path_factory):
+    return demo.main(epochs=3, report=tmp_path_factory.mktemp("demo") / "report.html")
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +137,10 @@ def test_what_is_not_faster_is_called_so(demo, smaller):
     for row in smaller.values():
         gain = dense.timing.best / row.timing.best
         assert row.verdict() == ("" if row is dense else f"{gain:.1f}x" if gain > 1.05 else "not faster")
+
+
+def test_report_shows_the_steps_of_the_last_row(printed):
+    page = printed[2].read_text(encoding="utf-8")
+    assert "<!doctype html>" in page.lower()
+    for word in ("dense", "shrunk", "pruned", "compressed", "A network on digits"):
+        assert word in page

@@ -138,6 +138,11 @@ MADE = {
         sc.prune_(model, sparsity=0.9),
         sc.compress_(model, DATA[0][0], objective="size", store=torch.bfloat16),
     ),
+    "reorder": lambda model: (sc.reorder_(model, "2:4", data=DATA, exclude="0"), sc.prune_(model, pattern="2:4")),
+    "distill": lambda model: (
+        sc.prune_(model, sparsity=0.6),
+        sc.distill_(model, build(), DATA, steps=6, lr=1e-2, holdout=0.4, loss=nn.functional.mse_loss),
+    ),
     "gate": lambda model: sc.gate_(model, at="7", data=DATA, sparsity=0.4),
 }
 
@@ -164,6 +169,30 @@ def test_a_saved_model_holds_its_recipe(tmp_path, how):
     sc.save(model, tmp_path)
     assert sc.Recipe.load(tmp_path) == sc.Recipe.of(model)
     assert sc.Recipe.of(sc.load(tmp_path, build)) == sc.Recipe.of(model)
+
+
+METHODS = [
+    sc.methods.rank(),
+    sc.methods.topk(refit=3),
+    sc.methods.sparsegpt(damp=0.02, width=64),
+    sc.methods.admm(),
+    sc.methods.admm(steps=5, target=sc.methods.flow(0.25, 0.75), curvature="diag"),
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_methods_read_back_from_their_text(method):
+    from secateur.methods import as_method
+
+    assert as_method(str(method)) == method
+
+
+@pytest.mark.parametrize("spread", [sc.erk, sc.uniform, sc.owl(0.1, 4.0), sc.by_loss(0.2, "diag")], ids=str)
+def test_spreads_are_recorded(spread):
+    model = build()
+    sc.prune_(model, sparsity=0.5, spread=spread, data=DATA, loss=nn.functional.cross_entropy)
+    again = sc.Recipe.of(model).run(build(), data=DATA).model
+    assert same(model, again)
 
 
 def test_what_is_undone_leaves_the_recipe():
@@ -246,6 +275,12 @@ WRONG = {
     "loss": (stages("{prune: {sparsity: 0.5, loss: crossentropy}}"), r"'cross_entropy'"),
     "class": (stages("{prune: {sparsity: 0.5, types: [Linaer]}}"), r"'Linear'"),
     "choice": (stages("{compress: {objective: sped}}"), r"expected speed or size, got 'sped'.*'speed'"),
+    "target of shrink": (
+        stages("{shrink: {channels: 1.5}}"),
+        r"stages\[0\]\.shrink: channels=1\.5 is the fraction that remains",
+    ),
+    "no target of shrink": (stages("{shrink: {refit: true}}"), r"shrink needs one of channels="),
+    "method of gate": (stages("{gate: {sparsity: 0.5, method: topp}}"), r"gate\.method: expected threshold or topk.*'topk'"),
     "data": (stages("{prune: {sparsity: 0.5, data: [1]}}"), r"prune\.data: expected null"),
     "optimizer": (stages("{shrink: {channels: 0.5, optimizer: adam}}"), r"not part of a recipe"),
     "two kinds in one stage": (stages("{prune: {sparsity: 0.5}, shrink: {}}"), r"stages\[0\]: expected one of"),

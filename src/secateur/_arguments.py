@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -51,6 +52,17 @@ def replaced(value: Any, new: Mapping[int, Any], at: list[int]) -> Any:
     if not isinstance(value, tuple | list | dict):
         return value
     return _rebuilt(value, [replaced(item, new, at) for item in _items(value)])
+
+
+def moved(value: Any, device: torch.device | None) -> Any:
+    """The same tree with its tensors on a device; None leaves them where they are."""
+    if device is None:
+        return value
+    here: dict[int, Tensor] = {}
+    for tensor in tensors_of(value):
+        if id(tensor) not in here:
+            here[id(tensor)] = tensor.to(device, non_blocking=True)
+    return replaced(value, {i: here[id(tensor)] for i, tensor in enumerate(tensors_of(value))}, [0])
 
 
 def is_tree(value: Any) -> bool:

@@ -73,14 +73,13 @@ class Layout:
     """How one tensor maps to its matrix, and back.
 
     Each input channel has `span` columns (the kernel size). The rows form `groups` equal parts that read different inputs
-    (grouped convolution; queries, keys and values of an attention layer). A vector is one row, or one column if it is `tall`.
+    (grouped convolution; queries, keys and values of an attention layer). A vector is one row.
     A tensor (experts, outputs, inputs) is `stacked`: one matrix below the other, and each is a group.
     """
 
     shape: tuple[int, ...]
     flip: bool = False
     groups: int = 1
-    tall: bool = False
     stacked: bool = False
 
     @property
@@ -92,7 +91,7 @@ class Layout:
         if self.stacked:
             return self.shape[0] * self.shape[1]
         if not self.flip:
-            return self.shape[0] if len(self.shape) > 1 or (self.shape and self.tall) else 1
+            return self.shape[0] if len(self.shape) > 1 else 1
         return self.shape[1] * self.groups
 
     @property
@@ -100,7 +99,7 @@ class Layout:
         if self.stacked:
             return self.shape[2]
         if not self.flip:
-            return math.prod(self.shape[1:] if self.rows != 1 or self.tall else self.shape)  # also of a shard without rows
+            return math.prod(self.shape[1:] if self.rows != 1 else self.shape)  # also of a shard without rows
         return math.prod(self.shape) // self.rows if self.rows else 0
 
     def matrix(self, tensor: Tensor) -> Tensor:
@@ -127,13 +126,13 @@ class Layout:
         return tensor[:, :1] if self.flip else tensor[: self.groups]
 
 
-def layout_of(module: nn.Module, shape: tuple[int, ...], attribute: str = "weight", *, tall: bool = False) -> Layout:
-    """The layout of a parameter of this shape in this module; `tall` for a vector that is sharded along it."""
+def layout_of(module: nn.Module, shape: tuple[int, ...], attribute: str = "weight") -> Layout:
+    """The layout of a parameter of this shape in this module."""
     if is_experts(module, shape):
         return Layout(tuple(shape), groups=shape[0], stacked=True)
     flip = len(shape) > 1 and is_kind(module, _INPUT_FIRST)
     groups = vars(module).get("groups", 1) if len(shape) > 2 else _several(module).get(attribute, 1)
-    return Layout(tuple(shape), flip, groups if isinstance(groups, int) else 1, tall and len(shape) == 1)
+    return Layout(tuple(shape), flip, groups if isinstance(groups, int) else 1)
 
 
 def _several(module: nn.Module) -> dict[str, int]:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from itertools import chain
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +50,8 @@ def gate_(
     sparsity: float = 0.5,
     at: Globs = None,
     data: Iterable[Any] | None = None,
-    method: str = "threshold",
-    spread: str = "uniform",
+    method: Literal["threshold", "topk", "static"] = "threshold",
+    spread: Literal["uniform", "greedy"] = "uniform",
 ) -> Gates:
     """Zeroes the smallest inputs of layers, a fraction `sparsity` of them, and returns the gates.
 

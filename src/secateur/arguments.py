@@ -17,18 +17,19 @@ from .methods import Method, as_method
 from .patterns import Pattern
 
 Arguments = dict[str, Any]
-GIVEN_AT_RUN = frozenset({"model", "example_inputs", "data", "optimizer", "keep_dense"})  # a recipe does not hold them
+# What a recipe does not hold: it is given when the recipe runs, or has no influence on the result.
+GIVEN_AT_RUN = frozenset({"model", "example_inputs", "data", "teacher", "optimizer", "pruner", "keep_dense", "group"})
 
 
-def plain_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> Arguments | str:
+def plain_arguments(function: Callable[..., Any], given: Mapping[str, Any], *, loss_at_run: bool = True) -> Arguments | str:
     """The arguments that differ from the defaults of the function, as plain data, or the reason why a file cannot hold one.
 
-    A loss is held by its name in `torch.nn.functional`, and left out if it is another function.
+    A loss is held by its name in `torch.nn.functional`. Another function is left out if it is given when the recipe runs.
     """
     found: Arguments = {}
     for name, default in _defaults(function).items():
         value = given[name]
-        if name == "loss":
+        if name == "loss" and (loss_at_run or _functional_name(value)):
             value = _functional_name(value)
         if value is not default and not (type(value) is type(default) and value == default):
             try:
@@ -76,7 +77,8 @@ def _plain(value: Any) -> Any:
             return {str(name): _plain(one) for name, one in value.items()}
         case list() | tuple() | set() | frozenset():
             return [_plain(one) for one in value]
-    text = getattr(value, "__qualname__", "")
-    if getattr(as_spread(text), "__qualname__", None) == text:
+    text = getattr(value, "__qualname__", None) or str(value)
+    same = as_spread(text)
+    if same == value or getattr(same, "__qualname__", None) == text:
         return text
     raise ValueError

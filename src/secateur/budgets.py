@@ -47,8 +47,8 @@ def owl(strength: float = 0.08, outlier: float = 5.0) -> Spread:
                 f"{name}={value!r} must be a number from 0 to {most}; a spread is made by calling: spread=sc.owl()"
             )
 
-    def spread(scores: Mapping[str, Scores], sparsity: float) -> dict[str, float]:
-        share = {name: _outliers(one, outlier) for name, one in scores.items()}
+    def spread(scores: Mapping[str, Scores], sparsity: float, measured: Mapping[str, float] | None = None) -> dict[str, float]:
+        share = measured or {name: _outliers(one, outlier) for name, one in scores.items()}
         low, high = min(share.values()), max(share.values())
         if high == low:
             return uniform(scores, sparsity)
@@ -56,6 +56,7 @@ def owl(strength: float = 0.08, outlier: float = 5.0) -> Spread:
         extra = {name: 2 * strength * (s - low) / (high - low) for name, s in share.items()}
         return _at_least_dense(sizes, sparsity, lambda name, shift: shift + extra[name], additive=True)
 
+    spread.measure = lambda scores: _outliers(scores, outlier)  # type: ignore[attr-defined]  # of one whole tensor
     spread.__qualname__ = f"owl({strength}, {outlier})"  # a pruner's state names its spread
     return spread
 

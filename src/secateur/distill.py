@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from ._hints import hints
 from ._tree import as_module, check_unpacked, slots
+from .arguments import plain_arguments
 from .curvature import logits_of, valid_positions
-from .display import Table
-from .edit import forget_, preserve_rng, record_
+from .display import Reported, Table
+from .edit import IN_TRAINING, forget_, preserve_rng, record_
 from .masks import Masks
 from .progress import Progress
 from .pruner import Pruner
@@ -30,7 +31,7 @@ Distance = Callable[[Any, Any], Tensor]
 
 
 @dataclass
-class Distilled:
+class Distilled(Reported):
     """What `distill_` did: `before` and `after` are the mean distances from the teacher on the held-out batches.
 
     `looks` lists (step, distance on the held-out batches), and `training` the distance on the batch of each step. `kept_step`
@@ -145,10 +146,12 @@ def distill_(
             same shape, and those that do not require a gradient.
         keep_dense: keeps the old values, so that `result.undo_(model)` restores them.
     """
+    include, exclude = globs_of("include", include), globs_of("exclude", exclude)
+    arguments = IN_TRAINING if pruner is not None else plain_arguments(distill_, locals(), loss_at_run=False)
     model = as_module(model)
     training, held, draw = _split(data, holdout, seed)
     _check(model, teacher, steps, lr, warmup, loss)
-    trained = _trained(model, globs_of("include", include), globs_of("exclude", exclude))
+    trained = _trained(model, include, exclude)
     student = _Student(trained, _masks(trained, pruner), lr, warmup, steps)
     recipe = f"distill, {steps} steps, lr {lr:g}"
     result = Distilled(recipe, 0.0, 0.0, 0, [], [], len(trained))
@@ -175,7 +178,7 @@ def distill_(
     if keep_dense and result.improved:
         result.dense = old
     if result.improved:
-        record_(model, ("distill", recipe))
+        record_(model, ("distill", recipe), arguments)
     return result
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ._dist import count, like
+from ._dist import counts, like
 from .criteria import magnitude
 from .masks import Masks
 from .methods import as_method
@@ -40,8 +40,7 @@ def zeros_there(
     found, skipped = targets(model, include=include, exclude=exclude, types=[nn.Module] if types is None else types)
     named = globs_of("include", include)
     masks = {target.name: like(target.weight != 0, target.tensor) for target in found}
-    for name, mask in list(masks.items()):
-        kept = count(mask)
+    for (name, mask), kept in zip(list(masks.items()), counts(masks), strict=True):
         if kept == mask.numel():
             skipped[name] = "no zeros"
         elif not kept and name not in named:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ._dist import count, local, sharded
+from ._dist import counts, local, sharded
 from ._tree import nearest
 
 
@@ -80,7 +80,7 @@ class Masks(Mapping[str, Tensor]):
     @property
     def kept(self) -> int:
         """The number of kept elements."""
-        return sum(count(mask) for mask in self.values())
+        return sum(counts(self))
 
     @property
     def density(self) -> float:

@@ -7,7 +7,7 @@ float64 on the device of the layer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from .stats import bare_layer, is_float
 from .targeting import Target
 
 _TOKENS = 4096  # products over so many inputs are taken at once
+_WIDE = 2048  # Gram matrices of more columns are float32 in the end, on a GPU
 _ELEMENTS = 1 << 24  # patches of a convolution are cut out in parts of about this size
 
 
@@ -33,18 +34,30 @@ class Products:
     a: Tensor | None = None
     b: Tensor | None = None
     number: int = 0
+    half: bool = False  # the vectors were in half precision
 
     def add(self, u: Tensor, v: Tensor) -> None:
         wide = torch.float32 if u.device.type == "mps" else torch.float64
         if self.a is None or self.b is None:
+            self.half = self.half and u.device.type == "cuda"
             self.a, self.b = u.mean(1, keepdim=True), v.mean(1, keepdim=True)
+            if self.half:  # tensor cores take such values as they are, and centred ones would be rounded
+                self.a, self.b = torch.zeros_like(self.a), torch.zeros_like(self.b)
             self.shifted = u.new_zeros(u.shape[0], u.shape[2], v.shape[2], dtype=wide)
             self.u, self.v = torch.zeros_like(self.a, dtype=wide), torch.zeros_like(self.b, dtype=wide)
         self.number += u.shape[1]
-        for one, other in zip(u.split(_TOKENS, 1), v.split(_TOKENS, 1), strict=True):
-            one, same = one - self.a, u is v
+        with _tensor_cores(self.half):
+            for one, other in zip(u.split(_TOKENS, 1), v.split(_TOKENS, 1), strict=True):
+                self._add(one, other, u is v)
+
+    def _add(self, one: Tensor, other: Tensor, same: bool) -> None:
+        if not self.half:
+            assert self.a is not None
+            assert self.b is not None
+            one = one - self.a
             other = one if same else other - self.b
-            self.shifted += _squares(one) if same else one.mT @ other
+        self.shifted += _squares(one) if same else one.mT @ other
+        if not self.half:
             self.u += (total := one.sum(1, keepdim=True))
             self.v += total if same else other.sum(1, keepdim=True)
 
@@ -52,9 +65,24 @@ class Products:
         """The sum of u v', as (size, size), or with a leading axis if there are several groups."""
         assert self.a is not None
         assert self.b is not None
-        a, b = self.a.to(self.u.dtype), self.b.to(self.u.dtype)
-        whole = self.shifted + (a.mT @ self.v + self.u.mT @ b) + self.number * (a.mT @ b)
+        whole = self.shifted
+        if not self.half:
+            a, b = self.a.to(self.u.dtype), self.b.to(self.u.dtype)
+            whole = whole + (a.mT @ self.v + self.u.mT @ b) + self.number * (a.mT @ b)
+        if whole.is_cuda and whole.shape[-1] >= _WIDE:
+            whole = whole.float()  # the sum is done, and memory is short
         return whole if whole.shape[0] > 1 else whole[0]
+
+
+@contextlib.contextmanager
+def _tensor_cores(enabled: bool) -> Iterator[None]:
+    """Lets float32 products round their factors to the 10 bits of TF32, inside the context; half precision has no more."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = before or enabled
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _squares(x: Tensor, panel: int = 128) -> Tensor:
@@ -77,11 +105,14 @@ class _Sums:
     """The products of one weight: a sum for each range of its groups of rows that had inputs in common."""
 
     groups: int
+    half: bool = False
     parts: dict[tuple[int, int], Products] = field(default_factory=dict)
 
     def add(self, groups: slice, u: Tensor, v: Tensor) -> None:
         first, last, _ = groups.indices(self.groups)
-        self.parts.setdefault((first, last), Products()).add(u, v)
+        if (first, last) not in self.parts:
+            self.parts[first, last] = Products(half=self.half)
+        self.parts[first, last].add(u, v)
 
     def towards_the_mean(self, weight: int) -> Tensor:
         """The sums of experts that each saw some of the inputs, with `weight` average inputs added to those of each.
@@ -143,7 +174,8 @@ class Moments:
         self.valid: Tensor | None = None
         self.unplaced: set[str] = set()
         self._sums: dict[str, dict[str, Any]] = {
-            target.name: {kind: _Sums(target.layout.groups) for kind in needs - {"residual"}} for target in targets
+            target.name: {kind: _Sums(target.layout.groups, _is_half(target)) for kind in needs - {"residual"}}
+            for target in targets
         }
         self._streams: dict[str, Products] = {}
         self._inputs: dict[str, list[_Before]] = {target.name: [] for target in targets}
@@ -186,7 +218,7 @@ class Moments:
                 self.unused |= {name: missing} if missing else {}
                 table[name] = {kind: one.towards_the_mean(stacked[name]) for kind, one in own.items()}
             else:
-                table[name] = {kind: one.total() for kind, one in own.items()}
+                table[name] = {kind: own.pop(kind).total() for kind in list(own)}
             table[name]["tokens"] = self._tokens[name]
             _check_finite(name, table[name])
         for name, products in self._streams.items():
@@ -244,6 +276,7 @@ class Moments:
         """Adds inputs (groups, number, columns), or one input that some groups of rows have in common."""
         places = picked[1] if target.name in self.experts and picked and picked[1].shape[0] == x.shape[1] else None
         if self.valid is not None and (rows := self._positions(target, shape, x.shape[1], picked, places)) is not None:
+            rows = rows.to(x.device)
             x, streams = x[:, rows], {name: r[:, rows] for name, r in streams.items()}
             places = None if places is None else places[rows]
         if self.dense:
@@ -303,6 +336,11 @@ class Moments:
         return torch.where((row >= 0)[:, None], before.x[:, row.clamp(min=0)], x)
 
 
+def _is_half(target: Target) -> bool:
+    """Whether a layer reads values of 16 bits, in which case products of them need not be more exact than TF32."""
+    return target.weight.dtype in (torch.bfloat16, torch.float16)
+
+
 class _Before(NamedTuple):
     """A read of the dense model: the inputs, the streams, and the positions that an expert was given."""
 
@@ -331,8 +369,8 @@ def _check_finite(name: str, entry: Mapping[str, Any]) -> None:
     for kind in ("gram", "cross", "residual"):
         if kind in entry and not bool(entry[kind].isfinite().all()):
             raise ValueError(
-                f"the inputs of {name!r} are NaN or infinite, or so large that their squares overflow; look at the data "
-                "and at the weights of the layers before it"
+                f"the inputs of {name!r} are NaN or infinite, or so large that their products are; look at the data and "
+                "at the weights of the layers before it"
             )
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import kernels
-from ._dist import Comm, check_replicas, comm_of, like, local, refuse_stage, reshard_, sharded
-from ._dist import count as count_true
+from ._dist import Group, comm_of, counts, digest, like, local, refuse_stage, replicas_of, reshard_, sharded
 from ._hints import hints
 from ._tree import Prunable, as_module, bare_name, check_unpacked, slots
 from .arguments import plain_arguments
@@ -23,14 +22,16 @@ from .criteria import Criterion, magnitude
 from .curvature import Curvature
 from .display import Reported, Table, format_seconds, notes_by_reason
 from .edit import UNKNOWN, Arguments, forget_, record_
+from .evidence import TensorEvidence
 from .masks import Masks
 from .measuring import find_order, measure, measures, reordered, with_curves
 from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, solve_checked, write_
+from .owners import scores_of
 from .patterns import Pattern
 from .reorder import Reordering
 from .schedules import Number
 from .settings import Settings
-from .stats import Loss, TensorEvidence, check_evidence, collect, frames_inside
+from .stats import Loss, check_evidence, collect, frames_inside
 from .stats import Table as EvidenceTable
 from .targeting import Globs, Target, globs_of, targets
 
@@ -161,7 +162,10 @@ class Plan(Reported):
     @cached_property
     def layers(self) -> list[Layer]:
         """The counts of each tensor."""
-        return [Layer(name, tuple(mask.shape), count_true(mask), mask.numel()) for name, mask in self.masks.items()]
+        kept = counts(self.masks)
+        return [
+            Layer(name, tuple(mask.shape), n, mask.numel()) for (name, mask), n in zip(self.masks.items(), kept, strict=True)
+        ]
 
     @cached_property
     def empty(self) -> list[str]:
@@ -264,6 +268,7 @@ def plan(
     spread: Spread | Mapping[str, Number] | str | None = None,
     method: Method | str | None = None,
     floor: float = 0.0,
+    group: Group | None = None,
 ) -> Plan:
     """What `prune_` with the same arguments would do. The model is not touched."""
     include, exclude = globs_of("include", include), globs_of("exclude", exclude)
@@ -285,7 +290,7 @@ def plan(
         if order and measured:
             measured = order.of(measured, found)
         table = collect(model, found, once, data, loss)
-        made = make_plan(model, recipe, found, skipped, table, data=data, loss=loss, measured=measured)
+        made = make_plan(model, recipe, found, skipped, table, data=data, loss=loss, measured=measured, group=group)
     made.arguments, made.order = arguments, order
     made.notes |= notes
     return made
@@ -313,21 +318,25 @@ def make_plan(
     measured: Curvature | None = None,
     step: int = 0,
     previous: Masks | None = None,
+    group: Group | None = None,
 ) -> Plan:
     """The plan for these targets and this evidence, at a step of a schedule. What `previous` prunes stays pruned."""
-    if recipe.scope == "global":
+    if recipe.scope == "global" and group is None:
         refuse_stage(model)
-    comm = comm_of((target.name, target.tensor) for target in found)
+    comm = comm_of({target.name: target.share for target in found}, group)
     if not comm.alone:
-        _check_sharded(recipe, found, comm)
+        comm.check_same(recipe.describe(step))
+        comm.within.check_same(str([(t.name, tuple(t.tensor.shape), t.tensor.dtype) for t in found]))
     with torch.no_grad():
         evidence = {t.name: TensorEvidence(t, table[t.name], step) for t in found}
-        scores = {name: recipe.criterion.scores(one) for name, one in evidence.items()}
+        scores = {name: scores_of(recipe.criterion, one, number) for number, (name, one) in enumerate(evidence.items())}
         held = {t.name: t.layout.matrix(local(previous[t.name])) for t in found} if previous is not None else None
         measured = measured or measure(model, recipe, found, data, loss)
         notes = dict(measured.notes) if measured else {}
         amounts = with_curves(recipe, found, measured, step).amounts(scores, step, held, comm)
-        to_be_empty = {name for name, one in amounts.items() if (one.sparsity if one.ranked is None else recipe.at(step)) == 1}
+        to_be_empty = {
+            name for name, one in amounts.items() if (recipe.at(step) if one.sparsity is None else one.sparsity) == 1
+        }
 
         solved: dict[str, Solved] = {}
         weighing = dict(measured.G) if measured is not None and recipe.method.curvature != "none" else {}
@@ -356,7 +365,7 @@ def make_plan(
         solutions = solve_all(model, found, recipe.method.needs, data, solve, notes)
     masks = Masks({t.name: like(solutions[t.name].mask, t.tensor) for t in found})
     if recipe.needs:
-        check_replicas(model, masks)
+        _check_replicas(model, masks)
     weights = {name: solution.weight for name, solution in solutions.items() if solution.weight is not None}
     made = Plan(masks, skipped, recipe.describe(step), weights=weights, solved=solved, notes=notes)
     _warn_of_collapse(made, to_be_empty, previous)
@@ -375,24 +384,12 @@ def _warn_of_collapse(made: Plan, asked: Set[str], previous: Masks | None) -> No
         )
 
 
-def _check_sharded(recipe: Settings, found: Sequence[Target], comm: Comm) -> None:
-    """Raises, on every process alike, where masks cannot be decided from the rows of each process."""
-    if recipe.floor:
-        raise NotImplementedError("floor= counts the weights of whole tensors, and these are sharded; prune before sharding")
-    if not recipe.criterion.elementwise or recipe.pattern.unit == "in" or callable(recipe.spread):
-        raise NotImplementedError(
-            f"{recipe.criterion} with pattern {str(recipe.pattern)!r} looks at whole tensors, and these are sharded by rows; "
-            "prune before sharding, or use an elementwise criterion, no pattern 'in' and no spread="
+def _check_replicas(model: nn.Module, masks: Masks) -> None:
+    """Raises on every process unless all replicas of a model in DistributedDataParallel have the same masks."""
+    plain = {name: mask for name, mask in masks.items() if not sharded(mask)}
+    same = replicas_of(model).same([digest(mask.cpu().numpy().tobytes()) for mask in plain.values()])
+    if odd := [name for name, equal in zip(plain, same, strict=True) if not equal]:
+        raise ValueError(
+            f"the processes of DistributedDataParallel made different masks for {odd[:3]}, because each of them gave its own "
+            "data=. Give all of them the same batches. The model is unchanged."
         )
-    if flipped := [t.name for t in found if t.layout.flip]:
-        raise NotImplementedError(
-            f"{flipped[:3]} have their inputs on the axis that is sharded (transposed convolutions); prune before sharding, "
-            "or exclude them"
-        )
-    if (recipe.pattern.keep or not recipe.pattern.elementwise) and sum(comm.sum(sum(t.layout.tall for t in found))):
-        raise NotImplementedError(
-            f"pattern {str(recipe.pattern)!r} sees a vector as one row, which is sharded; exclude vectors"
-        )
-    odd = [t.name for t in found if t.layout.rows % recipe.pattern.block(t.layout)[0]]
-    if sum(comm.sum(len(odd))):
-        raise NotImplementedError(f"blocks of pattern {str(recipe.pattern)!r} lie across the shards of {odd or 'some tensors'}")

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from ._dist import Comm
 from .scores import Scores, nan_in
 
 _SAMPLE = 1 << 17  # enough to bracket the threshold within about 1 % of the pool
@@ -30,22 +29,22 @@ class PoolCut:
     equal: int
 
 
-def keep_pool(pool: Mapping[str, Scores], drop: int, comm: Comm) -> dict[str, Tensor]:
+def keep_pool(pool: Mapping[str, Scores], drop: int) -> dict[str, Tensor]:
     """Returns the masks of a pool that prune its `drop` lowest scores."""
     magnitudes = [(one.magnitude_of, one.under) for one in pool.values() if one.magnitude_of is not None]
     if len(magnitudes) == len(pool):
         try:
-            masks = kernels.keep_magnitudes(magnitudes, lambda: _sample(pool, _count(pool)), drop) if comm.alone else None
+            masks = kernels.keep_magnitudes(magnitudes, lambda: _sample(pool, _count(pool)), drop)
         except kernels.NaNFound as found:
             raise nan_in(list(pool)[found.position]) from None
         if masks is not None:
             return dict(zip(pool, masks, strict=True))
         alike = len({(matrix.dtype, matrix.device.type) for matrix, _ in magnitudes}) == 1
         pool = {name: _ranked(name, one, alike) for name, one in pool.items()}
-    cut = find_cut(pool, drop, comm)
+    cut = find_cut(pool, drop)
     if cut.ties == cut.equal:  # all scores that equal the threshold are pruned
         return {name: _keep_above(one, cut.threshold, ties=False) for name, one in pool.items()}
-    left = _ties_to_go(pool, cut, comm)
+    left = _ties_to_go(pool, cut)
     masks = {}
     for name, one in pool.items():
         masks[name] = _keep_above(one, cut.threshold, ties=True)
@@ -83,20 +82,20 @@ def _keep_above(scores: Scores, threshold: float, *, ties: bool) -> Tensor:
     return kept
 
 
-def _ties_to_go(pool: Mapping[str, Scores], cut: PoolCut, comm: Comm) -> dict[str, int]:
-    """Returns how many of the pruned ties are in each tensor of this process."""
-    if len(pool) == 1 and comm.alone:
-        return dict.fromkeys(pool, cut.ties)
-    equal = [_equal({name: one}, cut.threshold) for name, one in pool.items()]
-    before = comm.before(equal)
-    return {name: min(max(cut.ties - b, 0), here) for name, b, here in zip(pool, before, equal, strict=True)}
+def _ties_to_go(pool: Mapping[str, Scores], cut: PoolCut) -> dict[str, int]:
+    """Returns how many of the pruned ties are in each tensor."""
+    left, found = cut.ties, dict.fromkeys(pool, cut.ties)
+    for name, one in pool.items() if len(pool) > 1 else ():
+        found[name] = min(left, _equal({name: one}, cut.threshold))
+        left -= found[name]
+    return found
 
 
-def find_cut(pool: Mapping[str, Scores], drop: int, comm: Comm) -> PoolCut:
+def find_cut(pool: Mapping[str, Scores], drop: int) -> PoolCut:
     """Returns the exact cut that prunes `drop` elements of the pool."""
-    (total,) = comm.sum(_count(pool))
-    sample = kernels.ordered(comm.cat(_sample(pool, total)))
-    if comm.alone and drop > 0 and sample.numel() == total and not bool(sample[-1].isnan()):
+    total = _count(pool)
+    sample = kernels.ordered(_sample(pool, total))
+    if drop > 0 and sample.numel() == total and not bool(sample[-1].isnan()):
         return _cut_of_sorted(sample, drop)
     share, width = drop / max(total, 1), 4.0
     low = high = torch.nan  # bounds of the bracket; NaN: to be taken from the sample
@@ -104,10 +103,10 @@ def find_cut(pool: Mapping[str, Scores], drop: int, comm: Comm) -> PoolCut:
         spread = width * (share * (1 - share) / max(sample.numel(), 1)) ** 0.5 + 2 / max(sample.numel(), 1)
         low = _quantile(sample, share - spread) if math.isnan(low) else low
         high = _quantile(sample, share + spread) if math.isnan(high) else high
-        upto, inside = _tally(pool, low, high, comm)
+        upto, inside = _tally(pool, low, high)
         if drop <= upto:
             none_below = low == 0 and all(one.magnitude_of is not None for one in pool.values())
-            (equal,) = (upto,) if none_below else comm.sum(_equal(pool, low))
+            equal = upto if none_below else _equal(pool, low)
             if drop > upto - equal or drop == 0:
                 return PoolCut(low, max(drop - (upto - equal), 0), equal)
             low, high = torch.nan, low
@@ -181,7 +180,7 @@ def _quantile(ordered: Tensor, share: float) -> float:
     return float(ordered[at]) if at < ordered.numel() else torch.inf
 
 
-def _tally(pool: Mapping[str, Scores], low: float, high: float, comm: Comm) -> tuple[int, Tensor]:
+def _tally(pool: Mapping[str, Scores], low: float, high: float) -> tuple[int, Tensor]:
     """Returns the number of scores up to `low`, and the values strictly between `low` and `high`."""
     upto = 0
     inside: list[Tensor] = []
@@ -191,5 +190,4 @@ def _tally(pool: Mapping[str, Scores], low: float, high: float, comm: Comm) -> t
             raise nan_in(name)
         upto += sum(at_most for at_most, _, _ in found)
         inside += [between for _, _, between in found]
-    (upto,) = comm.sum(upto)
-    return upto, comm.cat(_joined(inside))
+    return upto, _joined(inside)

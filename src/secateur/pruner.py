@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import kernels
-from ._dist import like, local, place_of, reshard_, sharded
+from ._dist import Group, like, local, reshard_, sharded
 from ._hints import hints
-from ._tree import Prunable, as_module, bare_name
+from ._tree import Prunable, as_module
 from .budgets import Spread
 from .criteria import Criterion, magnitude
 from .edit import IN_TRAINING, Indices, Step, forget_, record_
@@ -27,7 +27,7 @@ from .masks import Masks
 from .methods import STREAMED, Method, SoftMasks, write_
 from .patterns import Pattern
 from .plans import Plan, check_streamed, make_plan
-from .resuming import VERSION, by_own_names, check_place, check_shapes, check_state, check_weights, described
+from .resuming import VERSION, check_state, check_weights, described, tensors_from, tensors_of, upgraded
 from .schedules import Number
 from .settings import Settings, check_ste, method_of
 from .stats import Loss, Table, add_gradient, check_evidence, collect
@@ -78,6 +78,7 @@ class Pruner:
         ste: bool = False,
         every: int = 1,
         keep_dense: bool = False,
+        group: Group | None = None,
     ):
         model = as_module(model)
         recipe = Settings.of(criterion, pattern, scope, sparsity, count, spread, method_of(method, grow, swap), floor)
@@ -89,7 +90,7 @@ class Pruner:
         check_streamed(recipe, found, data, loss)
         if ste and any(sharded(target.tensor) for target in found):
             raise NotImplementedError("ste=True puts a mask into the forward pass, which FSDP2 does not see; use it unsharded")
-        self._begin(model, recipe, found, skipped, data, loss, ste, every, keep_dense)
+        self._begin(model, recipe, found, skipped, data, loss, ste, every, keep_dense, group)
 
     @classmethod
     def hold(
@@ -120,6 +121,7 @@ class Pruner:
         ste: bool = False,
         every: int = 1,
         keep_dense: bool = False,
+        group: Group | None = None,
     ) -> None:
         """Sets everything to the beginning of a run."""
         self.model, self.recipe, self._targets, self.skipped = model, recipe, found, skipped
@@ -136,7 +138,7 @@ class Pruner:
         self._ended = ""  # the call that ended it
         self._recorded: Step | None = None  # the entry of this pruner in the record of the model
         self._masks = Masks({t.name: like(torch.ones_like(t.weight, dtype=torch.bool), t.tensor) for t in self._targets})
-        self._keep_dense = keep_dense
+        self._keep_dense, self._group = keep_dense, group
         self._dense: dict[str, Tensor] = {t.name: t.weight.clone() for t in self._targets} if keep_dense and not ste else {}
         self._followed = Followed()
         self._soft = SoftMasks(self._targets, self._masks) if ste else None
@@ -254,8 +256,8 @@ class Pruner:
     def _update(self) -> None:
         table = self._evidence()
         held = self._masks if self._soft is None else None
-        seen = {"data": self._data, "loss": self._loss}
-        made = make_plan(self.model, self.recipe, self._targets, self.skipped, table, **seen, step=self._step, previous=held)
+        how = {"data": self._data, "loss": self._loss, "step": self._step, "previous": held, "group": self._group}
+        made = make_plan(self.model, self.recipe, self._targets, self.skipped, table, **how)
         for target in self._targets:
             if target.name in self._dense:  # follows a weight while it is kept, and stays where it was pruned
                 kept = local(self._masks[target.name])
@@ -383,19 +385,20 @@ class Pruner:
             self._soft = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that is needed to resume: plain tensors, numbers and text, with one bit per mask element."""
-        gathered = {name: {k: v.clone() for k, v in entry.items()} for name, entry in self._gathered.items()}
+        """The state that is needed to resume: tensors, numbers and text, with one bit for each element of a mask.
+
+        Of a sharded model the tensors are DTensors, so `torch.distributed.checkpoint` saves them and loads them into any other
+        sharding, or into a model that is not sharded: `dcp.save({"model": ..., "pruner": pruner}, checkpoint_id=folder)`.
+        """
+        kinds = self._needs & {"grad", "grad_square"} if self._gathers else frozenset()
         return {
             "version": VERSION,
             "recipe": described(self.recipe, self._step, **self._options()),
             "step": self._step,
             "due": self._due,
-            "masks": {bare_name(name): mask for name, mask in self._masks.pack().items()},
-            "gathered": {bare_name(name): entry for name, entry in gathered.items()},
+            **tensors_of(self._targets, self._masks, self._gathered, self._dense, kinds),
             "batches": self._batches,
             "recorded": self._recorded and self._recorded[1],
-            "dense": {bare_name(name): dense.clone() for name, dense in self._dense.items()},
-            **({"place": place_of(self.tensors())} if self._sharded else {}),
         }
 
     def _options(self) -> dict[str, Any]:
@@ -405,25 +408,15 @@ class Pruner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes from a state of a pruner with the same recipe, on a model with the same tensors, after the model's state.
 
-        Either model may be compiled (torch.compile) or wrapped in DistributedDataParallel.
+        Either model may be compiled (torch.compile), wrapped in DistributedDataParallel, or sharded over other processes.
         """
         self._check_running("load_state_dict()")
-        check_place(state, self.tensors())
+        state = upgraded(state, self._targets)
         check_state(state, self.recipe, self._options())
-        masks = Masks(by_own_names(Masks.unpack(state["masks"]), self._masks, "the state"))
-        check_shapes(masks, self._masks)
-        gathered = by_own_names(state["gathered"], self._masks, "the state")
-        if self._dense and not state["dense"]:
-            raise ValueError("the state holds no dense values; it is of a pruner without keep_dense=True")
-        dense = by_own_names(state["dense"], self._dense, "the dense values of the state") if self._dense else {}
+        found = tensors_from(state, self._targets, self._masks, self._dense)
         if self._pruned_by_attach:
-            check_weights(self._targets, self._masks, masks)
-        self._masks = Masks({t.name: like(masks[t.name].to(t.weight.device), t.tensor) for t in self._targets})
-        for target in self._targets:
-            device = target.weight.device
-            self._gathered[target.name] = {k: v.to(device, copy=True) for k, v in gathered[target.name].items()}
-            if target.name in self._dense:
-                self._dense[target.name] = dense[target.name].to(device, copy=True)
+            check_weights(self._targets, self._masks, found[0])
+        self._masks, self._gathered, self._dense = found
         self._step, self._due, self._batches = state["step"], state["due"], state["batches"]
         if self._soft is not None:
             self._soft.set(self._masks)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ._dist import Group
 from ._hints import hints
 from ._tree import Prunable
 from .budgets import Spread
@@ -37,6 +38,7 @@ def prune_(
     method: Method | str | None = None,
     floor: float = 0.0,
     keep_dense: bool = False,
+    group: Group | None = None,
 ) -> Plan:
     """Prunes a model in place, once, and returns the plan that was carried out. `print(plan)` shows a table of its layers.
 
@@ -60,6 +62,8 @@ def prune_(
         floor: the fraction of each tensor that stays at least. With `scope="global"` or a spread the other tensors lose more
             instead, so that the total is still exact.
         keep_dense: remembers what was replaced, so that `plan.undo_(model)` restores it.
+        group: a process group whose processes hold different tensors of one model (stages of a pipeline, experts), so that
+            `scope="global"` ranks them together. Sharded tensors (FSDP2, tensor parallel) need none.
 
     When anything raises, the model is unchanged.
     """
@@ -78,5 +82,6 @@ def prune_(
         spread=spread,
         method=method,
         floor=floor,
+        group=group,
     )
     return made.apply_(model, keep_dense=keep_dense)

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from ._dist import reshard_
 from ._hints import hints
 from ._tree import as_module
+from .arguments import plain_arguments
 from .axes import Atom, Cat, Expr, Fam, Group, Prod, atoms, norm
 from .curvature import Curvature, curvature
-from .display import Table, notes_by_reason
-from .edit import Inputs, all_or_nothing, forget_, owned_tensors, put_, record_, run, tensors_inside
+from .display import Reported, Table, notes_by_reason
+from .edit import UNKNOWN, Arguments, Inputs, all_or_nothing, forget_, owned_tensors, put_, record_, run, tensors_inside
 from .patterns import Pattern
 from .progress import Progress
 from .stats import Loss, check_evidence, split_batch
-from .targeting import Globs, Target, targets
+from .targeting import Globs, Target, globs_of, targets
 from .trace import Trace, main_outputs, trace
 
 _ROUNDS = 4  # how often every place of the pools is filled anew
@@ -55,17 +56,18 @@ class Order:
 
 
 @dataclass
-class Reordering:
+class Reordering(Reported):
     """What `reorder_` did to a model: an `Order` for each group, and the reason for each weight that was left alone."""
 
     recipe: str
     orders: list[Order]
     skipped: dict[str, str]
+    arguments: Arguments = field(default=UNKNOWN, repr=False)  # for `Recipe`: of the call that made it
 
     def apply_(self, model: nn.Module) -> Reordering:
         """Permutes the tensors of the model in place, all of them or none."""
         self.move_(model)
-        record_(model, ("reorder", self.recipe))
+        record_(model, ("reorder", self.recipe), self.arguments)
         return self
 
     def undo_(self, model: nn.Module) -> None:
@@ -161,9 +163,11 @@ def reorder_(
 
     The result prints as a table, and `result.undo_(model)` restores the old order.
     """
-    return find_orders(model, pattern, data=data, include=include, exclude=exclude, curvature=curvature, loss=loss).apply_(
-        as_module(model)
-    )
+    include, exclude = globs_of("include", include), globs_of("exclude", exclude)
+    arguments = plain_arguments(reorder_, locals())
+    found = find_orders(model, pattern, data=data, include=include, exclude=exclude, curvature=curvature, loss=loss)
+    found.arguments = arguments
+    return found.apply_(as_module(model))
 
 
 def find_orders(

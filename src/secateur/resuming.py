@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ._dist import check_everywhere, local, place_of
+from ._dist import Share, as_rows, by_rows, like, local, local_as, sharded, share_of
+from ._layers import Layout
 from ._tree import bare_name
-from .masks import Masks
+from .masks import Masks, pack_bits, unpack_bits
 from .schedules import FromFunction, Joined, Number
 from .settings import Settings
+from .shards import move
+from .stats import Table
 from .targeting import Target
 
-VERSION = 1
+VERSION = 2
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the repr of an object without one of its own; another in every run
 KEYS = {"recipe", "step", "due", "masks", "gathered", "batches", "recorded", "dense"}
 
@@ -51,6 +56,26 @@ def _number(number: Number | None, step: int) -> str:
     return str(number)
 
 
+def upgraded(state: Mapping[str, Any], targets: Iterable[Target]) -> Mapping[str, Any]:
+    """A state of version 1 as one of this version. It held one process's parts, so a sharded model cannot take it."""
+    if state.get("version") != 1 or not state.keys() >= KEYS:
+        return state
+    found = list(targets)
+    if any(sharded(target.tensor) for target in found):
+        raise ValueError(
+            "this is version 1 of a pruner's state, which does not say which part of a sharded model it belongs to; load it "
+            "into the model before sharding, and save it again. Nothing has changed."
+        )
+    layouts = {bare: target.layout for bare, target in zip(_bare(t.name for t in found), found, strict=True)}
+    gathered = {
+        name: {kind: layouts[bare].restore(value) for kind, value in state["gathered"][name].items()}
+        for bare, name in _bare(state["gathered"]).items()
+        if bare in layouts
+    }
+    masks = {name: packed_mask(name, mask) for name, mask in Masks.unpack(state["masks"]).items()}
+    return {**state, "version": VERSION, "masks": masks, "gathered": gathered}
+
+
 def check_state(state: Mapping[str, Any], recipe: Settings, more: Mapping[str, Any]) -> None:
     """Raises ValueError unless this is a whole state of a pruner with this recipe."""
     if state.get("version") != VERSION:
@@ -64,22 +89,6 @@ def check_state(state: Mapping[str, Any], recipe: Settings, more: Mapping[str, A
             f"the state was saved by a pruner with another recipe: {'; '.join(odd)}. Make the pruner with the arguments of the "
             "saved one. Nothing has changed."
         )
-
-
-def check_place(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Raises, on every process alike, unless the state is of the part of the model that this process holds."""
-    saved, own = state.get("place", ""), place_of(tensors)
-    wrong = (
-        ""
-        if saved == own
-        else (
-            f"the state was saved by {saved or 'a pruner of a model that was not sharded'}, and this process is "
-            f"{own or 'alone'}. The state of a pruner of a sharded model is that of one process: save it with torch.save to "
-            "one file for each process (torch.distributed.checkpoint keeps only one of them), and load it into the same "
-            "sharding. Nothing has changed."
-        )
-    )
-    check_everywhere(tensors, wrong)
 
 
 def by_own_names(entries: Mapping[str, Any], own: Iterable[str], what: str) -> dict[str, Any]:
@@ -102,17 +111,124 @@ def _bare(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def check_shapes(masks: Mapping[str, Any], own: Masks) -> None:
-    """Raises ValueError unless these masks have the shapes of a pruner's own."""
-    for name, mask in masks.items():
-        if mask.shape != local(own[name]).shape:
-            raise ValueError(f"the mask of {name!r} is {tuple(mask.shape)}, the tensor {tuple(local(own[name]).shape)}")
+# --- masks and evidence in a state ----------------------------------------------------------------------------------
+#
+# A state does not depend on how the model is sharded: its tensors have the shapes of whole tensors, and are DTensors where the
+# weights are, so that torch.distributed.checkpoint can load them into another sharding.
 
 
-def check_weights(targets: Iterable[Target], now: Masks, masks: Mapping[str, Tensor]) -> None:
+def packed_mask(name: str, mask: Tensor) -> list[Any]:
+    """A mask as [bits, shape]. A row of bytes holds one index of the first axis, or as many as fill whole bytes."""
+    share = _share(name, mask)
+    together, part = _together(share), local(mask).reshape(share.box.shape)
+    if share.ranks:
+        boxes, _ = by_rows(share, together)
+        part = part if boxes == share.boxes else move(share, part, share.boxes, boxes)
+    bits = pack_bits(part.reshape(part.shape[0] // together, -1 if part.numel() else together * share.layout.cols))
+    return [as_rows(bits, share, share.layout.rows // together) if share.ranks else bits.cpu(), list(mask.shape)]
+
+
+def unpacked_mask(name: str, packed: Any, own: Tensor) -> Tensor:
+    """The part of a packed mask that this process holds. Raises ValueError unless it is a mask of the shape of `own`."""
+    bits, shape = packed
+    share = _share(name, own)
+    together = _together(share)
+    rows, cols = share.layout.rows // together, share.layout.cols * together
+    if tuple(shape) != tuple(own.shape):
+        raise ValueError(f"the mask of {name!r} is {tuple(shape)}, the tensor {tuple(own.shape)}")
+    if bits.dtype != torch.uint8 or tuple(bits.shape) != (rows, -(-cols // 8)):
+        raise ValueError(
+            f"the packed mask of {name!r} must be bytes of shape {(rows, -(-cols // 8))}, not {bits.dtype} of shape "
+            f"{tuple(bits.shape)}"
+        )
+    device = local(own).device
+    if not share.ranks:
+        return unpack_bits(_whole(name, bits).to(device), cols).reshape(own.shape)
+    boxes, _ = by_rows(share, together)
+    first, last = (row // together for row in boxes[share.me].rows)
+    part = local(bits) if sharded(bits) else bits[first:last]
+    if part.shape[0] != last - first:
+        raise ValueError(
+            f"the mask of {name!r} in the state is sharded over other processes than the model; save and load states with "
+            "torch.distributed.checkpoint, which moves them"
+        )
+    mask = unpack_bits(part.to(device), cols).reshape(boxes[share.me].shape)
+    return (mask if boxes == share.boxes else move(share, mask, boxes, share.boxes)).reshape(local(own).shape)
+
+
+def _together(share: Share) -> int:
+    """How many rows of a mask are packed together: as many as fill whole bytes, if they divide the rows."""
+    rows = 8 // math.gcd(share.layout.cols, 8)
+    return rows if share.layout.rows % rows == 0 else 1
+
+
+def part_of(name: str, value: Tensor, own: Tensor) -> Tensor:
+    """The part of a tensor of a state (gradients, dense values) that belongs to the part of `own` that this process holds."""
+    if tuple(value.shape) != tuple(own.shape):
+        raise ValueError(f"{name!r} is {tuple(value.shape)} in the state and {tuple(own.shape)} in the model")
+    if not sharded(own):
+        return _whole(name, value).to(own.device, copy=True)
+    if sharded(value):
+        return local_as(value, own).to(local(own).device, copy=True)
+    box = _share(name, own).box
+    matrix = value.reshape(_share(name, own).layout.rows, -1)
+    return matrix[slice(*box.rows), slice(*box.cols)].reshape(local(own).shape).to(local(own).device, copy=True)
+
+
+def tensors_of(
+    targets: Sequence[Target], masks: Masks, gathered: Table, dense: Mapping[str, Tensor], kinds: Iterable[str]
+) -> dict[str, Any]:
+    """The entries of a state that hold tensors. `kinds`: the gradients that are gathered."""
+
+    def sums(target: Target) -> dict[str, Tensor]:  # zeros where there are none yet, for a checkpoint to fill
+        size = target.layout.rows, target.layout.cols
+        empty = {kind: torch.zeros(size) for kind in sorted(kinds)} if target.tensor.requires_grad else {}
+        found = {kind: value.to(target.weight.device, copy=True) for kind, value in {**empty, **gathered[target.name]}.items()}
+        return {kind: like(target.layout.restore(value), target.tensor) for kind, value in found.items()}
+
+    tensors = {target.name: target.tensor for target in targets}
+    return {
+        "masks": {bare_name(name): packed_mask(name, mask) for name, mask in masks.items()},
+        "gathered": {bare_name(target.name): sums(target) for target in targets},
+        "dense": {bare_name(name): like(value.clone(), tensors[name]) for name, value in dense.items()},
+    }
+
+
+def tensors_from(
+    state: Mapping[str, Any], targets: Sequence[Target], masks: Masks, dense: Mapping[str, Tensor]
+) -> tuple[Masks, Table, dict[str, Tensor]]:
+    """Masks, gathered gradients and dense values of a state: the parts that this process holds."""
+    packed = by_own_names(state["masks"], masks, "the state")
+    found = {name: unpacked_mask(name, packed[name], own) for name, own in masks.items()}
+    gathered = by_own_names(state["gathered"], masks, "the state")
+    if dense and not state["dense"]:
+        raise ValueError("the state holds no dense values; it is of a pruner without keep_dense=True")
+    old = by_own_names(state["dense"], dense, "the dense values of the state") if dense else {}
+    sums: Table = {}
+    for t in targets:
+        parts = {kind: part_of(t.name, value, t.tensor.detach()) for kind, value in gathered[t.name].items()}
+        sums[t.name] = {kind: t.layout.matrix(value) for kind, value in parts.items()} if state["batches"] else {}
+    kept = Masks({t.name: like(found[t.name], t.tensor) for t in targets})
+    return kept, sums, {t.name: part_of(t.name, old[t.name], t.tensor.detach()) for t in targets if t.name in old}
+
+
+def _share(name: str, tensor: Tensor) -> Share:
+    """The share of a tensor read as (first axis, all others), or, for a vector, as one column."""
+    return share_of(name, tensor, Layout(tuple(tensor.shape) if tensor.ndim > 1 else (tensor.numel(), 1)))
+
+
+def _whole(name: str, value: Tensor) -> Tensor:
+    if sharded(value):
+        raise ValueError(
+            f"{name!r} is sharded in the state and whole in the model; load the state with torch.distributed.checkpoint"
+        )
+    return value
+
+
+def check_weights(targets: Iterable[Target], now: Masks, masks: Masks) -> None:
     """Raises RuntimeError if weights that masks keep were set to zero by the masks of now, and not loaded since."""
     for target in targets:
-        back = masks[target.name].to(target.weight.device) & ~local(now[target.name])
+        back = local(masks[target.name]) & ~local(now[target.name])
         if bool(back.any()) and not bool(target.weight[back].any()):
             raise RuntimeError(
                 f"attach() has pruned this model already, and weights of {target.name!r} that the state keeps are zero; load "

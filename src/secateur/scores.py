@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from ._dist import Share
 from ._layers import Layout
 
 RANKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -21,7 +22,8 @@ class Scores:
     """The element scores of one tensor as a matrix, computed a slab of rows at a time by `rows(first, last)`.
 
     If the scores are |matrix| ** power or |matrix * under| ** power for a positive power, `magnitude_of` is that matrix, so
-    that kernels can read it directly. `under` is a mask of the matrix's dtype.
+    that kernels can read it directly. `under` is a mask of the matrix's dtype. `share` says where the matrix lies in that of a
+    tensor of which other processes hold parts.
     """
 
     layout: Layout
@@ -30,6 +32,7 @@ class Scores:
     magnitude_of: Tensor | None = None
     under: Tensor | None = None
     power: float = 1
+    share: Share | None = None
 
     @staticmethod
     def of(matrix: Tensor, layout: Layout | None = None) -> Scores:
@@ -45,6 +48,11 @@ class Scores:
             return kernels.magnitude(matrix[first:last], None if under is None else under[first:last], power)
 
         return Scores(layout, matrix.device, rows, matrix, under, power)
+
+    @staticmethod
+    def of_size(layout: Layout) -> Scores:
+        """Returns scores that only say how large they are, for spreads that look at sizes alone."""
+        return Scores(layout, torch.device("meta"), lambda a, b: torch.empty(b - a, layout.cols, device="meta"))
 
     @property
     def numel(self) -> int:

@@ -2,7 +2,8 @@
 
 Units compete in pools. In each pool exactly the requested number of units with the lowest scores is pruned; among equal scores
 the lowest index is pruned first. The order is the same for every dtype and on every device. NaN cannot be ranked and raises.
-Small pools (rows, n:m, the elements of a block) are ranked here; large ones are cut at a threshold by `pools`.
+Small pools (rows, n:m, the elements of a block) are ranked here; large ones are cut at a threshold by `pools`. For tensors of
+which other processes hold parts, `shards` does the same.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from ._dist import Comm
 from ._layers import Layout
 from .patterns import Pattern
 from .pools import keep_pool
@@ -34,7 +34,6 @@ def select(
     sparsity: float | Mapping[str, float] | None = None,
     count: int | Mapping[str, int] | None = None,
     previous: Mapping[str, Tensor] | None = None,
-    comm: Comm | None = None,
     floor: float = 0.0,
 ) -> dict[str, Tensor]:
     """Returns a bool matrix for each tensor, True where an element is kept.
@@ -44,24 +43,21 @@ def select(
     and count toward the budget. At least a fraction `floor` of each tensor is kept: in a pool of several tensors the others
     lose more instead, and a budget for each tensor or row, rounded to whole units, is rounded down where it has to be.
     """
-    comm = comm or Comm()
-    if not comm.alone:
-        _no_nan_anywhere(scores, comm)
     if previous is not None:
-        scores = {name: _held(one, previous[name]) for name, one in scores.items()}
+        scores = {name: held(one, previous[name]) for name, one in scores.items()}
     kept: dict[str, Tensor | None] = {}
     if pattern.keep:
         n, m = pattern.keep
-        kept |= {name: _keep_each(name, fold(one, pattern), m, lambda size: size - n) for name, one in scores.items()}
+        kept |= {name: keep_each(name, fold(one, pattern), m, lambda size: size - n) for name, one in scores.items()}
     elif scope == "row":
         for name, one in scores.items():
             units = fold(one, pattern)
-            budget = _row_budget(name, one.layout, pattern, sparsity, count, floor)
-            kept[name] = _keep_each(name, units, units.layout.cols, budget)
+            budget = row_budget(name, one.layout, pattern, sparsity, count, floor)
+            kept[name] = keep_each(name, units, units.layout.cols, budget)
     else:
         for pool in [scores] if scope == "global" else [{name: one} for name, one in scores.items()]:
-            kept |= _keep_units(pool, pattern, sparsity, count, comm, floor)
-    masks = {name: _elements(name, scores[name], pattern, units) for name, units in kept.items()}
+            kept |= _keep_units(pool, pattern, sparsity, count, floor)
+    masks = {name: elements(name, scores[name], pattern, units) for name, units in kept.items()}
     return masks if previous is None else {name: mask & previous[name] for name, mask in masks.items()}
 
 
@@ -91,7 +87,7 @@ def _keep_small(row: Tensor, drop: int) -> Tensor:
 # --- units and budgets ----------------------------------------------------------------------------------------------
 
 
-def _held(scores: Scores, allowed: Tensor) -> Scores:
+def held(scores: Scores, allowed: Tensor) -> Scores:
     """Returns the scores with elements that are not allowed set to -inf, below all others."""
 
     def rows(first: int, last: int) -> Tensor:
@@ -122,12 +118,10 @@ def _keep_units(
     pattern: Pattern,
     sparsity: float | Mapping[str, float] | None,
     count: int | Mapping[str, int] | None,
-    comm: Comm,
     floor: float,
 ) -> Mapping[str, Tensor | None]:
     """Returns the kept units of one pool as bool grids, or None for every tensor if no unit is kept."""
-    (total,) = comm.sum(sum(math.prod(pattern.grid(one.layout)) for one in pool.values()))
-    most = total
+    most = total = sum(math.prod(pattern.grid(one.layout)) for one in pool.values())
 
     @functools.cache
     def units() -> Mapping[str, Scores]:
@@ -150,7 +144,7 @@ def _keep_units(
     else:
         assert sparsity is not None
         share = sparsity[first] if isinstance(sparsity, Mapping) else sparsity
-        drop = round(share * total) if pattern.elementwise else _units_to_drop(pool, pattern, share, total, units, comm)
+        drop = round(share * total) if pattern.elementwise else _units_to_drop(pool, pattern, share, total, units)
     if floor:
         units()  # sets `most`
         if drop > most and (len(pool) > 1 or count is not None):
@@ -161,7 +155,7 @@ def _keep_units(
         drop = min(drop, most)  # a share of one tensor, rounded to whole units
     if pattern.lose is not None and drop == total:  # every block loses elements, so blocks need no ranking
         return dict.fromkeys(pool)
-    return keep_pool(units(), drop, comm)
+    return keep_pool(units(), drop)
 
 
 def least_kept(elements: int, floor: float) -> int:
@@ -181,7 +175,7 @@ def _most_units(scores: Scores, units: Scores, pattern: Pattern, floor: float) -
 
 def _protected(name: str, units: Scores, cap: int) -> Scores:
     """Returns the scores with all but the `cap` lowest set to infinity, above all others."""
-    (kept,) = keep_pool({name: units}, cap, Comm()).values()
+    (kept,) = keep_pool({name: units}, cap).values()
 
     def rows(first: int, last: int) -> Tensor:
         slab = units.rows(first, last)
@@ -198,30 +192,24 @@ def _units_to_drop(
     share: float,
     total: int,
     units: Callable[[], Mapping[str, Scores]],
-    comm: Comm,
 ) -> int:
     """Returns the number of units whose elements come nearest to a fraction `share` of all elements."""
     sizes = torch.cat([pattern.sizes(one.layout).reshape(-1) for one in pool.values()])
-    every = comm.cat(sizes)  # from all processes, so that they all decide alike, also those with few units or none
-    elements, most = comm.sum(sum(one.numel for one in pool.values()), int(sizes.sum()))
+    elements, most = sum(one.numel for one in pool.values()), int(sizes.sum())
     if share * elements > most + 0.5:
         raise ValueError(
             f"sparsity={share:g} is out of reach: pattern {str(pattern)!r} prunes at most {most / elements:.4g} of "
             f"{', '.join(map(repr, list(pool)[:3]))}"
         )
-    if every.numel() == 0 or bool((every == every[0]).all()):
+    if sizes.numel() == 0 or bool((sizes == sizes[0]).all()):
         return min(round(share * total * (elements / max(most, 1))), total)
-    if not comm.alone:
-        raise NotImplementedError(
-            "blocks that do not divide a sharded tensor evenly cannot share a budget; choose a block size that does"
-        )
     # Units of different sizes: in order of score, as many as come nearest to the budget.
     order = torch.cat([one.rows(0, one.layout.rows).reshape(-1).cpu() for one in units().values()]).sort(stable=True).indices
     gone = torch.cat([sizes.new_zeros(1), sizes[order].cumsum(0)])
-    return int((gone - share * elements).abs().argmin())
+    return int((gone.double() - share * elements).abs().argmin())
 
 
-def _row_budget(
+def row_budget(
     name: str,
     layout: Layout,
     pattern: Pattern,
@@ -253,7 +241,7 @@ def _row_budget(
     return budget
 
 
-def _elements(name: str, scores: Scores, pattern: Pattern, kept: Tensor | None) -> Tensor:
+def elements(name: str, scores: Scores, pattern: Pattern, kept: Tensor | None) -> Tensor:
     """Returns the mask of elements for a mask of units; None means that all units are pruned."""
     if kept is not None and pattern.lose is None:
         return kept if pattern.elementwise else pattern.unfold(kept, scores.layout)
@@ -269,7 +257,7 @@ def _elements(name: str, scores: Scores, pattern: Pattern, kept: Tensor | None) 
 # --- small pools: rows and n:m --------------------------------------------------------------------------------------
 
 
-def _keep_each(name: str, units: Scores, size: int, drop: Callable[[int], int]) -> Tensor:
+def keep_each(name: str, units: Scores, size: int, drop: Callable[[int], int]) -> Tensor:
     """Ranks each run of `size` neighbours in a row as a pool (the last may be shorter). `drop(size)` of a pool are pruned."""
     rows, cols = units.layout.rows, units.layout.cols
     kept = torch.empty(rows, cols, dtype=torch.bool, device=units.device)
@@ -299,7 +287,7 @@ def _keep_each(name: str, units: Scores, size: int, drop: Callable[[int], int]) 
 def _keep_in_blocks(name: str, scores: Scores, height: int, width: int, lose: int) -> Tensor:
     """Ranks the elements of each block as a pool and prunes `lose` of them, or all if there are fewer."""
     if height == 1:
-        return _keep_each(name, scores, width, lambda size: min(lose, size))
+        return keep_each(name, scores, width, lambda size: min(lose, size))
     rows, cols = scores.layout.rows, scores.layout.cols
     mask = torch.empty(rows, cols, dtype=torch.bool, device=scores.device)
 
@@ -317,11 +305,3 @@ def _keep_in_blocks(name: str, scores: Scores, height: int, width: int, lose: in
 
     scores.each(keep, multiple=height)
     return mask
-
-
-def _no_nan_anywhere(scores: Mapping[str, Scores], comm: Comm) -> None:
-    """Raises on every process if any of them has NaN, because the others would wait for it forever."""
-    found = [sum(one.each(lambda slab, *_: int(slab.isnan().sum()))) for one in scores.values()]
-    for name, number in zip(scores, comm.sum(*found), strict=True):
-        if number:
-            raise nan_in(name)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, ClassVar
 
@@ -12,13 +13,15 @@ from torch import Tensor
 
 from ._dist import Comm
 from ._tree import bare_name, nearest
-from .budgets import Spread, as_spread, by_loss, cap, hold, owl, uniform
+from .budgets import Spread, as_spread, by_loss, cap, erk, hold, owl, uniform
 from .criteria import Criterion, criterion, magnitude
 from .methods import Amount, Method, as_method, check_needs, drop_and_grow
+from .owners import measured
 from .patterns import Pattern
 from .schedules import AnySchedule, Number, as_schedule
 from .scores import Scores
-from .select import SCOPES, select
+from .select import SCOPES
+from .shards import pruned_shares, select_shared, whole_sizes
 
 
 @dataclass(frozen=True)
@@ -137,19 +140,42 @@ class Settings:
             own = cap(own, sizes, 1 - self.floor)
         return own if pruned is None else hold(own, pruned, sizes, sparsity)
 
+    def _shares_of_all(
+        self, scores: Mapping[str, Scores], step: int, pruned: Mapping[str, float] | None, comm: Comm
+    ) -> float | dict[str, float] | None:
+        """`shares` over the tensors of all processes."""
+        if comm.alone or not callable(self.spread):
+            return self.shares(scores, step, pruned)
+        measure = getattr(self.spread, "measure", None)
+        if self.spread not in (uniform, erk) and measure is None:
+            raise NotImplementedError(
+                f"spread={getattr(self.spread, '__name__', self.spread)} looks at the scores of whole tensors, and several "
+                "processes hold parts of them; use sc.uniform, sc.erk, sc.owl() or a mapping of name to sparsity"
+            )
+        found = measured(scores, measure, comm) if measure else dict.fromkeys(scores, 0.0)
+        rows = [(name, one.layout, found[name], pruned[name] if pruned else 0.0) for name, one in whole_sizes(scores).items()]
+        every = {(stage, row[0]): row[1:] for stage, part in enumerate(comm.gather_stages(rows)) for row in part}
+        sizes = {f"{stage} {name}": Scores.of_size(row[0]) for (stage, name), row in every.items()}
+        told: Any = self.spread
+        spread = partial(told, measured=dict(zip(sizes, (row[1] for row in every.values()), strict=True)))
+        gone = dict(zip(sizes, (row[2] for row in every.values()), strict=True)) if pruned else None
+        shares = replace(self, spread=spread if measure else self.spread).shares(sizes, step, gone)
+        assert isinstance(shares, dict)
+        return {name: shares[f"{comm.stage} {name}"] for name in scores}
+
     def amounts(
         self, scores: Mapping[str, Scores], step: int, held: Mapping[str, Tensor] | None, comm: Comm
     ) -> dict[str, Amount]:
         """How much of each tensor is pruned at a step. `held` has the masks of what may be kept, as matrices."""
         pruned = None
         if held and callable(self.spread):
-            pruned = {name: 1 - float(mask.float().mean()) for name, mask in held.items()}
-        shares = self.shares(scores, step, pruned)
-        if self.scope == "global":
-            kept = select(
+            pruned = pruned_shares(scores, held, comm)
+        shares = self._shares_of_all(scores, step, pruned, comm)
+        if self.scope == "global" or (not comm.alone and self.method.ranks and not self.method.revives):
+            kept = select_shared(  # all tensors at once, so that the processes agree on them in the same rounds
                 scores,
                 self.pattern,
-                scope="global",
+                scope=self.scope,
                 sparsity=shares,
                 count=self.count,
                 previous=held,

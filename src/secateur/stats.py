@@ -10,9 +10,8 @@ import inspect
 import itertools
 import sys
 import warnings
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from ._dist import local, row_offset, sharded
+from ._dist import local_as, sharded
 from ._layers import Layout
 from ._tree import Loose
 from .edit import eager_experts, eval_mode, no_mha_fastpath, why_failed
@@ -31,45 +30,6 @@ from .reads import listen
 from .targeting import Target
 
 Table = dict[str, dict[str, Tensor]]
-
-
-@dataclass
-class TensorEvidence:
-    """What is known about one target: its weight, and the evidence of `collect`, as matrices."""
-
-    target: Target
-    table: Mapping[str, Tensor]
-    step: int = 0
-    drawn: dict[int, Tensor] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.target.name
-
-    @property
-    def layout(self) -> Layout:
-        return self.target.layout
-
-    @property
-    def device(self) -> torch.device:
-        return self.target.weight.device
-
-    def rows(self, leaf: str, first: int, last: int) -> Tensor:
-        if leaf == "weight":
-            return self.layout.matrix(self.target.weight)[first:last]
-        found = self.table[leaf]
-        if leaf != "input_norm":
-            return found[first:last]
-        per_group = self.layout.rows // found.shape[0]  # one row of norms for each group of outputs
-        return found[torch.arange(first, last, device=found.device) // per_group]
-
-    def random(self, seed: int, first: int, last: int) -> Tensor:
-        if seed not in self.drawn:
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{self.step}:{self.target.name}".encode()))
-            skip = row_offset(self.target.tensor)  # a shard gets the rows of the whole tensor's scores
-            whole = torch.rand(skip + self.layout.rows, self.layout.cols, generator=generator, dtype=torch.float32)
-            self.drawn[seed] = whole[skip:].to(self.device)
-        return self.drawn[seed][first:last]
 
 
 def collect(
@@ -272,7 +232,7 @@ def _one_pass(
 def add_gradient(target: Target, gradient: Tensor, kinds: Iterable[str], entry: dict[str, Tensor]) -> None:
     """Adds a gradient of a target to the sums from which its evidence is computed."""
     whole = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-    matrix = target.layout.matrix(local(whole)).float()
+    matrix = target.layout.matrix(local_as(whole, target.tensor)).float()
     for kind, value in (("grad", matrix), ("grad_square", matrix**2 if "grad_square" in kinds else matrix)):
         if kind in kinds:
             entry[kind] = entry[kind].add_(value) if kind in entry else value.clone()

@@ -83,8 +83,14 @@ class Chain:
         self.last_use = {use.producer: i for calls in links for i, call in enumerate(calls) for use in call.uses}
 
     @classmethod
-    def of(cls, model: nn.Module, modules: Sequence[nn.Module], batches: Sequence[Any]) -> Chain | None:
-        """None where the blocks do not simply feed each other.
+    def of(
+        cls,
+        model: nn.Module,
+        modules: Sequence[nn.Module],
+        batches: Iterable[Any],
+        keep: Callable[[Any], Any] = lambda arguments: arguments,
+    ) -> Chain | None:
+        """None where the blocks do not simply feed each other. `keep` may move the arguments that are kept.
 
         Only the first block is run for this, where possible: the others return tensors without values.
         """
@@ -95,7 +101,8 @@ class Chain:
             calls = _linked(model, modules, batch, stubs=True) or _linked(model, modules, batch, stubs=False)
             if calls is None:
                 return None
-            links.append(calls)
+            kept = keep([(call.args, call.kwargs) for call in calls])
+            links.append([_Call(args, kwargs, call.uses) for (args, kwargs), call in zip(kept, calls, strict=True)])
         return cls(links)
 
     def feed(self) -> Feed:
@@ -108,15 +115,22 @@ class Feed:
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self.made: list[dict[int, list[Tensor]]] = [{} for _ in chain.links]
+        self.trees: dict[int, list[Any]] = {}
 
     def calls(self, i: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """The arguments of block `i`, one call for each batch."""
         return [calls[i].filled(made) for calls, made in zip(self.chain.links, self.made, strict=True)]
 
+    def output(self, i: int, batch: int) -> Any:
+        """What block `i`, the last that fed this, returned on one batch."""
+        return replaced(self.trees[i][batch], dict(enumerate(self.made[batch][i])), [0])
+
     def put(self, i: int, outputs: Iterable[Any]) -> None:
         """Takes what block `i` returned, and drops what no later block reads."""
+        trees = self.trees = {i: []}
         for made, output in zip(self.made, outputs, strict=True):
             made[i] = tensors_of(output)
+            trees[i].append(replaced(output, dict.fromkeys(range(len(made[i])), _LATER), [0]))
             for producer in [p for p in made if self.chain.last_use.get(p, -1) <= i]:
                 del made[producer]
 

@@ -108,17 +108,21 @@ def summary(model: Prunable) -> Summary:
     given = as_module(model)
     layers: list[LayerSummary] = []
     skipped: dict[str, str] = {}
-    order = {bare_name(path): place for place, (path, _) in enumerate(given.named_modules(remove_duplicate=False))}
-    for name, owner, tensor, form in sorted(weights_of(given), key=lambda weight: order.get(weight[0].rpartition(".")[0], 0)):
-        if why := _unreadable(tensor):
+    for name, owner, tensor, form in weights_of(given):
+        if why := unreadable(tensor):
             skipped[name] = why
         else:
             layers.append(_described(name, owner, tensor, form))
     return Summary(type(getattr(given, "_orig_mod", given)).__name__, layers, skipped, steps_of(given))
 
 
-def weights_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor, str]]:
-    """Name, layer, values and format of each weight, as the forward pass uses it."""
+def weights_of(model: nn.Module) -> list[tuple[str, nn.Module, Tensor, str]]:
+    """Name, layer, values and format of each weight, as the forward pass uses it, in the order of the modules."""
+    order = {bare_name(path): place for place, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    return sorted(_weights(model), key=lambda weight: order.get(weight[0].rpartition(".")[0], 0))
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor, str]]:
     for name, layer in packed_layers(model).items():
         if isinstance(layer, Compressed):
             yield bare_name(f"{name}.weight" if name else "weight"), layer, layer.weight, layer.form
@@ -142,7 +146,8 @@ def _effective(model: nn.Module, slot: Slot) -> tuple[str, nn.Module, Tensor]:
     return slot.name, slot.module, slot.tensor
 
 
-def _unreadable(tensor: Tensor) -> str | None:
+def unreadable(tensor: Tensor) -> str | None:
+    """The reason why the values of a tensor cannot be read here, if there is one."""
     if is_lazy(tensor):
         return "not initialised"
     if sharded(tensor):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from ._dist import local, refuse_flat, reshard_, sharded
+from ._dist import Share, local, refuse_flat, reshard_, share_of
 from ._layers import DEFAULT_TYPES, Kind, Layout, adapter_parameters, is_experts, is_kind, is_weight, layout_of
 from ._tree import Loose, Prunable, Slot, as_module, bare_name, nearest, packed_layers, slots
 from .scores import RANKED
@@ -20,7 +21,10 @@ Globs = str | Iterable[str] | None
 
 @dataclass(frozen=True)
 class Target:
-    """One tensor to prune: a parameter of a model, seen as a matrix (outputs, inputs x kernel)."""
+    """One tensor to prune: a parameter of a model, seen as a matrix (outputs, inputs x kernel).
+
+    Of a sharded parameter, `weight` and `layout` are the part that this process holds, and `share` says where it lies.
+    """
 
     slot: Slot
     layout: Layout
@@ -39,6 +43,12 @@ class Target:
         """The part of the parameter that this process holds, detached."""
         return local(self.slot.tensor.detach())
 
+    @cached_property
+    def share(self) -> Share:
+        """Which part of the whole parameter this process holds."""
+        whole = layout_of(self.slot.module, tuple(self.tensor.shape), self.slot.attribute)
+        return share_of(self.name, self.tensor, whole)
+
 
 def targets(
     model: Prunable,
@@ -46,6 +56,7 @@ def targets(
     include: Globs = (),
     exclude: Globs = (),
     types: Sequence[type[nn.Module]] | None = None,
+    meta: bool = False,
 ) -> tuple[list[Target], dict[str, str]]:
     """Returns the targets of a model, and the reason why each other parameter is skipped.
 
@@ -55,7 +66,7 @@ def targets(
     targets. `types` names other layer types, and an `include` without a wildcard selects a parameter or a module of any type.
     Adapters (LoRA) are targets only if `include` names them. Tied parameters are one target. In a mapping of names to tensors,
     which can stand for a model, all tensors are targets; in the state dict of a model only those that `include` names, because
-    which of them are weights, and of what layers, is known to the model alone.
+    which of them are weights, and of what layers, is known to the model alone. `meta` also takes tensors on the meta device.
     """
     model = as_module(model)
     include, exclude = globs_of("include", include), globs_of("exclude", exclude)
@@ -79,12 +90,11 @@ def targets(
     found: list[Target] = []
     skipped = {slot.name: _why_packed(name, slot, include, exclude, kinds) for name, slot in packed.items()}
     for slot in everything:
-        reason = _reason(slot, include, exclude, kinds)
+        reason = _reason(slot, include, exclude, kinds, meta)
         if reason is None and id(slot.tensor) in adapters and not _named(slot, include):
             reason = "an adapter (PEFT); name it in include= to prune it"
         if reason is None:
-            shape = tuple(local(slot.tensor).shape)
-            found.append(Target(slot, layout_of(slot.module, shape, slot.attribute, tall=sharded(slot.tensor))))
+            found.append(Target(slot, layout_of(slot.module, tuple(local(slot.tensor).shape), slot.attribute)))
         else:
             skipped |= dict.fromkeys((slot.name, *slot.also), reason)
     if not found:
@@ -163,7 +173,7 @@ def _named(slot: Slot, include: Sequence[str]) -> bool:
     return any(not set(glob) & set("*?[") and under(slot, [glob]) for glob in include)
 
 
-def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[Kind, ...]) -> str | None:
+def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: tuple[Kind, ...], meta: bool) -> str | None:
     """Why a parameter is skipped, or None if it is a target."""
     tensor = slot.tensor
     if under(slot, exclude):
@@ -179,7 +189,7 @@ def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: t
         return f"{tensor.dtype} values cannot be ranked"
     if tensor.numel() > 1 and any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         return "its elements share memory (expanded): give it memory of its own first"
-    if tensor.is_meta:
+    if tensor.is_meta and not meta:
         return "on the meta device: it has no values yet"
     if include and not under(slot, include):
         return "not included"

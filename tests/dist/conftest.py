@@ -11,6 +11,6 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def four(tmp_path_factory):
-    processes = Pair(tmp_path_factory.mktemp("meeting of four"), world=4)
+    processes = Pair(tmp_path_factory.mktemp("four"), world=4)
     yield processes
     processes.stop()

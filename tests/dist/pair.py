@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PATIENCE = 45.0  # seconds after which a test that gave no answer counts as hung
+START = 200.0  # seconds in which the processes must have started, on a machine that is busy with other tests
+PATIENCE = 240.0  # seconds; a busy machine is slow, and only a hang should end here
 
 
 class Raised:
@@ -49,6 +50,8 @@ class Pair:
         ]
         for process in self._processes:
             process.start()
+        for answers in self._answers:
+            answers.get(timeout=START)  # they are there
 
     def stop(self) -> None:
         for process in self._processes:
@@ -85,7 +88,8 @@ class Pair:
 def _serve(rank: int, world: int, meeting: str, questions: Any, answers: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=10))
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=100))
+    answers.put("started")
     while True:
         function, args = questions.get()
         torch.manual_seed(0)

@@ -79,32 +79,6 @@ def test_a_global_pool_on_one_stage_is_refused(pair):
         assert "stage" in text
 
 
-# --- the states of a pruner through DCP -----------------------------------------------------------------------------
-
-
-def through_dcp(rank: int, folder: str) -> str:
-    model = build()
-    for layer in (model[0], model[2]):
-        fully_shard(layer)
-    optimizer = torch.optim.SGD(fully_shard(model).parameters(), lr=0.1)
-    pruner = sc.Pruner(model, sparsity=sc.linear(0.5, end=4)).attach(optimizer)
-    model(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
-    checkpoint.save({"pruner": pruner.state_dict()}, checkpoint_id=folder)
-    fresh = sc.Pruner(model, sparsity=sc.linear(0.5, end=4))
-    state = {"pruner": fresh.state_dict()}
-    checkpoint.load(state, checkpoint_id=folder)
-    before = [parameter.to_local().clone() for parameter in model.parameters()]
-    text = refusal(lambda: fresh.load_state_dict(state["pruner"]), ValueError)
-    assert all(torch.equal(old, now.to_local()) for old, now in zip(before, model.parameters(), strict=True))
-    return text
-
-
-def test_a_state_that_dcp_took_from_another_rank_is_refused_on_all(pair, tmp_path):
-    for text in pair.both(through_dcp, str(tmp_path / "state")):
-        assert "Nothing has changed" in text
-
-
 # --- data that differs by rank --------------------------------------------------------------------------------------
 
 

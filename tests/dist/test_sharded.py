@@ -390,13 +390,21 @@ def refused(rank: int, kind: str, criterion: sc.Criterion, arguments: dict) -> l
         (sc.magnitude, {"sparsity": 0.5, "pattern": "2x1"}),
         (sc.magnitude, {"pattern": "16x1/2:4"}),
         (sc.magnitude, {"sparsity": 0.5, "spread": sc.erk}),
-        (sc.magnitude, {"sparsity": 0.5, "pattern": "out", "scope": "global"}),
+        (sc.magnitude, {"sparsity": 0.3, "pattern": "out", "scope": "global", "exclude": "4"}),
         (sc.magnitude, {"sparsity": 0.5, "pattern": "1x3"}),
     ],
     ids=["lamp", "in", "2x1", "16x1/2:4", "erk", "out of several widths", "1x3 with a rest"],
 )
-def test_what_needs_whole_tensors_is_refused_on_every_process(pair, criterion, arguments):
-    for untouched in pair.both(refused, "plain", criterion, arguments):
+def test_what_needs_whole_tensors_or_rows_is_that_of_the_whole_model(pair, criterion, arguments):
+    same_as_whole(pair, "plain", criterion, arguments)
+
+
+def a_spread(scores, sparsity):
+    return dict.fromkeys(scores, sparsity)
+
+
+def test_a_spread_of_ones_own_is_refused(pair):
+    for untouched in pair.both(refused, "plain", sc.magnitude, {"sparsity": 0.5, "spread": a_spread}):
         assert all(untouched)
 
 
@@ -422,10 +430,10 @@ def transposed(rank: int, arguments: dict) -> tuple:
 
 
 @pytest.mark.parametrize("budget", ["tensor", "row", "2:4"])
-def test_a_transposed_convolution_is_refused(pair, budget):
+def test_a_transposed_convolution_is_pruned_as_a_whole(pair, budget):
     """Its rows are its second axis, so shards cut across its columns."""
-    for answer in pair.answers(transposed, BUDGETS[budget]):
-        assert getattr(answer, "type", None) == "NotImplementedError", answer
+    for expected, mask in pair.both(transposed, BUDGETS[budget]):
+        assert torch.equal(expected, mask)
 
 
 def straight_through(rank: int) -> None:
@@ -461,37 +469,15 @@ def test_nan_on_one_process_raises_on_both(pair, budget, where):
         assert "NaN" in text
 
 
-def partly_sharded(rank: int) -> str:
-    model = build()
+def partly_sharded(rank: int) -> tuple:
+    model = build("ties")
     fully_shard(model[0])
-    try:
-        sc.prune_(model, sparsity=0.5)
-    except ValueError as error:
-        sc.prune_(model, sparsity=0.5, include="0")
-        sc.prune_(model, sparsity=0.5, exclude="0")
-        return str(error)
-    return "nothing was raised"
+    plan = sc.prune_(model, sparsity=0.5, scope="global")
+    return {name: getattr(mask, "full_tensor", lambda mask=mask: mask)() for name, mask in plan.masks.items()}, plan.metrics()
 
 
-def test_sharded_and_whole_tensors_are_pruned_in_separate_calls(pair):
-    for text in pair.both(partly_sharded):
-        assert "separate calls" in text
-
-
-def by_columns(rank: int) -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    model = nn.Sequential(nn.Linear(8, 4, bias=False))
-    mesh = init_device_mesh("cpu", (2,))
-    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(1)]))
-    try:
-        sc.prune_(model, sparsity=0.5)
-    except NotImplementedError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def test_tensors_sharded_by_columns_are_refused(pair):
-    for text in pair.both(by_columns):
-        assert "'0.weight'" in text
+def test_sharded_and_whole_tensors_are_pruned_together(pair):
+    plan = sc.plan(build("ties"), sparsity=0.5, scope="global")
+    for masks, metrics in pair.both(partly_sharded):
+        assert all(torch.equal(masks[name], mask) for name, mask in plan.masks.items())
+        assert metrics == plan.metrics()

@@ -11,7 +11,7 @@ from torch import nn
 
 import secateur as sc
 from secateur.criteria import NAMED, TRANSFORMS, Criterion
-from secateur.stats import TensorEvidence
+from secateur.evidence import TensorEvidence
 
 
 def squash(scores):

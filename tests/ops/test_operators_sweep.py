@@ -36,6 +36,7 @@ FAILED = """
     nn.functional.group_norm:20 nn.functional.instance_norm:8 nn.functional.pad.circular:2 nn.functional.embedding_bag:0
     nn.functional.fractional_max_pool2d:36
 """
+NOT_IN_2_11 = {"native_group_norm:20"}  # the op_db of the oldest torch does not have these
 
 
 def failures(ops, samples=1, seconds=30.0):
@@ -46,7 +47,9 @@ def failures(ops, samples=1, seconds=30.0):
 
 @pytest.mark.parametrize("ops", [WRONG, FAILED], ids=["wrong", "failed"])
 def test_operators_that_went_wrong_once_are_right_now(ops):
-    assert failures(ops.split()) == []
+    known = {name for i, op in enumerate(operators.op_db) for name in (op.name, operators.op_name(i))}
+    ops = [op for op in ops.split() if op.partition(":")[0] in known or op not in NOT_IN_2_11]
+    assert failures(ops) == []
 
 
 def test_a_random_sample_of_all_operators_is_right():

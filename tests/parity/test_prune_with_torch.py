@@ -163,3 +163,30 @@ module.remove(layer, "weight")
 print(float((layer.weight == 0).float().mean()) >= 0.5)
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "True"
+
+
+def test_the_optimizer_of_a_model_that_torch_pruned_resumes_and_goes_on_with_ours():
+    def build():
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        theirs.l1_unstructured(model[0], "weight", 2)
+        return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = build()
+    step(model, optimizer)
+    twin, resumed = build()
+    twin.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    model(torch.ones(2, 4))  # torch ranks the weights of the last forward pass
+    theirs.l1_unstructured(model[0], "weight", 3)
+    ours.l1_unstructured(twin[0], "weight", 3)
+    for one, its in ((model, optimizer), (twin, resumed)):
+        step(one, its)
+    assert [name for name, _ in twin.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert torch.equal(twin[0].weight_orig, model[0].weight_orig)
+    assert torch.equal(twin[0].weight_mask, model[0].weight_mask)
+    assert int((twin[0].weight_mask == 0).sum()) == 5

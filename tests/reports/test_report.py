@@ -181,6 +181,32 @@ def test_channels_that_are_all_zero_do_not_count(model):
     assert rows(plan.report(before=model))["conv1"].channels == [16, 8]
 
 
+def test_weights_that_cannot_be_read_are_listed_with_the_reason(model):
+    broken = copy.deepcopy(model)
+    broken.head = nn.Linear(24, 10, device="meta")
+    report = sc.report(before=broken, after=broken, disk=False)
+    assert rows(report).keys() == {"conv1", "conv2"}
+    assert [(r.reason, r.names) for r in report.document.reasons] == [("on the meta device", ["head.weight"])]
+
+
+def test_weights_that_are_not_finite_get_no_histogram_or_a_partial_one(model):
+    broken = copy.deepcopy(model)
+    broken.conv1.weight.data[0, 0, 0, 0] = torch.nan
+    broken.conv2.weight.data.fill_(torch.nan)
+    report = sc.report(before=model, after=broken)
+    assert sum(rows(report)["conv1"].hist.after) <= broken.conv1.weight.numel() - 1
+    assert sum(rows(report)["conv2"].hist.after) == 0
+    assert report.html()
+
+
+def test_compiled_model_is_reported_as_the_model_inside(model, images):
+    compiled = torch.compile(copy.deepcopy(model))
+    report = sc.report(before=model, after=compiled, inputs=images, seconds=0)
+    assert report.document.model.kind == "Net"
+    assert [stage.flops for stage in report.document.stages] == [report.document.stages[0].flops] * 2
+    assert rows(report).keys() == {"conv1", "conv2", "head"}
+
+
 # --- several results --------------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +242,24 @@ def test_results_are_joined_and_undone_step_by_step(model, images, pipeline):
         assert rows(report)[row.layer].format == (row.format or "")
         assert rows(report)[row.layer].bytes_after == row.after
     assert any(isinstance(module, Compressed) for module in small.modules())
+
+
+def test_training_after_pruning_is_a_step_of_its_own(model, images):
+    teacher = copy.deepcopy(model)
+    plan = sc.prune_(model, sparsity=0.5)
+    pruned = copy.deepcopy(model.state_dict())
+    trained = sc.distill_(model, teacher, data=[images] * 4, steps=4, keep_dense=True)
+    report = sc.report(plan, trained, before=teacher, after=model, disk=False)
+    assert list(stages(report)) == ["dense", "pruned", "distilled"]
+    assert stages(report)["pruned"].nonzero == sum(int(pruned[name].count_nonzero()) for name, _ in model.named_parameters())
+    assert ("trained for" if trained.improved else "did not improve") in str(report)
+
+
+def test_curves_of_sensitivity_are_a_sweep(model):
+    found = sc.sensitivity(model, lambda each: float(each.head.weight.abs().sum()), levels=(0.5,))
+    report = sc.report(before=model, after=model, sweep=found.sweep(), metric="size", disk=False)
+    assert {line.label for line in report.document.sweep.lines} == set(found.curves)
+    assert "How far it could go" in report.html()
 
 
 def test_copies_that_were_kept_give_every_stage_its_figures(model, images, pipeline):

@@ -126,6 +126,7 @@ def labels_of(names):
 def test_names_on_the_axis_leave_out_what_they_share_and_do_not_collide():
     names = ["model.embed", *(f"model.layers.{i}.q" for i in range(30)), "model.norm"]
     assert [label.text for label in labels_of(names)] == ["embed", "layers", "norm"]
+    assert [label.narrow for label in labels_of(names)] == [False, True, False]
     crowded = labels_of([f"a_rather_long_part_{i}.conv" for i in range(12)])
     assert 1 < len(crowded) < 12
     for a, b in itertools.pairwise(crowded):

@@ -8,6 +8,7 @@ from torch import nn
 
 from secateur import io
 from secateur.surgery import apply_cuts_, shrink, shrink_
+from secateur.surgery.depth import remove
 
 
 class Block(nn.Module):
@@ -552,3 +553,53 @@ def test_exact_only_keeps_blocks_whose_other_output_the_model_uses():
         shrink(Determinants(True).eval(), X, depth=0.67, exact_only=True)
     _, plan = shrink(Determinants(False).eval(), X, depth=0.67, exact_only=True)
     assert plan.cuts.drop == {"layers": [1]}
+
+
+# ---------------------------------------------------------------- blocks in front of a removed one
+
+
+class Stack(nn.Module):
+    """Blocks in a list, which count their calls. `features`: the model also uses what the blocks return."""
+
+    def __init__(self, features=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(16))
+        self.head, self.features = nn.Linear(6, 3), features
+
+    def forward(self, x):
+        total = 0
+        for block in self.blocks:
+            x = block(x)
+            total = total + x
+        return self.head(total if self.features else x)
+
+
+def counted(model, monkeypatch, skip):
+    calls = []
+    for block in model.blocks:
+        block[0].register_forward_hook(lambda *_: calls.append(1))
+    with monkeypatch.context() as patch:
+        if not skip:
+            patch.setattr(remove, "can_skip", lambda *_: False)
+        found = remove.remove_blocks(model, ((torch.randn(4, 6),), {}), 0.9, batches=[((torch.randn(5, 6),), {})] * 2)
+    return found, len(calls)
+
+
+def test_blocks_in_front_of_a_removed_one_are_not_run_again(monkeypatch):
+    torch.manual_seed(1)
+    short, few = counted(Stack(), monkeypatch, skip=True)
+    torch.manual_seed(1)
+    whole, many = counted(Stack(), monkeypatch, skip=False)
+    assert short.cuts.drop == whole.cuts.drop
+    assert short.effect == whole.effect
+    assert few < 0.75 * many
+
+
+def test_whole_models_are_run_where_the_model_reads_what_every_block_returns(monkeypatch):
+    assert not remove.can_skip(Stack(features=True), {"blocks": list(range(16))}, [((torch.randn(4, 6),), {})])
+    torch.manual_seed(1)
+    short, _ = counted(Stack(features=True), monkeypatch, skip=True)
+    torch.manual_seed(1)
+    whole, _ = counted(Stack(features=True), monkeypatch, skip=False)
+    assert (short.cuts.drop, short.effect) == (whole.cuts.drop, whole.effect)

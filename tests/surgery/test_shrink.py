@@ -835,3 +835,22 @@ def test_the_table_shortens_the_path_that_members_share_with_their_group():
     plan = shrink(model, torch.randn(2, 8), channels=0.5)[1]
     assert "0.mlp.up.weight[0]  …up.weight, …up.bias, …down.weight  " in str(plan)
     assert plan.groups[0].members == ("0.mlp.up.weight", "0.mlp.up.bias", "0.mlp.down.weight")
+
+
+class NormedLasting(Lasting):
+    """Decides on the length behind a normalisation, which the cut changes and masking leaves as it is for these inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 1, bias=False)
+
+    def forward(self, x):
+        h = self.norm(self.a(x))
+        return self.b(h)[:, None].expand(-1, 1 + int((self.head(h) > 0).sum()), -1)
+
+
+def test_lengths_that_only_other_values_change_may_change_with_the_cut():
+    torch.manual_seed(2)
+    model, x = NormedLasting(), torch.randn(2, 4)
+    small, _ = shrink(model, x, channels=0.5)
+    assert small(x).shape[1] != model(x).shape[1]

@@ -11,13 +11,13 @@ import click
 import torch
 from torch import Tensor, nn
 
-from .. import execute, io
+from .. import execute, io, reports
 from ..display import Table, notes_by_reason
 from ..recipes import BadRecipe, Recipe, shipped
 from ..summaries import LayerSummary, summary
 from ..targeting import targets
-from .batches import Asked, need_inputs, open_data, open_inputs
-from .models import Source, check_output, imported, open_model, save
+from .batches import Asked, evaluation, need_inputs, open_data, open_inputs
+from .models import check_output, imported, open_model, open_models, save
 from .running import Answer, Failure
 
 _DATA = ("inputs", "data", "batch_size", "batches", "size", "length", "tokenizer")
@@ -229,9 +229,7 @@ def check_recipes(files: Sequence[str]) -> Answer:
 
 def bench(models: Sequence[str], checkpoint: str | None, threads: int | None, seconds: float, **options: Any) -> Answer:
     asked = _asked(options)
-    if checkpoint is not None and len(models) > 1:
-        raise click.UsageError("--checkpoint goes with one model")
-    sources: list[Source] = [open_model(name, checkpoint) for name in models]
+    sources = open_models(models, checkpoint)
     inputs = need_inputs(open_inputs(asked, sources[0], open_data(asked, sources[0])), "bench")
     labels = {
         name if models.count(name) == 1 else f"{name} ({place})": s for place, (name, s) in enumerate(zip(models, sources), 1)
@@ -242,3 +240,31 @@ def bench(models: Sequence[str], checkpoint: str | None, threads: int | None, se
         for name, t in found.timings.items()
     }
     return Answer(str(found), {"threads": threads or torch.get_num_threads(), "seconds": rows})
+
+
+# --- report -------------------------------------------------------------------------------------------------------------
+
+
+def report(before: str, after: str, checkpoint: str | None, output: str, seconds: float, **options: Any) -> Answer:
+    asked = _asked(options)
+    if Path(output).suffix not in (".html", ".json"):
+        raise click.UsageError(f"--output {output}: expected a path that ends in .html or .json")
+    first, second = open_models([before, after], checkpoint)
+    batches = open_data(asked, first)
+    inputs = open_inputs(asked, first, batches)
+    measure, metric, samples = evaluation(batches)
+    if options["evaluate"] is not None:
+        measure, metric, samples = _evaluation(options["evaluate"]), options["metric"] or "accuracy", None
+    made = reports.report(
+        path=output,
+        before=first.module,
+        after=second.module,
+        inputs=inputs,
+        evaluate=measure,
+        metric=options["metric"] or metric,
+        samples=options["samples"] or samples,
+        name=options["name"],
+        data=asked.data or "",
+        seconds=seconds,
+    )
+    return Answer(f"{made}\nwritten to {output}", made.to_dict())

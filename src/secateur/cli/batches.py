@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -85,6 +86,36 @@ def need_inputs(inputs: Any, command: str) -> Any:
     if inputs is None:
         raise click.UsageError(f"{command} runs the model: pass --inputs with a shape such as 1x3x224x224, or --data")
     return inputs
+
+
+def evaluation(batches: list[Any] | None) -> tuple[Callable[[nn.Module], float] | None, str, int | None]:
+    """How batches measure a model: (function, metric, number of samples).
+
+    Pairs of inputs and whole numbers give the accuracy, mappings with labels the perplexity; other batches give nothing.
+    """
+    first = None if not batches else batches[0]
+    if isinstance(first, Mapping) and "labels" in first:
+        return lambda model: _perplexity(model, batches or []), "perplexity", None
+    if (
+        isinstance(first, tuple | list)
+        and len(first) == 2
+        and isinstance(first[1], Tensor)
+        and not first[1].is_floating_point()
+    ):
+        return lambda model: _accuracy(model, batches or []), "accuracy", sum(len(labels) for _, labels in batches or [])
+    return None, "accuracy", None
+
+
+def _accuracy(model: nn.Module, batches: Sequence[Any]) -> float:
+    with eval_mode(model), torch.no_grad():
+        right = sum(int((model(inputs).argmax(1) == labels).sum()) for inputs, labels in batches)
+    return right / sum(len(labels) for _, labels in batches)
+
+
+def _perplexity(model: nn.Module, batches: Sequence[Any]) -> float:
+    with eval_mode(model), torch.no_grad():
+        losses = [float(model(**batch).loss) for batch in batches]
+    return math.exp(min(sum(losses) / len(losses), 700.0))
 
 
 def _check_runs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> None:

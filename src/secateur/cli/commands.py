@@ -194,6 +194,28 @@ def bench(**options: Any) -> running.Answer:
     return actions.bench(**options)
 
 
+@command(main)
+@click.argument("before", metavar="BEFORE")
+@click.argument("after", metavar="AFTER")
+@click.option("--checkpoint", metavar="PATH", help="Weights of BEFORE, if it is module:factory.")
+@inputs_options
+@evaluate_option
+@click.option("--metric", metavar="NAME", help="What --evaluate measures: accuracy, perplexity, ...")
+@click.option("--samples", type=click.IntRange(1), help="How many samples --evaluate uses, for the interval of an accuracy.")
+@click.option("--name", metavar="NAME", help="The name of the model in the report.")
+@click.option("--seconds", type=click.FloatRange(0), default=1.0, show_default=True, help="To time each model; 0: no times.")
+@click.option("--output", "-o", metavar="FILE", default="report.html", show_default=True, help="An .html or .json file.")
+def report(**options: Any) -> running.Answer:
+    """Compare a model before and after (sc.report).
+
+    With --data that has labels, accuracy or perplexity is measured on it. A folder that secateur wrote, or a file of
+    weights, is loaded into the module:factory of the other model.
+    """
+    from . import actions
+
+    return actions.report(**options)
+
+
 @main.group(cls=Commands)
 def recipes() -> None:
     """List, show, check and run recipe files."""
@@ -242,7 +264,7 @@ def run_recipe(recipe: str, **options: Any) -> running.Answer:
 
 
 @command(main)
-@click.option("--output", "-o", metavar="FOLDER", help="Keep the pruned model in this folder.")
+@click.option("--output", "-o", metavar="FOLDER", help="Keep the model and a report in this folder.")
 def demo(output: str | None) -> running.Answer:
     """Make a small network smaller in three ways.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from .. import execute, io
+from .. import execute, io, reports
 from ..display import Table, format_seconds
 from ..progress import Progress
 from ..pruner import Pruner
@@ -40,7 +40,7 @@ def run(output: str | None) -> Answer:
             right = float((model(images).argmax(1) == labels).float().mean())
         rows.append({"model": name, "accuracy": right, "bytes": _bytes(model), "seconds": timings[name].best})
     if output is not None:
-        io.save(list(models.values())[-1], output)
+        _keep(models, Path(output), images, labels)
     first = rows[0]
     table = Table(
         ("model", "accuracy", "file", "smaller", "time of 64 images", "faster"),
@@ -54,9 +54,28 @@ def run(output: str | None) -> Answer:
         ],
         right=range(1, 6),
         title=f"A network for {CLASSES} classes of made-up pictures, on one thread, torch {torch.__version__}",
-        notes=[*([f"the last model is in {output}"] if output else []), "next: secateur inspect --help"],
+        notes=[f"written to {output}: report.html and the folder model" if output else "next: secateur demo -o demo"],
     )
     return Answer(str(table), {"rows": rows, **({"output": output} if output else {})})
+
+
+def _keep(models: dict[str, nn.Module], folder: Path, images: Tensor, labels: Tensor) -> None:
+    """Writes the last model and the report of how it was made."""
+    io.save(models["95 % zeros, compressed"], folder / "model")
+
+    def accuracy(model: nn.Module) -> float:
+        return float((model(images).argmax(1) == labels).float().mean())
+
+    reports.report(
+        path=folder / "report.html",
+        stages={name: model for name, model in models.items() if name != "half of the units"},
+        inputs=images[:BATCH],
+        evaluate=accuracy,
+        samples=len(labels),
+        name="the network of secateur demo",
+        note="It was trained while it was pruned.",
+        seconds=0.3,
+    )
 
 
 def _models() -> dict[str, nn.Module]:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,21 @@ def open_model(name: str, checkpoint: str | None = None) -> Source:
     if path.is_dir():
         return _folder(name, path)
     return Source(name, _tensors(path), path)
+
+
+def open_models(names: Sequence[str], checkpoint: str | None = None) -> list[Source]:
+    """Opens several models. Folders and files that hold weights alone are loaded into the first module:factory among them.
+
+    `checkpoint` holds the weights of the first model.
+    """
+    factory = next((name for name in names if not Path(name).exists() and ":" in name), None)
+    found = []
+    for place, name in enumerate(names):
+        source = open_model(name, checkpoint if place == 0 else None)
+        if isinstance(source.model, dict) and factory is not None:
+            source = Source(name, open_model(factory, name).model, source.path)
+        found.append(source)
+    return found
 
 
 # --- objects of the user's code -----------------------------------------------------------------------------------------

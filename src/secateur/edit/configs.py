@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,13 +84,18 @@ def own_objects_(model: nn.Module, objects: Sequence[Any]) -> None:
 
 def built_from(kind: type[nn.Module], config: Any) -> nn.Module:
     """Builds `kind(config)`; its weights take no memory. Raises whatever the class raises."""
+    return built(lambda: kind(copy.deepcopy(config)))
+
+
+def built(into: Callable[[], nn.Module]) -> nn.Module:
+    """Calls a function that builds a model; its weights are on the meta device and take no memory."""
     log = logging.getLogger("transformers")
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _EmptyIsMeta():
             warnings.simplefilter("ignore")
-            return kind(copy.deepcopy(config))
+            return into()
     finally:
         log.setLevel(level)
 

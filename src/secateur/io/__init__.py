@@ -44,11 +44,27 @@ from ..methods import without_soft_masks
 from ..plans import Plan
 from ..surgery import Shrunk
 from . import compressed, hf, packed
-from .files import CODES, DTYPES, BadFile, Entry, Tensors, alone, names_of, read_json, rename, replacing, write_tensors
+from .files import (
+    CODES,
+    DTYPES,
+    BadFile,
+    Entry,
+    Tensors,
+    alone,
+    as_bytes,
+    names_of,
+    read_json,
+    rename,
+    replacing,
+    write_tensors,
+)
 from .fill import check_kinds, dtype_of, fill_, read
 from .manifest import MAX, TENSOR_FILES, Manifest, Stored, about, check_file, from_text, shapes_of, to_text
 
-__all__ = ["save", "load", "dense_state_dict", "BadFile", "MANIFEST", "record_in", "replaced", "write_text"]
+__all__ = [
+    "save", "load", "dense_state_dict", "BadFile", "MANIFEST", "record_in", "replaced", "write_text",
+    "Entry", "Tensors", "as_bytes", "rename", "replacing", "write_tensors",  # for folders
+]  # fmt: skip
 
 MANIFEST, CONFIG = "secateur.json", "config.json"
 _TRIES = 20  # how often a folder is read that others write to meanwhile

@@ -20,6 +20,7 @@ from .dropgrow import drop_and_grow
 from .gates import METHODS, Gate, Seen
 from .measure import Measured, Probe, mean, ratio
 from .ranking import rank
+from .residence import OnDevice, as_mapping, from_mapping
 from .seam import Amount, LayerProblem, Method, Solution
 from .sparsegpt import sparsegpt
 from .straight_through import SoftMasks, without_soft_masks
@@ -31,6 +32,7 @@ __all__ = [
     "Amount", "LayerProblem", "Method", "Solution",
     "admm", "drop_and_grow", "flow", "own", "rank", "sparsegpt", "topk",
     "as_method", "check_needs", "solve_checked", "STREAMED", "error_curves", "solve_all", "write_",  # for plans and recipes
+    "OnDevice", "as_mapping", "from_mapping",  # for folders
     "SoftMasks", "without_soft_masks",  # for pruning and io
     "METHODS", "Gate", "Seen", "Measured", "Probe", "greedy_sparsities", "mean", "ratio", "squares",  # for activations
 ]  # fmt: skip

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..criteria import Criterion, criterion
+from ..owners import scores_of
 from ..patterns import Pattern
 from ..schedules import AnySchedule, as_schedule
-from ..select import select
+from ..shards import select_shared, units_of
 from .seam import Amount, LayerProblem, Method, Solution
 
 
@@ -44,16 +45,15 @@ class DropAndGrow(Method):
         assert problem.scores is not None
         assert problem.evidence is not None
         comm = amount.comm
-        if previous is None or not comm.sum(int((~previous).sum()))[0]:
+        total, alive = (0, 0) if previous is None else units_of(problem.scores, pattern, previous, comm)
+        if previous is None or alive == total:
             return Solution(amount.keep(problem.name, problem.scores, pattern, previous))
-        height, width = pattern.block(problem.scores.layout)
-        units = previous[::height, ::width]
-        total, alive = comm.sum(units.numel(), int(units.sum()))
         swapped = round(self.swap(problem.step) * alive)
         stay = Amount(count=total - alive + swapped, comm=comm).keep(problem.name, problem.scores, pattern, previous)
         # Of the units outside now, the best `swapped` come in: all others are pruned from that ranking.
-        promise = {problem.name: self.grow.scores(problem.evidence)}
-        (grown,) = select(promise, pattern, count=total - swapped, previous={problem.name: ~stay}, comm=comm).values()
+        promise = {problem.name: scores_of(self.grow, problem.evidence)}
+        outside = {problem.name: ~stay}
+        (grown,) = select_shared(promise, pattern, count=total - swapped, previous=outside, comm=comm).values()
         return Solution(stay | grown)
 
     def __str__(self) -> str:

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from .._dist import Comm
 from .._layers import Layout
+from ..evidence import TensorEvidence
 from ..patterns import Pattern
 from ..schedules import AnySchedule
 from ..scores import Scores
-from ..select import least_kept, select
-from ..stats import TensorEvidence
+from ..select import least_kept
+from ..shards import select_shared, units_of
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Amount:
     def keep(self, name: str, scores: Scores, pattern: Pattern, previous: Tensor | None) -> Tensor:
         """The mask that prunes the lowest of these scores, exactly as many as asked."""
         count = self._ranked_units(pattern, scores) if self.ranked is not None else self.count
-        (mask,) = select(
+        (mask,) = select_shared(
             {name: scores},
             pattern,
             scope=self.scope,
@@ -173,10 +174,8 @@ class Amount:
 
     def _ranked_units(self, pattern: Pattern, scores: Scores) -> int:
         assert self.ranked is not None
-        height, width = pattern.block(scores.layout)
-        whole = self.ranked if pattern.lose is None else self._blocks_kept(height, width)
-        units = whole[::height, ::width]
-        total, alive = self.comm.sum(units.numel(), int(units.sum()))
+        whole = self.ranked if pattern.lose is None else self._blocks_kept(*pattern.block(scores.layout))
+        total, alive = units_of(scores, pattern, whole, self.comm)
         return total - alive
 
     def _blocks_kept(self, height: int, width: int) -> Tensor:

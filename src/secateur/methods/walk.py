@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import copied, signature, tensors_of
+from .._arguments import copied, moved, signature, tensors_of
 from .._dist import local
 from .._tree import Loose
 from ..blocks import repeated_blocks
@@ -29,6 +29,7 @@ from ..stream import Chain, Feed, record
 from ..tape import Call, Enough, Parts, Tape
 from ..tape import record as record_tape
 from ..targeting import Target
+from .residence import Residence, on_cpu, without_blocks
 from .seam import Solution
 from .stages import Stage, Window, find_stages
 
@@ -45,12 +46,14 @@ def solve_all(
     data: Iterable[Any] | None,
     solve: Solve,
     notes: dict[str, str] | None = None,
+    residence: Residence | None = None,
 ) -> dict[str, Solution]:
     """A solution for each target. Without streamed evidence all targets see the model as it is.
 
     `solve(target, evidence)` gets a mapping with "gram", "cross" and "residual", as far as `needs` has them, "tokens" (the
     number of inputs) and "stage" (its number in the block). "residual" is there for layers whose output is added to the
-    residual stream. `notes` receives sentences about layers, blocks and batches, by name.
+    residual stream. `notes` receives sentences about layers, blocks and batches, by name. `residence` says where blocks are
+    while they are solved.
     """
     if not needs & STREAMED:
         items = track(found, "solve", lambda target: target.name)
@@ -63,13 +66,14 @@ def solve_all(
     warn_of_unused_input(model, batches[0])
     solutions: dict[str, Solution] = {}
     with torch.inference_mode(False), torch.no_grad(), as_it_was(model), _Changes() as changes:
-        walk = _Walk(model, found, needs & STREAMED, batches, changes, notes)
+        walk = _Walk(model, found, needs & STREAMED, batches, changes, notes, residence or Residence())
         for part, table in walk.evidence():
             for target in part:
-                solution = solutions[target.name] = checked(target, solve(target, table.pop(target.name)))
+                solution = checked(target, solve(target, table.pop(target.name)))
+                solutions[target.name] = walk.residence.solved(target.name, solution)
                 changes.write(target, solution)
-                walk.errors.append(getattr(solution, "error", None))
-    return {target.name: solutions[target.name] for target in found}
+                walk.errors.append(solution.error)
+    return {target.name: solutions[target.name] for target in found if target.name in solutions}
 
 
 def _usable(data: Iterable[Any], notes: dict[str, str]) -> list[Any]:
@@ -112,8 +116,11 @@ class _Walk:
     batches: Sequence[Any]
     changes: _Changes
     notes: dict[str, str]
+    residence: Residence
     errors: list[float | None] = field(default_factory=list)
     tokens: int = 0
+    feeds: tuple[Feed, Feed] | None = None
+    now: tuple[bool, int] = (False, 0)  # whether the dense model runs, and on which batch
     _summary: str = ""
 
     def __post_init__(self) -> None:
@@ -125,22 +132,59 @@ class _Walk:
         by_name = {target.name: target for target in self.found}
         blocks = repeated_blocks(self.model, by_name, lists=(nn.ModuleList, nn.Sequential))
         inner = [block.module for block in blocks if block.module is not self.model]
-        chain = Chain.of(self.model, inner, self.batches)
-        feeds = None if chain is None else (chain.feed(), chain.feed())
+        with self.residence.outside(self.model, inner, inner[:1]):
+            if self.residence.device is None:
+                chain = Chain.of(self.model, inner, self.batches)
+            else:
+                chain = Chain.of(self.model, inner, map(self._there_now, self.batches), on_cpu)
+        if chain is None and self.residence.device is not None:
+            raise ValueError(
+                f"the blocks of {type(self.model).__name__} do not feed each other, so they cannot run one at a time"
+            )
+        self.feeds = feeds = None if chain is None else (chain.feed(), chain.feed())
         names = {id(module): name for name, module in self.model.named_modules()}
-        with Progress("block by block", len(blocks)) as progress:
-            for i, block in enumerate(blocks):
+        start = self.residence.resume(feeds) if feeds is not None else 0
+        with Progress("block by block", len(blocks) - start) as progress:
+            for i, block in list(enumerate(blocks))[start:]:
                 name = names[id(block.module)] or "outside of blocks"
                 progress(name + self._summary)
                 begin, self.errors, self.tokens = time.monotonic(), [], 0
-                own = [by_name[name] for name in block.names]
-                part = _Block(self, name, block.module, own, *self._calls(block.module, i, feeds))
-                yield from part.evidence()
-                if chain is not None and feeds is not None and i in chain.last_use:
-                    feeds[0].put(i, part.outputs(part.pruned))
-                    if part.dense is not None:
-                        feeds[1].put(i, part.outputs(part.dense))
+                own, since = [by_name[name] for name in block.names], len(self.changes)
+                last = i + 1 == len(inner) < len(blocks)
+                with self._there(name, block.module, inner):
+                    part = _Block(self, name, block.module, own, *self._calls(block.module, i, feeds))
+                    yield from part.evidence()
+                    if chain is not None and feeds is not None and (i in chain.last_use or last):
+                        chain.last_use.setdefault(i, len(inner))
+                        feeds[0].put(i, part.outputs(part.pruned))
+                        if part.dense is not None:
+                            feeds[1].put(i, part.outputs(part.dense))
+                if self.residence.device is not None:
+                    self.changes.forget(since)
+                if feeds is not None and block.module is not self.model:
+                    self.residence.finished(i + 1, feeds)
                 self._report(name, time.monotonic() - begin, len(blocks) - i - 1)
+
+    def _there_now(self, batch: Any) -> Any:
+        """A batch on the device where blocks run."""
+        args, kwargs, _ = split_batch(batch)
+        return moved(kwargs if kwargs else (args, None), self.residence.device)
+
+    @contextlib.contextmanager
+    def _there(self, name: str, block: nn.Module, inner: Sequence[nn.Module]) -> Iterator[None]:
+        """A context in which one block runs, or the model without its blocks."""
+        if block is not self.model or self.residence.device is None:
+            with self.residence.inside(name, block):
+                yield
+            return
+        assert self.feeds is not None
+        feeds = self.feeds
+
+        def last() -> Any:
+            return feeds[self.now[0]].output(len(inner) - 1, self.now[1])
+
+        with self.residence.outside(self.model, inner, ()), without_blocks(inner, last, self.residence.device):
+            yield
 
     def _report(self, name: str, seconds: float, left: int) -> None:
         """Logs what is known about a block that was solved, and keeps it for the progress line of the next."""
@@ -179,8 +223,9 @@ class _Block:
         by_name = {target.name: target for target in self.targets}
         self._since = 0 if self.module is self.walk.model else len(self.walk.changes)
         stages, windows, tapes = self._plan()
-        self.pruned = Parts(self.module, self.calls, tapes)
-        self.dense = None if self.dense_calls is None else Parts(self.module, self.dense_calls, tapes)
+        device = self.walk.residence.device
+        self.pruned = Parts(self.module, self.calls, tapes, device)
+        self.dense = None if self.dense_calls is None else Parts(self.module, self.dense_calls, tapes, device)
         for number, stage in enumerate(stages):
             table = self._collect(number, stage, [own[number] for own in windows], by_name)
             yield [by_name[name] for name in stage.names], table
@@ -190,9 +235,10 @@ class _Block:
         kinds = [signature(call) for call in self.calls]
         tapes: dict[Any, Tape | None] = {}
         for kind in dict.fromkeys(kinds):
-            own = [call for call, other in zip(self.calls, kinds, strict=True) if other == kind]
-            smallest = min(own, key=lambda call: sum(t.numel() for t in tensors_of(call)))
-            tapes[kind] = record_tape(self.module, smallest, self.targets)
+            own = [i for i, other in enumerate(kinds) if other == kind]
+            smallest = min(own, key=lambda i: sum(t.numel() for t in tensors_of(self.calls[i])))
+            self.walk.now = False, smallest
+            tapes[kind] = record_tape(self.module, self.calls[smallest], self.targets, self.walk.residence.device)
         known = [tape for tape in tapes.values() if tape is not None]
         found = find_stages(self.targets, known) if known and len(known) == len(tapes) else "its operators cannot be followed"
         if not isinstance(found, str):
@@ -258,6 +304,7 @@ class _Block:
             lambda target, groups, x: note(Seen(target, groups=groups, x=x)),
             before=True,
         ):
+            self.walk.now = parts is self.dense, number
             parts.go(number, window.first, found.clear)
         return found
 
@@ -267,7 +314,7 @@ class _Block:
             with self.walk.changes.out(self._since) if parts is self.dense else contextlib.nullcontext():
                 output = parts.go(number, None)
             parts.states[number].reset()
-            yield output
+            yield on_cpu(output) if parts.device is not None else output
 
 
 def _detached(seen: Seen, streams: Mapping[str, Tensor]) -> Seen:
@@ -296,6 +343,10 @@ class _Changes:
 
     def __len__(self) -> int:
         return len(self._pairs)
+
+    def forget(self, since: int) -> None:
+        """Drops the last changes: the tensors they were made to were copies."""
+        del self._pairs[since:]
 
     @contextlib.contextmanager
     def out(self, since: int = 0) -> Iterator[None]:

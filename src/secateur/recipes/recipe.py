@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ _SHIPPED = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a recipe: its kind ("prune", "shrink", "gate", "compress") and its arguments as plain data."""
+    """One stage of a recipe: its kind ("prune", "shrink", ...) and its arguments as plain data."""
 
     kind: str
     arguments: Mapping[str, Any]
@@ -37,7 +36,7 @@ class Ran(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Stages that are run on a model in order, with the arguments of `prune_`, `shrink`, `gate_` and `compress_` as fields::
+    """Stages that are run on a model in order. Their fields are the arguments of `prune_`, `shrink`, `gate_`, `compress_`::
 
         version: 1
         stages:
@@ -123,19 +122,27 @@ class Recipe:
         """Runs the stages on a copy of the model, and returns the copy and the result of each stage. The model is unchanged.
 
         `data` (batches) goes to every stage whose function takes it, unless the stage says `data: null`; `loss` likewise.
-        `inputs` are the example inputs of `shrink` and `compress_`; by default those of the first batch.
+        `inputs` are the example inputs of `shrink` and `compress_`; by default those of the first batch. The teacher of
+        `distill_` is the model as it is given.
         """
-        return self.run_(copied(model), data=data, inputs=inputs, loss=loss)
+        return self._run_(copied(model), model, data, inputs, loss)
 
     def run_(self, model: nn.Module, *, data: Iterable[Any] | None = None, inputs: Any = None, loss: Loss | None = None) -> Ran:
         """`run` in place: the model itself is changed. If a stage fails, the stages before it stay done."""
+        distills = any(stage.kind == "distill" for stage in self.stages)
+        return self._run_(model, copied(model) if distills else None, data, inputs, loss)
+
+    def _run_(
+        self, model: nn.Module, teacher: nn.Module | None, data: Iterable[Any] | None, inputs: Any, loss: Loss | None
+    ) -> Ran:
         batches = list(data) if data is not None and iter(data) is data else data
         if inputs is None and batches is not None:
             inputs = _inputs_of(batches)
+        given = {"data": batches, "loss": loss, "example_inputs": inputs, "teacher": teacher}
         results = []
         for place, stage in enumerate(self.stages):
             try:
-                results.append(_run_stage(stage, model, {"data": batches, "loss": loss, "example_inputs": inputs}))
+                results.append(_run_stage(stage, model, given))
             except Exception as error:
                 error.add_note(f"in stages[{place}].{stage.kind} of the recipe")
                 raise
@@ -154,16 +161,11 @@ def _title(file: Path) -> str:
 
 def _run_stage(stage: Stage, model: nn.Module, given: Mapping[str, Any]) -> Any:
     kind = KINDS[stage.kind]
-    known = _parameters(kind.signature)
-    arguments = {name: value for name, value in given.items() if name in known and value is not None}
-    if "example_inputs" in known and "example_inputs" not in arguments:
+    arguments = {name: given[name] for name in kind.gets if given[name] is not None}
+    if "example_inputs" in kind.gets and "example_inputs" not in arguments:
         raise ValueError(f"{stage.kind} runs the model, so pass inputs= (example inputs) or data= (batches)")
     result = kind.call(model, **{**arguments, **resolved(stage.arguments)})
     return result[1] if isinstance(result, tuple) else result
-
-
-def _parameters(function: Callable[..., Any]) -> set[str]:
-    return set(inspect.signature(function).parameters)
 
 
 def _inputs_of(batches: Iterable[Any]) -> Any:

@@ -22,12 +22,14 @@ from .._tree import nearest
 from ..activations import gate_
 from ..arguments import GIVEN_AT_RUN
 from ..criteria import Criterion
+from ..distill import distill_
 from ..execute import compress_
 from ..methods import Method
 from ..patterns import Pattern
 from ..pruning import prune_
+from ..reorder import reorder_
 from ..settings import Settings
-from ..surgery import UnitCriterion, shrink, shrink_
+from ..surgery import ShrinkRequest, UnitCriterion, check_request, shrink, shrink_
 
 VERSION = 1
 
@@ -38,17 +40,21 @@ class BadRecipe(ValueError):
 
 @dataclass(frozen=True)
 class StageKind:
-    """A kind of stage: the function whose arguments it takes, and the one that it calls on the model, which it changes."""
+    """A kind of stage: the function whose arguments it takes, the one that it calls on the model, which it changes, and the
+    arguments that are given when the recipe runs."""
 
     signature: Callable[..., Any]
     call: Callable[..., Any]
+    gets: tuple[str, ...]
 
 
 KINDS = {
-    "prune": StageKind(prune_, prune_),
-    "shrink": StageKind(shrink, shrink_),
-    "gate": StageKind(gate_, gate_),
-    "compress": StageKind(compress_, compress_),
+    "shrink": StageKind(shrink, shrink_, ("example_inputs", "data", "loss")),
+    "reorder": StageKind(reorder_, reorder_, ("data", "loss")),
+    "prune": StageKind(prune_, prune_, ("data", "loss")),
+    "distill": StageKind(distill_, distill_, ("teacher", "data")),
+    "gate": StageKind(gate_, gate_, ("data",)),
+    "compress": StageKind(compress_, compress_, ("example_inputs",)),
 }
 
 # --- from signatures to fields ------------------------------------------------------------------------------------------
@@ -142,13 +148,19 @@ def _check_types(arguments: Mapping[str, Any], fields: Mapping[str, Any], path: 
 def _check_values(kind: str, arguments: dict[str, Any], path: str) -> None:
     """Raises for values that no model could be pruned with. What depends on the model is checked when the recipe runs."""
     try:
-        given = resolved(arguments)
+        given = {**_defaults(kind), **resolved(arguments)}
         if kind == "prune":
             names = ("criterion", "pattern", "scope", "sparsity", "count", "spread", "method", "floor")
-            defaults = inspect.signature(prune_).parameters
-            Settings.of(*(given.get(name, defaults[name].default) for name in names))
+            Settings.of(*(given[name] for name in names))
+        if kind == "shrink":  # repairs need data, which are not here yet
+            check_request(ShrinkRequest(**{**given, "reestimate": False, "refit": False}))
     except (ValueError, TypeError) as error:
         raise BadRecipe(f"{path}: {error}") from None
+
+
+def _defaults(kind: str) -> dict[str, Any]:
+    parameters = inspect.signature(KINDS[kind].signature).parameters.values()
+    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
 
 
 def _words(text: str) -> str:

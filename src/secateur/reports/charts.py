@@ -107,24 +107,26 @@ def _runs(columns: Sequence[Column]) -> list[list[int]]:
 
 
 def _labels(columns: Sequence[Column], width: float) -> list[Label]:
-    """The names of the groups that have room: about 0.8 % of the width for a character, and 2.4 % on a phone."""
+    """The names of the groups that have room: about 0.8 % of the width for a character, and 2.4 % on a phone.
+
+    A name that would stick out at an end is aligned with it, or left out on a phone.
+    """
     found: list[Label] = []
-    taken = {False: -1.0, True: -1.0}
+    taken, taken_narrow = -1.0, -1.0
     common = _common_path([column.group for column in columns])
     for run in _runs(columns):
         text = shorter(columns[run[0]].group.removeprefix(common), 22)
-        left, right = 100 * columns[run[0]].x / width, 100 * (columns[run[-1]].x + 1) / width
-        fits = {}
-        for phone, each in ((False, 0.8), (True, 2.4)):
-            half = each * len(text) / 2
-            middle = min(max((left + right) / 2, half), 100 - half)
-            fits[phone] = middle - half > taken[phone] and 2 * half <= 100
-            if fits[phone]:
-                taken[phone] = middle + half + each
-        if fits[False]:
-            middle, half = (left + right) / 2, 0.4 * len(text)
-            align = "first" if middle < half else "last" if middle > 100 - half else ""
-            found.append(Label(text, middle, fits[True] and not align, align))
+        middle = 50 * (columns[run[0]].x + columns[run[-1]].x + 1) / width
+        half, half_narrow = 0.4 * len(text), 1.2 * len(text)
+        align = "first" if middle < half else "last" if middle > 100 - half else ""
+        start = min(max(middle - half, 0.0), 100 - 2 * half)
+        if start <= taken:
+            continue
+        taken = start + 2 * half + 0.8
+        narrow = taken_narrow < middle - half_narrow and middle + half_narrow < 100
+        if narrow:
+            taken_narrow = middle + half_narrow + 2.4
+        found.append(Label(text, middle, narrow, align))
     return found
 
 

@@ -16,16 +16,18 @@ from torch import nn
 
 from .._tree import nearest
 from ..activations import Gates
+from ..distill import Distilled
 from ..edit import Inputs, split_inputs
 from ..execute import Bench, Compression
 from ..plans import Plan
 from ..progress import track
 from ..recipes import Recipe
+from ..reorder import Reordering
 from ..surgery import Shrunk
 from . import history
 from .document import Call, Document, LayerRow, Line, Model, Point, Reason, StageFigures, Sweep, Time
 from .history import Action, Result, Version, dense_form
-from .layers import masks_of, other_masks, plan_rows, rows
+from .layers import masks_of, other_masks, plan_rows, rows, unread
 from .measure import (
     Evaluate,
     Flops,
@@ -109,7 +111,7 @@ def report(
         note=note,
         stages=[stage for stage in listed if stage != StageFigures(stage.name, stage.how)],
         steps=[_step(action) for action in actions],
-        reasons=[reason for action in actions for reason in _reasons(action)],
+        reasons=[*(reason for action in actions for reason in _reasons(action)), *_unread(found)],
         masks=masks,
         sweep=None if sweep is None else _sweep(sweep, metric, listed),
         recipe=recipe or _recipe_of(found),
@@ -127,8 +129,8 @@ def _check(results: Sequence[Any], before: Any, after: Any, stages: Any) -> None
     for result in results:
         if not isinstance(result, Result):
             raise TypeError(
-                f"report takes what prune_, plan, shrink, compress_, gate_ and bench return, not a {type(result).__name__}; "
-                "models are passed as before= and after="
+                "report takes what plan, prune_, shrink, compress_, gate_, distill_ and bench return, not a "
+                f"{type(result).__name__}; models are passed as before= and after="
             )
     for key, model in (("before", before), ("after", after), *(dict(stages or {})).items()):
         if model is not None and not isinstance(model, nn.Module):
@@ -138,8 +140,9 @@ def _check(results: Sequence[Any], before: Any, after: Any, stages: Any) -> None
     if not results and not stages and (before is None or after is None):
         raise ValueError("pass results, or before= and after=, or stages=; there is nothing to report")
     last = next((result for result in reversed(results) if not isinstance(result, Bench)), None)
-    if isinstance(last, Compression) and after is None and stages is None:
-        raise ValueError("pass after= (the model that compress_ changed); its result does not hold the model")
+    if isinstance(last, Compression | Distilled | Reordering) and after is None and stages is None:
+        how = history.NAMES[type(last)][0]
+        raise ValueError(f"pass after= (the model that {how} changed); its result does not hold the model")
 
 
 def _example(inputs: Any, actions: Sequence[Action]) -> Any:
@@ -201,7 +204,7 @@ class Counted:
     """What one version holds and computes. `missing`: what could not be measured, and why."""
 
     parameters: int
-    nonzero: int
+    nonzero: int | None
     flops: Flops | None
     missing: dict[str, str]
 
@@ -353,6 +356,8 @@ def _numbers(action: Action) -> tuple[Mapping[str, float], str]:
         return {**named, "empty": len(action.empty)}, action.recipe
     if isinstance(action, Compression):
         return counts, f"objective={action.objective}, {action.threads} thread{'s' if action.threads > 1 else ''}"
+    if isinstance(action, Distilled | Reordering):
+        return {key: counts[key] for key in counts.keys() & {"kept_step", "groups"}}, action.recipe
     method = next((gate.method for gate in action.gates.values()), "")
     return {key: counts[key] for key in ("gates", "sparsity")}, f"method={method}, sparsity={counts['sparsity']:.3g}"
 
@@ -371,7 +376,15 @@ def _reasons(action: Action) -> list[Reason]:
         return _grouped("Tensors that were not pruned", how, action.skipped)
     if isinstance(action, Compression):
         return _grouped("Layers that stay dense", how, {row.layer: row.reason for row in action.rows if not row.format})
-    return _grouped("Layers without a gate", how, action.skipped)
+    if isinstance(action, Distilled):
+        return []
+    title = "Layers without a gate" if isinstance(action, Gates) else "Weights that were not reordered"
+    return _grouped(title, how, action.skipped)
+
+
+def _unread(found: Sequence[Version]) -> list[Reason]:
+    model = found[-1].model if found else None
+    return [] if model is None else _grouped("Weights that could not be read", "report", unread(model))
 
 
 def _grouped(title: str, call: str, reasons: Mapping[str, str]) -> list[Reason]:

@@ -11,7 +11,7 @@ from .charts import short
 from .document import Line, Sweep, wilson
 from .words import percent, shorter
 
-_FEW = 4  # so many lines are told apart by dash and marker; of more, those that change most are named
+_FEW = 5  # so many lines are told apart by dash and marker; of more, those that change most are named
 _NAMED = 3
 _SPOKEN = 12  # lines whose figures a screen reader reads
 
@@ -71,7 +71,7 @@ def curve(sweep: Sweep) -> Curve:
     end = min(1.0, math.ceil(20 * max((point.sparsity for point in points), default=1.0) + 0.5) / 20)
     axes = Axes(lambda share: 100 * share / end, up, sweep.unit)
     few = len(sweep.lines) <= _FEW
-    lines = [_drawn(line, f"k{i + 1}" if few else "k5", axes, sweep.chosen) for i, line in enumerate(sweep.lines)]
+    lines = [_drawn(line, f"k{i + 1}" if few else "k0", axes, sweep.chosen) for i, line in enumerate(sweep.lines)]
     named = lines if few else sorted(lines, key=_change, reverse=True)[:_NAMED]
     _spread(named)
     for line in lines:

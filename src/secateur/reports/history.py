@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from ..activations import Gates
+from ..distill import Distilled
+from ..edit import copied
 from ..execute import Bench, Compressed, Compression, decompress_
 from ..plans import Plan
+from ..reorder import Reordering
 from ..surgery import Shrunk
 
-Result = Plan | Shrunk | Compression | Gates | Bench
-Action = Plan | Shrunk | Compression | Gates
+Action = Plan | Shrunk | Compression | Gates | Distilled | Reordering
+Result = Action | Bench
 
 # How the page names a step and the model after it.
 NAMES: dict[type, tuple[str, str]] = {
@@ -22,6 +24,8 @@ NAMES: dict[type, tuple[str, str]] = {
     Plan: ("prune_", "pruned"),
     Compression: ("compress_", "compressed"),
     Gates: ("gate_", "gated"),
+    Distilled: ("distill_", "distilled"),
+    Reordering: ("reorder_", "reordered"),
 }
 
 
@@ -61,8 +65,9 @@ def named(stages: Mapping[str, nn.Module], actions: Sequence[Action]) -> list[Ve
 
 def dense_form(model: nn.Module) -> nn.Module:
     """The model with plain layers: itself, or a copy if some of its layers are compressed."""
+    model = getattr(model, "_orig_mod", model)  # the module under torch.compile
     if any(isinstance(module, Compressed) for module in model.modules()):
-        return decompress_(copy.deepcopy(model))
+        return decompress_(copied(model))
     return model
 
 
@@ -74,7 +79,7 @@ def _made_by(actions: Sequence[Action], before: nn.Module | None) -> nn.Module |
     if isinstance(last, Gates):
         return last.model
     if isinstance(last, Plan) and len(actions) == 1 and before is not None:
-        model = copy.deepcopy(before)
+        model = copied(before)
         replace(last, dense={}).apply_(model)
         return model
     return None
@@ -88,11 +93,13 @@ def _undone(action: Action, model: nn.Module | None) -> nn.Module | None:
         return None
     if isinstance(action, Compression):
         return dense_form(model)
-    if isinstance(action, Plan) and not action.dense:
+    if isinstance(action, Plan | Distilled) and not action.dense:
         return None
-    model = copy.deepcopy(model)
+    model = copied(model)
     if isinstance(action, Gates):
         Gates.of(model).undo_()
+    elif isinstance(action, Reordering):
+        action.undo_(model)
     else:
         replace(action, dense=dict(action.dense)).undo_(model)
     return model

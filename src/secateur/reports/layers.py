@@ -14,7 +14,7 @@ from .._tree import Packed, bare_name
 from ..edit import history
 from ..execute import Compressed, zeros_of
 from ..plans import Plan
-from ..summaries import FEW, weights_of
+from ..summaries import FEW, unreadable, weights_of
 from .document import Histogram, LayerRow, Mask
 from .measure import Flops
 
@@ -40,10 +40,14 @@ class Weight:
 
 
 def weights(model: nn.Module) -> dict[str, Weight]:
-    """The weights of a model by the name of their layer, in the order of the modules."""
-    order = {bare_name(path): place for place, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    found = [_weight(*each) for each in weights_of(model) if each[2].numel() and not each[2].is_meta]
-    return {each.name: each for each in sorted(found, key=lambda each: order.get(each.name.rpartition(".")[0], 0))}
+    """The weights of a model that can be read, by the name of their layer, in the order of the modules."""
+    found = [_weight(*each) for each in weights_of(model) if unreadable(each[2]) is None]
+    return {each.name: each for each in found}
+
+
+def unread(model: nn.Module) -> dict[str, str]:
+    """The weights that cannot be read, and why."""
+    return {name: why for name, _, tensor, _ in weights_of(model) if (why := unreadable(tensor)) is not None}
 
 
 def _weight(name: str, owner: nn.Module, tensor: Tensor, form: str) -> Weight:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .._tree import bare_name, slots
 from .._version import __version__
@@ -23,6 +24,7 @@ from ..edit import Inputs, eval_mode, plain_kernels, run, split_inputs
 from ..execute import bench
 from ..io import save
 from ..progress import track
+from ..summaries import unreadable
 from ..surgery import FlopCount
 from .document import Machine, Metric, Time, wilson
 
@@ -87,10 +89,13 @@ def bytes_on_disk(model: nn.Module) -> int:
         return sum(file.stat().st_size for file in Path(folder).iterdir())
 
 
-def counts_of(model: nn.Module) -> tuple[int, int]:
-    """The number of parameters, and how many are not zero. A tied parameter counts once."""
-    parameters = list(model.parameters())
-    return sum(p.numel() for p in parameters), sum(int(torch.count_nonzero(p.detach())) for p in parameters)
+def counts_of(model: nn.Module) -> tuple[int, int | None]:
+    """The number of parameters, and how many are not zero, if all can be read. A tied parameter counts once."""
+    parameters = [p.detach() for p in model.parameters() if not is_lazy(p) and p.numel()]
+    total = sum(p.numel() for p in parameters)
+    if any(map(unreadable, parameters)):
+        return total, None
+    return total, sum(int(torch.count_nonzero(p)) for p in parameters)
 
 
 def times_of(models: Mapping[str, nn.Module], inputs: Mapping[str, Any], seconds: float) -> dict[str, list[Time]]:

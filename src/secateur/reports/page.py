@@ -138,14 +138,17 @@ def _table(document: Document) -> LayerTable | None:
     timed = any(layer.dense_us is not None or layer.format for layer in layers)
     counted = any(layer.flops_after is not None for layer in layers)
     gated = any(layer.gate is not None for layer in layers)
-    header = [("Channels", "n"), ("Weights kept", "n"), ("Zeros", "n"), ("Pattern", "s")]
+    mixed = not timed or len({row.pattern for row in layers} - {"", "dense"}) > 1
+    header = [("Channels", "n"), ("Weights kept", "n"), ("Zeros", "n")]
+    header += [("Pattern", "s")] if mixed else []
     header += [("FLOPs", "n")] if counted else []
     header += [("Gated", "n")] if gated else []
     header += [("Format", "s"), ("Dense, µs", "n"), ("Now, µs", "n"), ("Faster", "n"), ("Bytes", "n")] if timed else []
     rows = []
     for layer in layers:
         choice = (layer.format or "dense") if timed else (layer.pattern or NONE)
-        cells = [*_size_cells(layer)]
+        cells = _size_cells(layer)
+        cells += [Cell(layer.pattern or NONE, value=layer.pattern)] if mixed else []
         if counted:
             flops = layer.flops_after
             cells.append(Cell(NONE if flops is None else str(words.count(flops)), value=flops))
@@ -162,15 +165,10 @@ def _size_cells(layer: LayerRow) -> list[Cell]:
     was, now = layer.channels
     if layer.after is None:
         gone = Cell("removed", before=f"{was:,} →", value=0.0)
-        return [gone, Cell("0", after=f"of {layer.params_before:,}", value=0), Cell(NONE, value=None), Cell(NONE, value="")]
+        return [gone, Cell("0", after=f"of {layer.params_before:,}", value=0), Cell(NONE)]
     width = Cell(f"{now:,}", before=f"{was:,} →" if now != was else "", value=now / was if was else 0.0)
     kept = Cell(f"{layer.kept:,}", after=f"of {layer.params_before:,}", value=layer.kept)
-    return [
-        width,
-        kept,
-        Cell(words.percent(layer.zeros, 1), value=layer.zeros),
-        Cell(layer.pattern or NONE, value=layer.pattern),
-    ]
+    return [width, kept, Cell(words.percent(layer.zeros, 1), value=layer.zeros)]
 
 
 def _time_cells(layer: LayerRow) -> list[Cell]:

@@ -260,7 +260,23 @@ def _gated(step: Call, later: bool) -> str:
     return f"the smallest {percent(step.numbers['sparsity'])} of the inputs of {int(step.numbers['gates'])} layers are zeroed"
 
 
-_LEDES: dict[str, Callable[[Call, bool], str]] = {"shrink": _cut, "prune_": _pruned, "compress_": _packed, "gate_": _gated}
+def _distilled(step: Call, later: bool) -> str:
+    steps = int(step.numbers["kept_step"])
+    return f"the model was trained for {steps:,} steps to match the one before" if steps else "training did not improve it"
+
+
+def _reordered(step: Call, later: bool) -> str:
+    return f"the channels of {int(step.numbers['groups'])} groups were put in another order"
+
+
+_LEDES: dict[str, Callable[[Call, bool], str]] = {
+    "shrink": _cut,
+    "prune_": _pruned,
+    "compress_": _packed,
+    "gate_": _gated,
+    "distill_": _distilled,
+    "reorder_": _reordered,
+}
 
 
 class Note(NamedTuple):

@@ -12,6 +12,7 @@ from .calibrate import UnitCriterion, activation_variance, bn_scale, fpgm, recon
 from .cut import cuts_of
 from .exact import fold_
 from .pipeline import shrink, shrink_
+from .request import ShrinkRequest, check_request
 from .result import GroupCut, Shrunk
 from .sizes import FlopCount
 from .verify import Verified
@@ -19,6 +20,8 @@ from .verify import Verified
 __all__ = [
     "shrink",
     "shrink_",
+    "ShrinkRequest",
+    "check_request",
     "Shrunk",
     "GroupCut",
     "Verified",

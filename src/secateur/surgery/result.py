@@ -126,7 +126,7 @@ class Shrunk(Reported):
             *notes_by_reason("not exact", why),
             *notes_by_reason("another number of units kept", self.moved),
             *notes_by_reason("skipped", self.skipped),
-            *([_LEGEND] if any(group.each for group in self.groups) else []),
+            *([_LEGEND] if any(group.each > 1 for group in self.groups) else []),
         ]
         header = ("group", "members", "one unit", "units", "kept", "")
         return Table(header, rows, totals, right=(2, 3, 4), title=self.recipe, notes=notes)

@@ -16,6 +16,7 @@ from .masked import mask_
 from .sizes import outline
 
 Shapes = list[tuple[int, ...]]
+_DRAWS = 4  # weights changed at random, which show whether values decide on a size
 
 
 def check_runs(traced: Trace, small: nn.Module, inputs: Inputs, flops: int, keep: Keep) -> int:
@@ -59,7 +60,7 @@ def _check_once(traced: Trace, small: nn.Module, inputs: Inputs, keep: Keep) -> 
     if isinstance(result, Exception):
         raise _failure("on the example inputs", result)
     found, flops = result
-    if shapes != found and not _alike(found, shapes, outline(mask_(copied(traced.model), traced, keep), *inputs)[0]):
+    if shapes != found and not _alike(found, shapes, _with_other_values(traced, inputs, keep)):
         raise ValueError(
             f"the cut model returns shapes {found} instead of {shapes}; where values decide on shapes (predicted lengths, "
             "thresholds), exclude the layers that compute them. The model is unchanged."
@@ -82,12 +83,25 @@ def _try(model: nn.Module, inputs: Any, training: bool = False) -> tuple[Shapes,
         return error
 
 
-def _alike(found: Shapes, whole: Shapes, masked: Shapes) -> bool:
-    """True if the shapes are equal except for sizes that depend on values: those that masking alone changes too."""
-    if [len(s) for s in found] != [len(s) for s in whole] or [len(s) for s in masked] != [len(s) for s in whole]:
+def _with_other_values(traced: Trace, inputs: Inputs, keep: Keep) -> list[Shapes]:
+    """The shapes that the model returns in full size, when it is masked and with weights that are changed at random."""
+    found = [_try(mask_(copied(traced.model), traced, keep), inputs)]
+    for seed in range(_DRAWS):
+        model, draw = copied(traced.model), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in (p for p in model.parameters() if p.is_floating_point()):
+                parameter.mul_(1 + torch.randn(parameter.shape, generator=draw).to(parameter))
+        found.append(_try(model, inputs))
+    return [result[0] for result in found if not isinstance(result, Exception)]
+
+
+def _alike(found: Shapes, whole: Shapes, others: list[Shapes]) -> bool:
+    """True if the shapes are equal except for sizes that depend on values: those that other values alone change too."""
+    ranks = [len(shape) for shape in whole]
+    if any([len(shape) for shape in shapes] != ranks for shapes in (found, *others)):
         return False
-    sizes = (zip(*triple) for triple in zip(found, whole, masked))
-    return all(size == old or old != silent for three in sizes for size, old, silent in three)
+    same = [[{shapes[i][d] for shapes in (whole, *others)} for d in range(rank)] for i, rank in enumerate(ranks)]
+    return all(found[i][d] == whole[i][d] or len(same[i][d]) > 1 for i, rank in enumerate(ranks) for d in range(rank))
 
 
 def _doubled(traced: Trace, inputs: Inputs) -> Inputs | None:

@@ -6,18 +6,28 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from .._arguments import copied
+from .._arguments import copied, moved
 from ..stats import on_batch
 from .runs import Again, Call, Enough, Run, State, Tape
 
 
 class Parts:
-    """The calls of a module and the tape of each, or None. `run` is the run that is going on."""
+    """The calls of a module and the tape of each, or None. `run` is the run that is going on.
 
-    def __init__(self, module: nn.Module, calls: Sequence[Call], tapes: Sequence[Tape | None]) -> None:
-        self.module = module
+    With a `device`, calls are run there and lie on the host between runs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        calls: Sequence[Call],
+        tapes: Sequence[Tape | None],
+        device: torch.device | None = None,
+    ) -> None:
+        self.module, self.device = module, device
         self.states = [State(*call, tape) for call, tape in zip(calls, tapes, strict=True)]
         self.run: Run | None = None
 
@@ -30,7 +40,7 @@ class Parts:
         for _ in range(3):  # it may have to begin again without what was saved, and then with copies of its arguments
             if state.tape is None:
                 break
-            self.run = run = Run(state, save_at)
+            self.run = run = Run(state, save_at, self.device)
             args, kwargs = run.arguments()
             try:
                 with on_batch(self.module, args, kwargs), run:
@@ -47,7 +57,7 @@ class Parts:
             return output
         state.reset()
         state.tape = None  # this call cannot be followed, so it is run as a whole
-        args, kwargs = copied((state.args, state.kwargs), {})
+        args, kwargs = copied(moved((state.args, state.kwargs), self.device), {})
         with contextlib.suppress(Enough), on_batch(self.module, args, kwargs):
             return self.module(*args, **kwargs)
         return None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import tensors_of
+from .._arguments import moved, tensors_of
 from ..reads import listen
 from ..stats import on_batch
 from ..targeting import Target
@@ -86,13 +86,13 @@ def _decides(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> 
     return chosen and any(t.is_floating_point() for t in inputs)
 
 
-def record(module: nn.Module, call: Call, targets: Sequence[Target]) -> Tape | None:
+def record(module: nn.Module, call: Call, targets: Sequence[Target], device: torch.device | None = None) -> Tape | None:
     """Runs a module on one call and returns the tape; None where its operators cannot be followed."""
     bits: dict[int, int] = {}
     for i, target in enumerate(targets):
         key = target.weight.untyped_storage()._cdata
         bits[key] = bits.get(key, 0) | 1 << i
-    run = _Recording(State(*call, tape=None, copies=True), bits)
+    run = _Recording(State(*moved(call, device), tape=None, copies=True), bits)
 
     def note(target: Target, x: Tensor | None, groups: slice | None) -> None:
         with run.aside():

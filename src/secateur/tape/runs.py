@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .._arguments import fresh, replaced, tensors_of
 
 _SMALL = 1 << 18  # integer tensors up to so many bytes are always kept: Python code may read them (`tolist` is no operator)
+_LARGE = 3  # on a device, up to so many times the size of the largest argument are kept
 OUTSIDE = -1  # the memory of parameters, buffers and constants
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -99,11 +100,12 @@ class State:
     tape: Tape | None
     at: int = 0
     script: list[_Op] = field(default_factory=list)
-    kept: dict[int, UntypedStorage] = field(default_factory=dict)
+    kept: dict[int, UntypedStorage | None] = field(default_factory=dict)  # None: the memory of an argument
     small: dict[int, UntypedStorage] = field(default_factory=dict)
     most: dict[torch.device, int] = field(default_factory=dict)  # the size of the largest memory on each device
     made: list[Made | None] = field(default_factory=list)  # the tensors among the arguments
     copies: bool = False  # the module writes to its arguments
+    bytes: int = 0  # the size of the largest argument
 
     def reset(self) -> None:
         self.at, self.script, self.kept, self.small = 0, [], {}, {}
@@ -112,14 +114,16 @@ class State:
 class Run(TorchDispatchMode):
     """Follows the operators of one run. `same`: so far they are those of the tape.
 
-    `save_at`: the operator before which `save` will be called, so that the memory needed then is held until then.
+    `save_at`: the operator before which `save` will be called, so that the memory needed then is held until then. With a
+    `device`, the run is on that device, and what lies between runs is on the host; what is much larger than the arguments is
+    not kept then, but computed again.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, state: State, save_at: int | None = None) -> None:
+    def __init__(self, state: State, save_at: int | None = None, device: torch.device | None = None) -> None:
         super().__init__()
-        self.state, self.tape = state, state.tape
+        self.state, self.tape, self.device = state, state.tape, device
         self.same, self.count = state.tape is not None, 0
         self.save_at = float("inf") if save_at is None else save_at
         self.picked: tuple[int, Tensor] | None = None  # the rows that were picked last, and out of how many
@@ -128,6 +132,7 @@ class Run(TorchDispatchMode):
         self._references: list[StorageWeakRef] = []  # while there is one, no other storage gets the same address
         self._next = 0
         self._held: dict[int, UntypedStorage] = {}
+        self._here: dict[int, UntypedStorage] = {}  # what was kept, on the device of this run
         self._scratch: dict[torch.device, UntypedStorage] = {}  # stands for memory that was not kept
         self._unknown: set[int] = set()
         self._saved: tuple[int, dict[int, UntypedStorage]] | None = None
@@ -143,9 +148,12 @@ class Run(TorchDispatchMode):
 
     def save(self) -> None:
         """Makes the next run of this call go on from here."""
-        if self.tape is not None and self.same and self.count == self.save_at:
-            kept = {n: s for n, s in self._held.items() if self.tape.last_use.get(n, -1) >= self.count}
-            self._saved = self.count, kept
+        if self.tape is None or not self.same or self.count != self.save_at:
+            return
+        kept = {n: s for n, s in self._held.items() if self.tape.last_use.get(n, -1) >= self.count}
+        if self.device is not None and sum(s.nbytes() for s in kept.values()) > _LARGE * self.state.bytes:
+            return
+        self._saved = self.count, kept
 
     def tensor(self, operator: int, place: int) -> Tensor | None:
         """The output of an operator that is behind (or, for -1, an argument), if its memory is held."""
@@ -158,22 +166,38 @@ class Run(TorchDispatchMode):
         state = self.state
         given = tensors_of((state.args, state.kwargs))
         if not state.at:
-            state.made = []
-            copied: dict[int, Tensor] = {}
-            given = [copied.setdefault(id(t), t.detach().clone()) if state.copies else t for t in given]
-            taken: list[Any] = given
-            for tensor in given:
-                state.made.append(self.take(tensor) if is_plain(tensor) else None)
+            taken: list[Any] = self._taken(given)
+            state.made = [self.take(tensor) if is_plain(tensor) else None for tensor in taken]
+            state.bytes = max((t.untyped_storage().nbytes() for t in taken if is_plain(t)), default=0)
         else:
+            for tensor, made in zip(given, state.made, strict=True):
+                if made is not None and made.memory in state.kept and state.kept[made.memory] is None:
+                    self._bring(made.memory, self._taken([tensor])[0].untyped_storage())
             taken = [tensor if made is None else self._rebuilt(made) for tensor, made in zip(given, state.made, strict=True)]
             self._next = 1 + max([made.memory for made in state.made if made is not None], default=-1)
         args, kwargs = fresh(replaced((state.args, state.kwargs), dict(enumerate(taken)), [0]))
         return args, kwargs
 
+    def _taken(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors on the device of the run; copies where the module writes to its arguments."""
+        here: dict[int, Tensor] = {}
+        for tensor in given:
+            if id(tensor) not in here:
+                moved = tensor if self.device is None else tensor.to(self.device, non_blocking=True)
+                here[id(tensor)] = moved.detach().clone() if self.state.copies and moved is tensor else moved
+        return [here[id(tensor)] for tensor in given]
+
     def commit(self) -> None:
         """Keeps what was saved, after a run that ended well."""
         if self._saved is not None:
-            self.state.at, self.state.kept = self._saved
+            at, kept = self._saved
+            arguments = {made.memory for made in self.state.made if made is not None}
+            if self.device is None:
+                self.state.kept = dict(kept)
+            else:
+                unchanged = set() if self.state.copies else arguments
+                self.state.kept = {n: None if n in unchanged else on_host(s) for n, s in kept.items()}
+            self.state.at = at
         del self.state.script[self.state.at :]
 
     # --- operators ---
@@ -265,19 +289,27 @@ class Run(TorchDispatchMode):
         self._references.append(StorageWeakRef(storage))
         self.numbers[storage._cdata] = number
 
+    def _bring(self, number: int, storage: UntypedStorage) -> UntypedStorage:
+        """Makes memory that was kept part of this run."""
+        self._here[number] = storage
+        self._know(storage, number)
+        if self.tape is not None and self.tape.last_use.get(number, -1) >= self.save_at:
+            self._held[number] = storage
+        return storage
+
     def _rebuilt(self, made: Made) -> Tensor:
         """A tensor of an operator that is not executed: the one that was kept, or one without values."""
-        storage = self.state.kept.get(made.memory)
-        storage = self.state.small.get(made.memory) if storage is None else storage
+        storage = self._here.get(made.memory)
+        if storage is None:
+            kept = self.state.kept.get(made.memory)
+            kept = self.state.small.get(made.memory) if kept is None else kept
+            if kept is not None:
+                storage = self._bring(made.memory, kept if self.device is None else on_device(kept, made.device))
         if storage is None:
             storage = self._scratch.get(made.device)
             if storage is None:
                 storage = self._scratch[made.device] = UntypedStorage(self.state.most[made.device], device=made.device)
                 self._unknown.add(storage._cdata)
-        elif storage._cdata not in self.numbers:
-            self._know(storage, made.memory)
-            if self.tape is not None and self.tape.last_use.get(made.memory, -1) >= self.save_at:
-                self._held[made.memory] = storage
         return _on(storage, made)
 
     def _protect(self, keys: Sequence[int]) -> None:
@@ -289,12 +321,26 @@ class Run(TorchDispatchMode):
                 raise Again
             if self._saved is not None and number in self._saved[1]:
                 self._saved[1][number] = self._saved[1][number].clone()
-            for memory in (self.state.kept, self.state.small):
-                if number in memory:
-                    memory[number] = memory[number].clone()
+            if self.device is None:  # else both are copies
+                for memory in (self.state.kept, self.state.small):
+                    if (known := memory.get(number)) is not None:
+                        memory[number] = known.clone()
 
 
 _PICKS = (torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default)
+
+
+def on_host(storage: UntypedStorage) -> UntypedStorage:
+    """A copy of memory on the host, pinned where that makes the way back faster."""
+    there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    host = torch.empty(there.numel(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+    return host.copy_(there, non_blocking=True).untyped_storage()
+
+
+def on_device(storage: UntypedStorage, device: torch.device) -> UntypedStorage:
+    """A copy of memory on a device."""
+    there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return there.to(device, non_blocking=True, copy=True).untyped_storage()
 
 
 def _on(storage: UntypedStorage, made: Made) -> Tensor:

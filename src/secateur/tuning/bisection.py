@@ -21,7 +21,7 @@ from .measuring import Evaluate, Journal, check_better, fingerprint, loss_of, me
 
 # The numbers that a search may vary, from hardly any pruning to the most: sparsities rise, fractions that remain fall.
 RANGES = {
-    "prune": {"sparsity": (0.0, 0.99)},
+    "prune": {"sparsity": (0.0, 0.98)},
     "gate": {"sparsity": (0.0, 0.95)},
     "shrink": dict.fromkeys(("channels", "params", "flops", "latency", "depth"), (1.0, 0.05)),
 }
@@ -190,7 +190,7 @@ def search(
             best = (strength, *made)
         return away <= drop
 
-    _bisect(attempt, tolerance, _words(ranges))
+    _bisect(attempt, tolerance, ", ".join(ranges))
     if best is None:
         _raise_nothing_found(min(tried, key=_strength), dense, drop)
     strength, found, results = best
@@ -236,7 +236,7 @@ def _recipe(given: Any) -> Recipe:
 def _ranges(recipe: Recipe, vary: Any) -> dict[str, tuple[float, float]]:
     """The fields to vary, as paths, each with its mildest and its strongest value."""
     fields = {
-        f"stages[{place}].{stage.kind}.{name}": span
+        _path(recipe, place, name): span
         for place, stage in enumerate(recipe.stages)
         for name, span in RANGES.get(stage.kind, {}).items()
         if name in stage.arguments and isinstance(stage.arguments[name], int | float)
@@ -250,12 +250,17 @@ def _ranges(recipe: Recipe, vary: Any) -> dict[str, tuple[float, float]]:
     for name in names:
         place, field_name = recipe.place(name)
         kind = recipe.stages[place].kind
-        path = f"stages[{place}].{kind}.{field_name}"
         span = vary[name] if isinstance(vary, Mapping) else RANGES.get(kind, {}).get(field_name)
         if span is None:
             raise ValueError(f"vary={name!r}: say its range, as vary={{{name!r}: (mildest, strongest)}}")
-        found[path] = (float(span[0]), float(span[1]))
+        found[_path(recipe, place, field_name)] = (float(span[0]), float(span[1]))
     return found
+
+
+def _path(recipe: Recipe, place: int, name: str) -> str:
+    """The path of a field: "prune.sparsity", or "stages[1].prune.sparsity" where several stages prune."""
+    kinds = [stage.kind for stage in recipe.stages]
+    return f"{kinds[place]}.{name}" if kinds.count(kinds[place]) == 1 else f"stages[{place}].{kinds[place]}.{name}"
 
 
 def _numbers(ranges: Mapping[str, tuple[float, float]], strength: float) -> dict[str, float]:
@@ -269,11 +274,7 @@ def _at(recipe: Recipe, ranges: Mapping[str, tuple[float, float]], strength: flo
 
 
 def _shown(numbers: Mapping[str, float]) -> str:
-    return ", ".join(f"{path.partition('.')[2]}={value:.4g}" for path, value in numbers.items())
-
-
-def _words(ranges: Mapping[str, Any]) -> str:
-    return ", ".join(path.partition(".")[2] for path in ranges)
+    return ", ".join(f"{path}={value:.4g}" for path, value in numbers.items())
 
 
 def _size(model: nn.Module) -> dict[str, int]:

@@ -20,7 +20,8 @@ from ..._tree import slots
 from ...axes import Group, Member
 from ...criteria import Criterion, criterion
 from ...edit import preserve_rng
-from ...stats import Loss, TensorEvidence, collect
+from ...evidence import TensorEvidence
+from ...stats import Loss, collect
 from ...targeting import Target
 from ...trace import Trace
 from ..exact import units_along

@@ -3,7 +3,8 @@
 The fit follows the order of execution. Each layer that lost inputs is fitted, from the inputs it gets in the small model, to
 the output of the dense layer on the same data, plus what the bypass that its output is added to has lost (channel pruning: He
 et al., 2017). All batches advance together, layer by layer, so the fit costs one forward pass of both models. It holds the
-live activations of all batches.
+live activations of all batches. `stream` is not used here: it hands out blocks, and a block would have to run once more for
+each of its layers that is fitted (measured on a small Llama with 43 such layers: 0.08 s paused, 0.44 s block by block).
 """
 
 from __future__ import annotations

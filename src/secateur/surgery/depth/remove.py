@@ -1,13 +1,14 @@
 """Chooses blocks and removes them: first the block whose removal changes the output least.
 
 The change is measured: the relative change of the model's output on data, again after each removal. Many blocks of deep models
-change their input only a little (Men et al., 2024, ShortGPT; Gromov et al., 2024).
+change their input only a little (Men et al., 2024, ShortGPT; Gromov et al., 2024). The blocks in front of a removed one are not
+run again (`prefix`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from ...progress import track
 from ..compare import difference, lost_finite, tensors_of
 from ..names import matches
 from .lengths import Link, links_of, mended
+from .prefix import Prefixes, can_skip
 
 _INEXACT = "a removed block also returned other tensors, which the model uses"
 
@@ -143,16 +145,22 @@ def _choose(
     wanted = _number_to_remove(model, depth, len(names), kept)
     kept |= {name: "excluded" for name in names.values() if matches(name, exclude)}
     links = links_of(model, blocks)
-    whole = _answers(model, [inputs] if batches is None else batches, "the example inputs" if batches is None else "data=")
+    source, batches = ("the example inputs", [inputs]) if batches is None else ("data=", batches)
+    whole = _answers(model, batches, source)
+    skips = can_skip(model, blocks, batches)
     drop, effect = Drop(), 0.0
     for number in range(1, wanted + 1):
         changes: dict[tuple[str, int], float] = {}
         task = f"remove block {number} of {wanted}"
+        start = _prefixes(model, blocks, drop, links, batches) if skips else nullcontext
         for (path, place), name in track(names.items(), task, lambda entry: f"without {entry[1]}"):
-            if name in kept or place in drop.get(path, ()) or len(blocks[path]) - len(drop.get(path, ())) <= 1:
+            if place in drop.get(path, ()) or len(blocks[path]) - len(drop.get(path, ())) <= 1:
+                continue
+            started = start()
+            if name in kept:
                 continue
             more = {**drop, path: sorted([*drop.get(path, ()), place])}
-            change = _change_without(model, more, links, [inputs] if batches is None else batches, whole)
+            change = _change_without(model, more, links, batches, whole, started)
             if exact_only and not isinstance(change, str) and not _is_exact(model, more, links, inputs):
                 kept[name] = f"exact_only: {_INEXACT}"
             elif isinstance(change, str):
@@ -169,6 +177,13 @@ def _choose(
         effect = changes[path, place]
         drop = {**drop, path: sorted([*drop.get(path, ()), place])}
     return drop, kept, effect
+
+
+def _prefixes(
+    model: nn.Module, blocks: Drop, drop: Drop, links: Mapping[str, list[Link]], batches: Sequence[Inputs]
+) -> Callable[[], AbstractContextManager[Any]]:
+    path = next(iter(blocks))
+    return Prefixes(model, path, drop.get(path, ()), batches, lambda: _removed(model, drop, links)).start
 
 
 def _number_to_remove(model: nn.Module, depth: float, total: int, kept: Mapping[str, str]) -> int:
@@ -204,10 +219,11 @@ def _change_without(
     links: Mapping[str, list[Link]],
     batches: Sequence[Inputs],
     whole: Sequence[Sequence[Tensor]],
+    started: AbstractContextManager[Any],
 ) -> float | str:
     """The relative change of the output without these blocks, the mean over batches; or what goes wrong."""
     try:
-        with _removed(model, drop, links):
+        with _removed(model, drop, links), started:
             return _change([tensors_of(run(model, *batch)) for batch in batches], whole)
     except Exception as error:
         return f"the model does not run ({type(error).__name__}: {error})"

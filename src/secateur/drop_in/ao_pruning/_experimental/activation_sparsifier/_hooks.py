@@ -22,7 +22,8 @@ class Aggregate:
         self.sparsifier, self.name = sparsifier, name
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.compiler.is_exporting():  # an exported program has no sparsifier
+        # An exported program has no sparsifier. In torch 2.11 is_exporting() is True under torch.compile too; the flag is not.
+        if torch.compiler._is_exporting_flag:
             return
         config, x = self.sparsifier.data_groups[self.name], _first(args, self.name)
         features = config["features"]

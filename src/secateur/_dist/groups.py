@@ -1,0 +1,200 @@
+"""How processes agree: the group of a set of tensors, sums of counts, digests, and parts of tensors that are moved."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._layers import Layout
+from .guards import instances
+from .shares import Share, local, share_of
+
+Group = dist.ProcessGroup
+
+_made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+
+
+def _group(ranks: Sequence[int]) -> Any:
+    """The process group of these ranks, made at the first call. All of them have to call."""
+    world = dist.group.WORLD
+    if list(ranks) == dist.get_process_group_ranks(world):
+        return world
+    made = _made.setdefault(world, {})
+    if tuple(ranks) not in made:
+        made[tuple(ranks)] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return made[tuple(ranks)]
+
+
+def group_of(share: Share) -> Any:
+    """The process group of the ranks of a share, in which positions are those of `share.ranks`."""
+    if len(share.axes) == 1:
+        group = share.mesh.get_group(share.axes[0])
+        if dist.get_process_group_ranks(group) == list(share.ranks):
+            return group
+    return _group(share.ranks)
+
+
+class Comm:
+    """How the processes that share a set of tensors agree. Alone, every method gives back what it was given.
+
+    `groups` are summed over one after the other: the processes over which tensors are sharded, and those of `group=`, which
+    hold different tensors. Of several replicas of a tensor, that on `first` is counted.
+    """
+
+    def __init__(self, groups: Sequence[Any] = (), first: int | None = None, stages: Any = None):
+        self.groups, self.first, self.stages = list(groups), first, stages
+
+    @property
+    def alone(self) -> bool:
+        return not self.groups
+
+    def counted(self, share: Share | None) -> bool:
+        """Whether this process counts its part of a tensor, or leaves that to the process of another replica."""
+        if self.first is None:
+            return True
+        return self.first in share.ranks if share is not None and share.ranks else dist.get_rank() == self.first
+
+    def add_(self, counts: Tensor) -> Tensor:
+        """Adds integers up over the processes, in place where the device of the tensor allows it."""
+        for group in self.groups:
+            kinds = [device.type for device in group._device_types]  # backends have names such as "cpu:gloo,cuda:nccl"
+            there = counts if counts.device.type in kinds else counts.to(kinds[0])
+            dist.all_reduce(there, group=group)
+            counts = there if there is counts else counts.copy_(there)
+        return counts
+
+    def sum(self, *counts: int) -> tuple[int, ...]:
+        """Each count added up over the processes."""
+        if not self.groups or not counts:
+            return counts
+        return tuple(self.add_(torch.tensor(counts, dtype=torch.int64)).tolist())
+
+    @property
+    def within(self) -> Comm:
+        """The processes that hold parts of the same tensors, without those of `group=`."""
+        return self if self.stages is None else Comm([group for group in self.groups if group is not self.stages], self.first)
+
+    @property
+    def stage(self) -> int:
+        """The position of this process in `group=`."""
+        return 0 if self.stages is None else dist.get_rank(self.stages)
+
+    def over_stages(self, row: Sequence[int]) -> list[list[int]]:
+        """The rows of all processes of `group=`, in order."""
+        if self.stages is None:
+            return [list(row)]
+        table = torch.zeros(dist.get_world_size(self.stages), len(row), dtype=torch.int64)
+        table[self.stage] = torch.tensor(row)
+        return Comm([self.stages]).add_(table).tolist()
+
+    def gather_stages(self, value: Any) -> list[Any]:
+        """The values (names, shapes, numbers) of all processes of `group=`, in order."""
+        if self.stages is None:
+            return [value]
+        found = [None] * dist.get_world_size(self.stages)
+        dist.all_gather_object(found, value, group=self.stages)
+        return found
+
+    def same(self, values: Sequence[int]) -> list[bool]:
+        """For each integer, whether all processes gave the same. All processes find the same answer."""
+        if not self.groups:
+            return [True] * len(values)
+        size = math.prod(dist.get_world_size(group) for group in self.groups)
+        own = torch.tensor(values, dtype=torch.int64)
+        parts = torch.stack([(own >> shift) & 0xFFFF for shift in (0, 16, 32, 48)])
+        total, squares = self.add_(torch.stack([parts, parts * parts])).unbind(0)
+        return (total * total == squares * size).all(0).tolist()  # by Cauchy and Schwarz only if all are equal
+
+    def check_same(self, text: str) -> None:
+        """Raises ValueError on every process unless all of them gave the same text."""
+        if not all(self.same([digest(text.encode())])):
+            raise ValueError(
+                "the processes that share this model do not do the same: their tensors, recipes or steps differ. This one has: "
+                f"{text[:400]}"
+            )
+
+
+def digest(data: bytes) -> int:
+    """Eight bytes that tell contents apart, as an integer."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+def comm_of(shares: Mapping[str, Share], group: Any = None) -> Comm:
+    """How the processes that hold parts of these tensors agree. `group`: processes that hold other tensors of the model."""
+    spread = {name: share for name, share in shares.items() if share.mesh is not None}
+    stages = [] if group is None or dist.get_world_size(group) == 1 else [group]
+    ranks: set[int] = set()
+    for mesh in {id(share.mesh): share.mesh for share in spread.values()}.values():
+        axes = {axis for share in spread.values() if share.mesh is mesh for axis in share.axes}
+        place = tuple(slice(None) if axis in axes else at for axis, at in enumerate(mesh.get_coordinate()))
+        ranks |= set(mesh.mesh[place].reshape(-1).tolist())
+    if len(ranks) < 2:
+        return Comm(stages, None, *stages)
+    largest = max((share.mesh for share in spread.values()), key=lambda mesh: mesh.mesh.numel())
+    if not ranks <= set(largest.mesh.reshape(-1).tolist()):
+        raise ValueError(
+            f"{list(spread)[:3]} are sharded over processes that no mesh has together; prune them in separate calls "
+            "(include=...), or shard all of them over parts of one mesh"
+        )
+    ranks = _closed(largest, ranks)
+    one = next((share for share in spread.values() if set(share.ranks) == ranks), None)
+    return Comm([_group(sorted(ranks)) if one is None else group_of(one), *stages], min(ranks), *stages)
+
+
+def _closed(mesh: Any, ranks: set[int]) -> set[int]:
+    """The ranks along all axes of the mesh that these ranks go along, so that all processes find the same set."""
+    here = mesh.get_coordinate()
+    axes = {axis for rank in ranks for axis, (a, b) in enumerate(zip(_at(mesh, rank), here, strict=True)) if a != b}
+    place = tuple(slice(None) if axis in axes else at for axis, at in enumerate(here))
+    return set(mesh.mesh[place].reshape(-1).tolist())
+
+
+def _at(mesh: Any, rank: int) -> list[int]:
+    return (mesh.mesh == rank).nonzero()[0].tolist()
+
+
+def counts(masks: Mapping[str, Tensor]) -> list[int]:
+    """How many elements of each mask are true, over every process that holds a part (which then must all ask)."""
+    shares = {name: share_of(name, mask, Layout(tuple(mask.shape))) for name, mask in masks.items()}
+    comm = comm_of(shares)
+    here = [_count(local(mask)) if comm.counted(shares[name]) else 0 for name, mask in masks.items()]
+    return list(comm.sum(*here))
+
+
+def _count(mask: Tensor) -> int:
+    if mask.device.type == "cpu":
+        return int(np.count_nonzero(mask.numpy()))
+    return int(mask.sum())  # count_nonzero would take eight bytes an element there
+
+
+def exchange(share: Share, pieces: Sequence[Tensor], sizes: Iterable[int]) -> list[Tensor]:
+    """Sends the i-th piece (bytes) to the i-th rank of a share, and returns what those sent, of the given sizes."""
+    group = group_of(share)
+    kinds = [device.type for device in group._device_types]
+    home = pieces[0].device
+    sent = torch.cat(list(pieces)).to(home if home.type in kinds else kinds[0])
+    into, out = list(sizes), [piece.numel() for piece in pieces]
+    got = torch.empty(sum(into), dtype=torch.uint8, device=sent.device)
+    dist.all_to_all_single(got, sent, into, out, group=group)
+    return list(got.to(home).split(into))
+
+
+def replicas_of(model: nn.Module) -> Comm:
+    """The processes of a model in DistributedDataParallel: around it, in it, or the model itself."""
+    if not dist.is_available() or not dist.is_initialized():
+        return Comm()
+    from torch.nn.parallel import DistributedDataParallel as Wrapper
+
+    found = next((module for module in model.modules() if isinstance(module, Wrapper)), None)
+    found = found or next((one for one in instances(Wrapper) if "module" in one._modules and one.module is model), None)
+    if found is None or dist.get_world_size(found.process_group) == 1:
+        return Comm()
+    return Comm([found.process_group], None)

@@ -1,0 +1,241 @@
+"""Masks of pools that span processes or files, by one exact threshold that is found digit by digit.
+
+The key of an element is (score, number of its tensor, index in the whole tensor), as integers. Each round counts one digit of
+the keys that share the digits found so far; the counts of all processes are added up, and the bin in which the pool is cut is
+the next digit. So every layout of the same tensors gives the same masks, and what travels are counts: 65,536 for one pool, 256
+for each of several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .scores import Scores
+
+BUCKET = 1 << 20  # counts that are added up at once (8 MiB)
+_INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
+_FLOATS = {32: torch.float32, 64: torch.float64}
+Add = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one process, or one file, holds of a tensor: its scores as a matrix, and where that lies in the whole matrix.
+
+    `number` orders the tensors of a pool. Elements that are not `allowed` are pruned already and rank below all others, those
+    that are `safe` must stay and rank above. `sizes` weighs the elements; without it, each weighs one.
+    """
+
+    scores: Scores
+    number: int
+    size: int  # elements of the whole matrix
+    cols: int  # columns of the whole matrix
+    origin: tuple[int, int] = (0, 0)  # row and column of the whole matrix at which the part begins
+    counted: bool = True
+    allowed: Tensor | None = None
+    safe: Tensor | None = None
+    sizes: Tensor | None = None
+
+    def index(self, first: int, at: Tensor) -> Tensor:
+        """The indices in the whole matrix of elements at these positions of a slab that begins with row `first`."""
+        cols = self.scores.layout.cols
+        return (at // cols + (first + self.origin[0])) * self.cols + at % cols + self.origin[1]
+
+    def keys(self, bits: int) -> Iterator[tuple[Tensor, int, int, bool]]:
+        """The scores as integers of the same order, slab by slab: (keys, first row, end, whether there is NaN)."""
+        for first, last in self.scores.slabs():
+            values = self.scores.rows(first, last)
+            if self.allowed is not None:
+                values = values.masked_fill(~self.allowed[first:last], 0)  # NaN does not matter where nothing is left
+            nan = bool(values.sum().isnan()) and bool(values.isnan().any())  # infinities can make the sum NaN
+            key = ordered(values, bits)
+            if self.allowed is not None:
+                key.masked_fill_(~self.allowed[first:last], -(1 << (bits - 1)))
+            if self.safe is not None:
+                key.masked_fill_(self.safe[first:last], (1 << (bits - 1)) - 1)
+            yield key.view(-1), first, last, nan
+
+
+@dataclass(eq=False)
+class Pool:
+    """Tensors whose elements compete: those with the lowest keys go, `drop` of `total`.
+
+    With weights, as many go as come nearest to a weight of `drop`. `find_cuts` fills in the other attributes: the cut is at the
+    score `prefix`; of equal scores, those in tensors before `number` go, and in that tensor those up to `index`.
+    """
+
+    parts: Sequence[Part]
+    drop: float
+    total: int
+    weighted: bool = False
+    prefix: int = 0
+    number: int | None = None  # None if all that equal the score go
+    index: int = 0
+    before: int = 0  # counted before the cut, and at it
+    equal: int = 0
+    last_stays: bool = False
+
+    @property
+    def trivial(self) -> bool:
+        """True if nothing or everything goes."""
+        return self.total == 0 or self.drop <= 0 or (not self.weighted and self.drop >= self.total)
+
+
+class _Digit(NamedTuple):
+    """One digit of the keys: which part of the key, how far it is shifted, and its bits."""
+
+    kind: str
+    shift: int
+    bits: int
+    leads: bool = False  # the first digit of a score, which has a sign
+
+
+def bits_for(kinds: set[torch.dtype]) -> int:
+    """How many bits hold scores of these dtypes in order."""
+    if torch.float64 in kinds:
+        return 64
+    return 16 if len(kinds) == 1 and kinds <= {torch.bfloat16, torch.float16} else 32
+
+
+def kind_of(scores: Scores) -> torch.dtype:
+    """The dtype in which scores are compared. Magnitudes of bfloat16 are widened on the way and fit into it."""
+    plain = scores.magnitude_of is not None and scores.power == 1 and scores.under is None
+    return scores.magnitude_of.dtype if plain and scores.magnitude_of is not None else scores.rows(0, 0).dtype
+
+
+def ordered(values: Tensor, bits: int) -> Tensor:
+    """Floats as integers of so many bits in the same order: of negative numbers all bits but the sign are flipped."""
+    if bits == 16:
+        values = values.bfloat16() if values.dtype == torch.float32 else values
+    else:
+        values = values.to(_FLOATS[bits])
+    key = (values + 0.0).view(_INTEGERS[bits])  # -0 becomes 0
+    return key.bitwise_xor_((key >> (bits - 1)).bitwise_and_((1 << (bits - 1)) - 1))
+
+
+def find_cuts(pools: Sequence[Pool], bits: int, add: Add, *, longest: int) -> bool:
+    """Finds the cuts of all pools, in rounds that they share. Returns True, and finds none, if there is NaN anywhere.
+
+    All processes have to call it with as many pools. `bits` is that of `bits_for`, `longest` the size of the largest tensor,
+    both over all processes. `add` adds counts up over the processes.
+    """
+    width = 16 if len(pools) == 1 else 8
+    for place in range(0, bits, width):
+        if _round(pools, bits, _Digit("score", bits - place - width, width, place == 0), add):
+            return True
+    ties = [pool for pool in pools if not pool.trivial and (pool.weighted or pool.before + pool.equal > pool.drop)]
+    if not ties:
+        return False
+    for pool in ties:
+        pool.number = pool.parts[0].number if len(pools) > 1 else 0
+    if len(pools) == 1:
+        _round(ties, bits, _Digit("number", 0, 16), add)
+    for shift in reversed(range(0, max(longest - 1, 1).bit_length(), width)):
+        _round(ties, bits, _Digit("index", shift, width), add)
+    for pool in ties:
+        pool.last_stays = pool.weighted and pool.drop - pool.before <= pool.before + pool.equal - pool.drop
+    return False
+
+
+def _round(pools: Sequence[Pool], bits: int, digit: _Digit, add: Add) -> bool:
+    """Finds the next digit of all pools. With the first, returns whether any process has NaN."""
+    step = max(BUCKET >> digit.bits, 1)
+    for some in [pools[i : i + step] for i in range(0, len(pools), step)]:
+        found = [_count(pool, bits, digit) for pool in some]
+        device = found[0][0].device
+        nan = torch.tensor([sum(bad for _, bad in found)], device=device)
+        table = add(torch.cat([*(bins.to(device) for bins, _ in found), nan]))
+        if digit.leads and int(table[-1]):
+            return True
+        bins = table[:-1].view(len(some), -1)
+        totals = bins.cumsum(1)
+        wanted = torch.tensor([int(pool.drop // 1) - pool.before for pool in some], device=device)[:, None]
+        weighted = torch.tensor([pool.weighted for pool in some], device=device)[:, None]
+        at = torch.where(weighted, totals <= wanted, totals < wanted).sum(1)
+        last = (bins.shape[1] - 1 - (bins.flip(1) != 0).int().argmax(1)).clamp(min=0)  # if all of the weight goes
+        at = torch.minimum(at, last)[:, None]
+        equal, upto = bins.gather(1, at), totals.gather(1, at)
+        for pool, where, here, there in zip(some, *(t.view(-1).tolist() for t in (at, equal, upto)), strict=True):
+            if not pool.trivial:
+                _extend(pool, digit, where, here, there)
+    return False
+
+
+def _extend(pool: Pool, digit: _Digit, at: int, equal: int, upto: int) -> None:
+    pool.before, pool.equal = pool.before + upto - equal, equal
+    if digit.kind == "number":
+        pool.number = at
+    elif digit.kind == "index":
+        pool.index = (pool.index << digit.bits) + at
+    else:
+        pool.prefix = at - (1 << (digit.bits - 1)) if digit.leads else (pool.prefix << digit.bits) + at
+
+
+def _count(pool: Pool, bits: int, digit: _Digit) -> tuple[Tensor, int]:
+    """The number (or weight) of elements with each value of a digit, and in how many slabs there is NaN."""
+    bins: Tensor | None = None
+    nans = 0
+    for part in pool.parts:
+        if not part.counted or (digit.kind == "index" and part.number != pool.number):
+            continue
+        for key, first, last, nan in part.keys(bits):
+            nans += nan
+            found, at = _digits(pool, part, key, first, digit)
+            if not pool.weighted:
+                now = torch.bincount(found, minlength=1 << digit.bits)
+            else:
+                assert part.sizes is not None
+                sizes = part.sizes[first:last].reshape(-1).to(found.device)
+                now = torch.zeros(1 << digit.bits, dtype=torch.int64, device=found.device)
+                now.scatter_add_(0, found.long(), sizes if at is None else sizes[at])
+            bins = now if bins is None else bins.add_(now.to(bins.device))
+    return torch.zeros(1 << digit.bits, dtype=torch.int64) if bins is None else bins, nans
+
+
+def _digits(pool: Pool, part: Part, key: Tensor, first: int, digit: _Digit) -> tuple[Tensor, Tensor | None]:
+    """The digit of each key that shares the digits found so far, and the positions of these keys (None: all)."""
+    if digit.leads:
+        return (key >> digit.shift).int() + (1 << (digit.bits - 1)), None
+    if digit.kind == "score":
+        rest = key >> digit.shift
+        at = ((rest >> digit.bits) == pool.prefix).nonzero().view(-1)
+        return rest[at].long() - (pool.prefix << digit.bits), at
+    at = (key == pool.prefix).nonzero().view(-1)
+    if digit.kind == "number":
+        return torch.full_like(at, part.number), at
+    rest = part.index(first, at) >> digit.shift
+    same = (rest >> digit.bits) == pool.index
+    return rest[same] - (pool.index << digit.bits), at[same]
+
+
+def keep(pool: Pool, part: Part, bits: int) -> Tensor:
+    """The mask of a part, by the cut of its pool."""
+    layout = part.scores.layout
+    kept = torch.empty(layout.rows, layout.cols, dtype=torch.bool, device=part.scores.device)
+    if pool.trivial:
+        return kept.fill_(pool.drop <= 0)
+    ties = pool.number is not None and part.number >= pool.number  # some of those that equal the score stay
+    if part.allowed is None and part.safe is None:
+        threshold = _value(pool.prefix, bits, kind_of(part.scores))
+        part.scores.each(lambda slab, a, b: kernels.keep_above(slab, threshold, kept[a:b], ties=ties), raw=True)
+    else:
+        for key, first, last, _ in part.keys(bits):
+            kept[first:last] = (key >= pool.prefix if ties else key > pool.prefix).view(last - first, -1)
+    if ties and part.number == pool.number:
+        for key, first, _, _ in part.keys(bits):
+            at = (key == pool.prefix).nonzero().view(-1)
+            gone = part.index(first, at) <= pool.index - pool.last_stays
+            kept.view(-1)[at[gone] + first * layout.cols] = False
+    return kept
+
+
+def _value(key: int, bits: int, kind: torch.dtype) -> float:
+    """The score that `ordered` turned into this key."""
+    raw = torch.tensor(key ^ ((1 << (bits - 1)) - 1) if key < 0 else key).to(_INTEGERS[bits])
+    return float(raw.view(_FLOATS.get(bits, kind)))

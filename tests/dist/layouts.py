@@ -1,0 +1,75 @@
+"""One small model on several processes, in every layout: FSDP2, HSDP, tensor parallel, both, DDP, stages of a pipeline."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+LAYOUTS = ("fsdp", "hsdp", "fsdp on axis 1", "tp", "fsdp + tp", "ddp")
+
+
+def build(kind: str = "even") -> nn.Module:
+    """`even`: sizes that four processes divide. `uneven`: sizes that they do not, and a single row."""
+    torch.manual_seed(3)
+    sizes = (9, 17, 13, 1) if kind.startswith("uneven") else (32, 64, 32, 16)
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:])))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if "ties" in kind:
+                parameter.copy_((parameter * 24).round() / 24)
+            if "infinite" in kind and parameter.ndim == 2:
+                parameter.view(-1)[::7] = torch.inf
+    for dtype in ("bfloat16", "float16", "float64"):
+        if dtype in kind:
+            model.to(getattr(torch, dtype))
+    return model
+
+
+def spread(model: nn.Module, layout: str) -> nn.Module:
+    """The model laid out over all processes."""
+    world = dist.get_world_size()
+    if layout == "ddp":
+        return DistributedDataParallel(model)
+    if layout == "fsdp":
+        for layer in model:
+            fully_shard(layer)
+        return fully_shard(model)
+    if layout == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards"))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    if layout == "fsdp on axis 1":
+        return fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 and p.shape[1] % world == 0 else None)
+    mesh = init_device_mesh("cpu", (2, world // 2) if layout == "fsdp + tp" else (world,), mesh_dim_names=("data", "model")[: 1 + ("+" in layout)])
+    styles = {"0": ColwiseParallel(), "1": RowwiseParallel()}  # the third layer is whole on every process
+    parallelize_module(model, mesh["model"] if layout == "fsdp + tp" else mesh, styles)
+    if layout == "fsdp + tp":
+        fully_shard(model, mesh=mesh["data"])
+    return model
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def bare(masks) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): whole(mask) for name, mask in masks.items()}
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): whole(value.detach()) for name, value in model.named_parameters()}
+
+
+def shard_by_hand(model: nn.Module, axis: int) -> nn.Module:
+    """Every weight as a DTensor that is cut along one axis, also into uneven and empty parts."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(axis)]))
+    return model

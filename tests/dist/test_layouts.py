@@ -1,0 +1,231 @@
+"""The masks of a model that several processes share are those of one process, bit for bit, in every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import LAYOUTS, bare, build, shard_by_hand, spread, weights
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import secateur as sc
+
+pytestmark = pytest.mark.dist
+
+OPERATIONS = {
+    "tensor": {"sparsity": 0.5},
+    "global": {"sparsity": 0.6, "scope": "global"},
+    "count": {"count": 11},
+    "global count": {"count": 37, "scope": "global"},
+    "row": {"sparsity": 0.5, "scope": "row"},
+    "row of blocks": {"pattern": "2x2", "sparsity": 0.5, "scope": "row"},
+    "2:4": {"pattern": "2:4"},
+    "16x1/2:4": {"pattern": "16x1/2:4"},
+    "1x4": {"pattern": "1x4", "sparsity": 0.5},
+    "4x1": {"pattern": "4x1", "sparsity": 0.5},
+    "16x16": {"pattern": "16x16", "sparsity": 0.5},
+    "3x5 with rests": {"pattern": "3x5", "sparsity": 0.5},
+    "4x4-3": {"pattern": "4x4-3", "sparsity": 0.1},
+    "out": {"pattern": "out", "sparsity": 0.5},
+    "out, global": {"pattern": "out", "sparsity": 0.25, "scope": "global"},
+    "in": {"pattern": "in", "sparsity": 0.5},
+    "in, global": {"pattern": "in", "sparsity": 0.25, "scope": "global"},
+    "in/2:4": {"pattern": "in/2:4"},
+    "erk": {"sparsity": 0.7, "spread": sc.erk},
+    "by name": {"sparsity": 0.5, "spread": {"0.weight": 0.9}},
+    "owl": {"sparsity": 0.7, "spread": sc.owl()},
+    "floor": {"sparsity": 0.8, "scope": "global", "floor": 0.15},
+    "lamp": {"criterion": sc.lamp, "sparsity": 0.6, "scope": "global"},
+    "random": {"criterion": sc.random(5), "sparsity": 0.5, "scope": "global"},
+    "square": {"criterion": sc.weight**2, "sparsity": 0.5, "scope": "global"},
+    "negative": {"criterion": -sc.magnitude, "sparsity": 0.3},
+}
+
+
+def plans(model: nn.Module, names: list[str], prefix: str = "") -> dict[str, dict]:
+    found = {}
+    for name in names:
+        arguments = dict(OPERATIONS[name])
+        if isinstance(arguments.get("spread"), dict):
+            arguments["spread"] = {prefix + key: value for key, value in arguments["spread"].items()}
+        plan = sc.plan(model, arguments.pop("criterion", sc.magnitude), **arguments)
+        found[name] = (bare(plan.masks), plan.metrics()["kept"])
+    return found
+
+
+def in_layout(rank: int, kind: str, layout: str, names: list[str]) -> dict[str, dict]:
+    return plans(spread(build(kind), layout), names, "module." if layout == "ddp" else "")
+
+
+def compare(found: list[dict], expected: dict) -> None:
+    for name, (masks, kept) in expected.items():
+        assert 0 < kept < sum(mask.numel() for mask in masks.values())
+        for rank, answer in enumerate(found):
+            got, number = answer[name]
+            assert got.keys() == masks.keys()
+            for tensor, mask in masks.items():
+                assert torch.equal(got[tensor], mask), (name, tensor, rank)
+            assert number == kept, (name, rank)
+
+
+@pytest.mark.parametrize("kind", ["even", "even, ties"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_operation_on_four_processes(four, layout, kind):
+    compare(four.both(in_layout, kind, layout, list(OPERATIONS)), plans(build(kind), list(OPERATIONS)))
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp", "ddp"])
+def test_every_operation_on_two_processes(pair, layout):
+    compare(pair.both(in_layout, "even, ties", layout, list(OPERATIONS)), plans(build("even, ties"), list(OPERATIONS)))
+
+
+SOME = ["tensor", "global", "row", "2:4", "16x16", "out, global", "in", "random"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64", "infinite"])
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp + tp"])
+def test_every_dtype(four, layout, dtype):
+    kind = f"even, ties, {dtype}"
+    compare(four.both(in_layout, kind, layout, SOME), plans(build(kind), SOME))
+
+
+UNEVEN = [name for name in OPERATIONS if name not in ("16x16", "floor")]
+
+
+def in_uneven_shards(rank: int, kind: str, axis: int) -> dict[str, dict]:
+    return plans(shard_by_hand(build(kind), axis), UNEVEN)
+
+
+@pytest.mark.parametrize("kind", ["uneven", "uneven, ties"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_uneven_and_empty_shares(four, axis, kind):
+    compare(four.both(in_uneven_shards, kind, axis), plans(build(kind), UNEVEN))
+
+
+# --- training: what is pruned stays pruned --------------------------------------------------------------------------
+
+
+def trained(rank: int, layout: str | None, more: dict) -> tuple:
+    model = build("even")
+    model = model if layout is None else spread(model, layout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    pruner = sc.Pruner(model, **more).attach(optimizer)
+    for step in range(4):
+        for number, parameter in enumerate(model.parameters()):  # the same gradients in every layout
+            torch.manual_seed(10 * step + number)
+            gradient = torch.randn(parameter.shape)
+            parameter.grad = gradient if not hasattr(parameter, "placements") else _like(gradient, parameter)
+        optimizer.step()
+    pruner.verify()
+    return bare(pruner.masks), weights(model)
+
+
+def _like(value, parameter):
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh = parameter.device_mesh
+    return distribute_tensor(value, mesh, [Replicate()] * mesh.ndim).redistribute(placements=parameter.placements)
+
+
+RUNS = {
+    "cubic": {"sparsity": sc.cubic(0.8, end=3), "scope": "global"},
+    "blocks": {"sparsity": sc.linear(0.5, end=3), "pattern": "4x4"},
+    "rows": {"sparsity": sc.linear(0.5, end=3), "scope": "row"},
+    "taylor": {"criterion": sc.taylor, "sparsity": sc.linear(0.6, start=1, end=3)},
+    "rigl": {"sparsity": 0.6, "grow": abs(sc.grad), "swap": sc.cosine(0.0, initial=0.3, end=5)},
+    "rigl of blocks": {"sparsity": 0.5, "pattern": "4x2", "grow": abs(sc.grad), "swap": sc.cosine(0.0, initial=0.3, end=5)},
+    "erk": {"sparsity": sc.linear(0.6, end=3), "spread": sc.erk},
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "tp", "fsdp + tp"])
+def test_training_prunes_as_one_process_does(four, layout, run):
+    masks, state = trained(0, None, RUNS[run])
+    for got, other in four.both(trained, layout, RUNS[run]):
+        assert all(torch.equal(got[name], mask) for name, mask in masks.items())
+        assert all(torch.equal(other[name], value) for name, value in state.items())
+
+
+# --- stages of a pipeline -------------------------------------------------------------------------------------------
+
+
+def staged(rank: int, kind: str, sharded: bool) -> dict:
+    model = build(kind)
+    if sharded:  # two stages, each sharded over two processes
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+        stage, group = rank // 2, mesh.get_group("stage")
+        own = nn.ModuleDict({str(i): fully_shard(model[i], mesh=mesh["data"]) for i in ((0,), (1, 2))[stage]})
+    else:
+        own, group = nn.ModuleDict({str(rank): model[rank]}) if rank < 2 else nn.ModuleDict({"2": model[2]}), dist.group.WORLD
+    found = {}
+    for name in STAGED:
+        arguments = dict(OPERATIONS[name])
+        plan = sc.plan(own, arguments.pop("criterion", sc.magnitude), group=group, **arguments)
+        found[name] = bare(plan.masks)
+    return found
+
+
+STAGED = ("tensor", "global", "global count", "out, global", "erk", "owl", "lamp", "random", "2:4", "floor")
+
+
+@pytest.mark.parametrize("kind", ["even", "even, ties"])
+def test_stages_rank_together_in_their_group(pair, kind):
+    model = build(kind)[:2]
+    expected = {name: bare(sc.plan(model, **_with_criterion(OPERATIONS[name])).masks) for name in STAGED}
+    for rank, found in enumerate(pair.both(staged, kind, False)):
+        for name, masks in found.items():
+            assert masks.keys() == {f"{rank}.weight"}
+            assert torch.equal(masks[f"{rank}.weight"], expected[name][f"{rank}.weight"]), name
+
+
+@pytest.mark.parametrize("kind", ["even", "even, ties"])
+def test_stages_that_are_sharded_rank_together(four, kind):
+    expected = {name: bare(sc.plan(build(kind), **_with_criterion(OPERATIONS[name])).masks) for name in STAGED}
+    for rank, found in enumerate(four.both(staged, kind, True)):
+        for name, masks in found.items():
+            assert masks.keys() == ({"0.weight"} if rank < 2 else {"1.weight", "2.weight"})
+            assert all(torch.equal(mask, expected[name][tensor]) for tensor, mask in masks.items()), name
+
+
+def _with_criterion(arguments: dict) -> dict:
+    return {"criterion": sc.magnitude, **arguments}
+
+
+def nan_on_one(rank: int, where: int, layout: str, names: list[str]) -> list[str]:
+    model = spread(build(), layout)
+    if rank == where:
+        getattr(model[0].weight, "to_local", lambda: model[0].weight)().detach()[0, 0] = torch.nan
+    found = []
+    for name in names:
+        try:
+            sc.prune_(model, **OPERATIONS[name])
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp"])
+def test_nan_on_one_process_raises_on_all(four, layout):
+    names = ["tensor", "global", "row", "2:4", "16x16", "4x4-3", "out", "in"]
+    for texts in four.both(nan_on_one, 3, layout, names):
+        assert len(texts) == len(names)
+        assert all("'0.weight'" in text and "NaN" in text for text in texts)
+
+
+def disagreeing(rank: int, what: str) -> str:
+    model = spread(build(), "fsdp")
+    try:
+        sc.prune_(model, sparsity=0.5 + 0.1 * rank if what == "recipe" else 0.5, exclude=str(rank) if what == "names" else ())
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("what", ["recipe", "names"])
+def test_processes_that_do_not_do_the_same_all_raise(pair, what):
+    for text in pair.both(disagreeing, what):
+        assert "do not do the same" in text

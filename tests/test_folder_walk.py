@@ -1,0 +1,186 @@
+"""A model in a folder is pruned block by block, in memory for one block, with the result of pruning it in memory."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import secateur as sc
+from secateur.folder_walk import prune_blocks
+from secateur.methods import OnDevice, solve_all
+from secateur.settings import Settings
+from secateur.targeting import targets
+
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "methods"))
+import zoo
+
+transformers = zoo.transformers
+CONFIG = {
+    "hidden_size": 32,
+    "intermediate_size": 28,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": zoo.VOCABULARY,
+}
+
+
+def config_of(**changes):
+    return transformers.LlamaConfig(**{**CONFIG, **changes})
+
+
+def settings(method="sparsegpt", pattern="2:4", **budget):
+    return Settings.of("magnitude", pattern, None, budget.get("sparsity"), None, None, method, 0.0)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config_of(tie_word_embeddings=False)).to(torch.bfloat16).eval()
+    model.save_pretrained(tmp_path / "dense", max_shard_size="20KB")
+    assert len(list((tmp_path / "dense").glob("*.safetensors"))) > 2
+    return transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.bfloat16), tmp_path
+
+
+def into():
+    return transformers.LlamaForCausalLM(config_of(tie_word_embeddings=False))
+
+
+@pytest.mark.parametrize("method", ["sparsegpt", "flow"])
+@pytest.mark.parametrize("outside", [False, True], ids=["blocks", "blocks and head"])
+def test_the_files_are_those_of_pruning_the_model_in_memory(saved, method, outside):
+    model, path = saved
+    exclude = () if outside else "lm_head"
+    written = prune_blocks(path / "dense", path / "pruned", into, zoo.TEXT, settings=settings(method), exclude=exclude)
+    plan = sc.prune_(model, pattern="2:4", method=method, data=zoo.TEXT, exclude=exclude)
+    found = transformers.AutoModelForCausalLM.from_pretrained(path / "pruned", dtype=torch.bfloat16)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name
+    assert written.metrics()["sparsity"] == plan.metrics()["sparsity"] == 0.5
+    assert written.metrics()["tensors"] == plan.metrics()["tensors"] == 21 + outside
+    assert not list((path / "pruned").glob("secateur-walk*"))
+    assert (path / "pruned" / "config.json").read_text() == (path / "dense" / "config.json").read_text()
+
+
+CHILD = """
+import os, sys, torch
+sys.path[:0] = [{here!r}, {tests!r}]
+from test_folder_walk import *
+from secateur import folder_walk
+done = 0
+def finished(self, number, feeds, real=folder_walk.FromFolder.finished):
+    real(self, number, feeds)
+    if number == {stop}:
+        os._exit(9)
+folder_walk.FromFolder.finished = finished
+prune_blocks({source!r}, {target!r}, into, zoo.TEXT, settings=settings("flow"), exclude="lm_head")
+"""
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+def test_a_killed_run_goes_on_where_it_was_and_writes_the_same_bytes(saved, stop):
+    _, path = saved
+    how = {"settings": settings("flow"), "exclude": "lm_head"}
+    prune_blocks(path / "dense", path / "whole", into, zoo.TEXT, **how)
+    here = os.path.dirname(__file__)
+    script = CHILD.format(
+        here=here, tests=os.path.join(here, "methods"), stop=stop, source=str(path / "dense"), target=str(path / "cut")
+    )
+    child = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=240)
+    assert child.returncode == 9, child.stderr
+    journal = json.loads((path / "cut" / "secateur-walk.json").read_text())
+    assert journal["blocks"] == stop
+    first = path / "cut" / "model-00001-of-00004.safetensors"
+    before = first.stat().st_mtime_ns
+    with pytest.raises(ValueError, match="unfinished run with other settings"):
+        prune_blocks(path / "dense", path / "cut", into, zoo.TEXT, settings=settings("sparsegpt"), exclude="lm_head")
+    written = prune_blocks(path / "dense", path / "cut", into, zoo.TEXT, **how)
+    assert first.stat().st_mtime_ns == before  # the blocks that were done are not written again
+    names = sorted(file.name for file in (path / "whole").iterdir())
+    assert sorted(file.name for file in (path / "cut").iterdir()) == names
+    for name in names:
+        assert (path / "cut" / name).read_bytes() == (path / "whole" / name).read_bytes(), name
+    assert written.metrics()["tensors"] == 21
+
+
+MEMORY = """
+import resource, sys, torch
+from pathlib import Path
+sys.path[:0] = [{here!r}, {tests!r}]
+from test_folder_walk import *
+folder, depth = Path({folder!r}), {depth}
+def into():
+    return transformers.LlamaForCausalLM(config_of(**WIDE, num_hidden_layers=depth))
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+data = [torch.randint(0, 40, (2, 16)) for _ in range(2)]
+prune_blocks(folder / "small", folder / "out", lambda: transformers.LlamaForCausalLM(config_of()), data, settings=settings())
+before = peak()
+prune_blocks(folder / str(depth), folder / f"pruned{{depth}}", into, data, settings=settings(), exclude="lm_head")
+print(before, peak())
+"""
+WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 8}
+BLOCK = 4 * (4 * 512 * 512 + 3 * 512 * 1408 + 2 * 512)  # bytes in float32
+
+
+def test_memory_is_that_of_one_block_and_does_not_grow_with_depth(tmp_path):
+    transformers.LlamaForCausalLM(config_of()).save_pretrained(tmp_path / "small")
+    here, peaks = os.path.dirname(__file__), {}
+    for depth in (2, 14):
+        model = transformers.LlamaForCausalLM(config_of(**WIDE, num_hidden_layers=depth))
+        model.save_pretrained(tmp_path / str(depth), max_shard_size="30MB")
+        del model
+        script = MEMORY.format(here=here, tests=os.path.join(here, "methods"), folder=str(tmp_path), depth=depth)
+        child = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=280)
+        assert child.returncode == 0, child.stderr
+        before, after = map(int, child.stdout.split()[-2:])
+        peaks[depth] = after - before
+    grams = 8 * (1408 * 1408 * 6)  # sums and factors in float64
+    assert peaks[2] < 4 * BLOCK + grams
+    assert peaks[14] - peaks[2] < BLOCK  # the model grew by twelve blocks
+
+
+def test_a_block_at_a_time_on_a_device_gives_the_same_solutions():
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config_of(tie_word_embeddings=False)).eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found, _ = targets(model)
+    plain, moved, answers = [], [], []
+    for seen, home in ((plain, None), (moved, OnDevice(torch.device("cpu")))):
+        method = settings("sparsegpt").method
+
+        def solve(target, evidence, seen=seen, method=method):
+            seen.append((target.name, evidence))
+            problem = sc.methods.LayerProblem(target.name, target.layout.matrix(target.weight), H=evidence["gram"])
+            return method.solve(problem, settings().pattern, sc.methods.Amount(), None)
+
+        answers.append(solve_all(model, found, frozenset({"gram", "cross", "residual"}), zoo.TEXT, solve, {}, home))
+    assert [name for name, _ in plain] == [name for name, _ in moved]
+    for (name, one), (_, other) in zip(plain, moved):
+        assert one.keys() == other.keys()
+        for kind in set(one) - {"tokens", "stage"}:
+            assert torch.equal(one[kind], other[kind]), (name, kind)
+    assert all(torch.equal(answers[0][name].weight, answers[1][name].weight) for name in answers[0])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_what_cannot_be_done_one_block_at_a_time_is_refused(saved):
+    _, path = saved
+    every = Settings.of("magnitude", "unstructured", "global", 0.5, None, None, "sparsegpt", 0.0)
+
+    def deeper():
+        return transformers.LlamaForCausalLM(config_of(num_hidden_layers=4))
+
+    with pytest.raises(ValueError, match="one block at a time"):
+        prune_blocks(path / "dense", path / "pruned", into, zoo.TEXT, settings=every)
+    with pytest.raises(ValueError, match="the same folder"):
+        prune_blocks(path / "dense", path / "dense", into, zoo.TEXT, settings=settings())
+    with pytest.raises(ValueError, match="needs no data"):
+        prune_blocks(path / "dense", path / "pruned", into, zoo.TEXT, settings=settings("rank"))
+    with pytest.raises(ValueError, match="has no tensor"):
+        prune_blocks(path / "dense", path / "pruned", deeper, zoo.TEXT, settings=settings())
+    with pytest.raises(ValueError, match="no safetensors file"):
+        prune_blocks(path, path / "pruned", into, zoo.TEXT, settings=settings())
