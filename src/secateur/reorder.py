@@ -19,6 +19,7 @@ from ._hints import hints
 from ._tree import as_module
 from .arguments import plain_arguments
 from .axes import Atom, Cat, Expr, Fam, Group, Prod, atoms, norm
+from .channel_order import best_order, kept_score
 from .curvature import Curvature, curvature
 from .display import Reported, Table, notes_by_reason
 from .edit import UNKNOWN, Arguments, Inputs, all_or_nothing, forget_, owned_tensors, put_, record_, run, tensors_inside
@@ -28,10 +29,6 @@ from .stats import Loss, check_evidence, split_batch
 from .targeting import Globs, Target, globs_of, targets
 from .trace import Trace, main_outputs, trace
 
-_ROUNDS = 4  # how often every place of the pools is filled anew
-_PRECISION = 0.05  # of assignments: the least bid, over the largest gain and times the root of their number
-_ELEMENTS = 1 << 17  # gains are computed for parts of about this size
-_MOST_ROWS = 1 << 31  # elements of all gains of a place; larger problems look at a part of the rows
 Place = tuple[str, int]  # a tensor and a dim of it
 
 
@@ -106,16 +103,16 @@ class Reordering(Reported):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the orders themselves, as plain values that JSON can hold."""
-        each = [
-            {"reader": o.reader, "units": o.units, "orders": o.orders, "before": o.before, "after": o.after}
-            for o in self.orders
-        ]
+        names = ("reader", "units", "orders", "before", "after")
+        each = [{name: getattr(order, name) for name in names} for order in self.orders]
         return {"recipe": self.recipe, **self.metrics(), "layers": each, "skipped": dict(self.skipped)}
 
     def _table(self) -> Table:
         rows = [(o.reader, f"{o.units:,}", f"{o.orders}", f"{o.before:.2%}", f"{o.after:.2%}") for o in self.orders]
         header = ("inputs of", "units", "orders", "score kept before", "after")
-        return Table(header, rows, right=range(1, 5), title=self.recipe, notes=notes_by_reason("left alone", self.skipped))
+        return Table(
+            header, rows, right=range(1, 5), title=f"reorder, {self.recipe}", notes=notes_by_reason("left alone", self.skipped)
+        )
 
     def __str__(self) -> str:
         return str(self._table())
@@ -164,9 +161,8 @@ def reorder_(
     The result prints as a table, and `result.undo_(model)` restores the old order.
     """
     include, exclude = globs_of("include", include), globs_of("exclude", exclude)
-    arguments = plain_arguments(reorder_, locals())
     found = find_orders(model, pattern, data=data, include=include, exclude=exclude, curvature=curvature, loss=loss)
-    found.arguments = arguments
+    found.arguments = plain_arguments(reorder_, locals())
     return found.apply_(as_module(model))
 
 
@@ -210,7 +206,7 @@ def find_orders(
                     skipped[candidate.reader.name] = "moving its inputs changes the output of the model"
                 else:
                     orders.append(order)
-    return Reordering(f"order of channels for {shape}", orders, skipped)
+    return Reordering(f"channels for {shape}", orders, skipped)
 
 
 def _measured(
@@ -354,71 +350,6 @@ def _parts(e: Expr) -> Iterator[Expr]:
 def _permuted(factor: Tensor, index: Tensor) -> Tensor:
     index = index.to(factor.device)
     return factor[index] if factor.ndim == 1 else factor[index][:, index]
-
-
-# --- the best order -------------------------------------------------------------------------------------------------
-
-
-def kept_score(scores: Tensor, order: Tensor, n: int, m: int) -> float:
-    """The sum of the scores that the best n of every m neighbours have, with the columns in this order."""
-    pools = scores[:, order.to(scores.device)].view(len(scores), -1, m)
-    return float(pools.topk(n, -1, sorted=False).values.sum(dtype=torch.float64))
-
-
-def best_order(scores: Tensor, n: int, m: int, rounds: int = _ROUNDS) -> Tensor:
-    """An order of the columns in which the best n of every m neighbours have a high score in all.
-
-    Columns are dealt out by rank first. Then one place of all pools at a time is filled anew: the columns that sit there are
-    assigned to pools by the gain that each would bring (Zhang et al., RIA, 2024, solve the same assignment).
-    """
-    count = scores.shape[1] // m
-    seats = scores.sum(0).argsort(descending=True, stable=True).view(m, count).T.clone()
-    if n == m or count == 1:
-        return torch.arange(scores.shape[1])
-    least = len(scores) * count * count // _MOST_ROWS + 1
-    seen = scores[::least]
-    for place in list(range(m)) * rounds:
-        rest = seats[:, [other for other in range(m) if other != place]]
-        beaten = seen[:, rest].topk(n, -1).values[..., -1] if n < m else seen.new_zeros(len(seen), count)
-        who = seats[:, place]
-        seats[:, place] = who[_assigned(_gains(seen[:, who], beaten))]
-    return seats.reshape(-1).cpu()
-
-
-def _gains(own: Tensor, beaten: Tensor) -> Tensor:
-    """gain[c, g]: what column c adds to pool g, the sum over rows of how far it is above the score that it replaces."""
-    gain = own.new_empty(own.shape[1], beaten.shape[1])
-    step = max(_ELEMENTS // max(beaten.numel(), 1), 1)
-    for first in range(0, len(gain), step):
-        part = own[:, first : first + step]
-        gain[first : first + step] = (part.T[:, :, None] - beaten[None]).clamp_min_(0).sum(1)
-    return gain
-
-
-def _assigned(gain: Tensor) -> Tensor:
-    """Which row each column of a square matrix is assigned to, for a sum close to the largest possible.
-
-    An auction (Bertsekas, 1988): rows without a column bid for the one that is worth most to them at its present price, the
-    highest bid gets it, and the price rises by the bid. The sum is within `len(gain) * least` of the best one.
-    """
-    count, gain = len(gain), gain.double()
-    least = _PRECISION * float(gain.max()) / count**0.5
-    row_of = torch.full((count,), -1, device=gain.device)
-    column_of, price = row_of.clone(), gain.new_zeros(count)
-    if least <= 0 or count == 1:
-        return torch.arange(count, device=gain.device)
-    while len(free := (column_of < 0).nonzero()[:, 0]):
-        value, column = (gain[free] - price).topk(2)
-        bid, column = value[:, 0] - value[:, 1] + least, column[:, 0]
-        highest = torch.full_like(price, -1).scatter_reduce_(0, column, bid, "amax")
-        won = bid == highest[column]
-        winner = torch.full_like(row_of, -1).scatter_(0, column[won], free[won])
-        sold = (winner >= 0).nonzero()[:, 0]
-        before = row_of[sold]
-        column_of[before[before >= 0]] = -1
-        row_of[sold], column_of[winner[sold]] = winner[sold], sold
-        price[sold] += highest[sold]
-    return row_of
 
 
 # --- the check ------------------------------------------------------------------------------------------------------

@@ -155,6 +155,18 @@ def test_curvature_lowers_the_weighted_error():
         assert weighted < 0.8 * plain
 
 
+def test_the_wide_variant_aims_at_the_target_with_curvature_too():
+    gains = {8192: 0.0, 0: 0.0}
+    for seed in range(5):
+        one = problem(rows=16, cols=32, seed=seed, fisher="fisher", mixing=0.1)
+        one = replace(one, B=problem(rows=16, cols=32, seed=seed + 50).W @ one.H)
+        start = error(one, one.W)
+        for wide in gains:
+            found = sc.methods.admm(wide=wide).solve(one, Pattern(), Amount(sparsity=0.5), None)
+            gains[wide] += start - error(one, found.weight)
+    assert gains[0] > 0.97 * gains[8192]
+
+
 # --- laws -------------------------------------------------------------------------------------------------------------
 
 
