@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import secateur as sc
-from secateur.distill import _divergence, distill_
+from secateur.distill import Distilled, _divergence, distill_
 
 
 def net(seed=0):
@@ -74,8 +74,29 @@ def test_the_model_is_unchanged_where_the_held_out_batches_get_worse():
     assert not done.improved
     assert done.after == done.before
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert len(done.training) == 20  # it stopped after two looks without a gain
     assert "unchanged" in str(done)
+
+
+def test_training_stops_when_it_gets_worse_twice_in_a_row():
+    def worse(*distances):
+        looks = [(step, distance) for step, distance in enumerate(distances, 1)]
+        return Distilled("", 1.0, 1.0, 0, looks, [], 0).getting_worse
+
+    assert not worse(1.2)
+    assert worse(1.2, 1.3)
+    assert not worse(1.2, 1.1)
+    assert not worse(0.9, 0.95)
+    assert worse(0.9, 0.95, 0.96)
+    model, dense = pruned()
+    held, steps = batches(2, seed=5), []
+
+    def loss(output, wanted):  # the held-out batches get worse, whatever the model does
+        steps.append(1)
+        return (output - wanted).square().mean() if torch.is_grad_enabled() else torch.tensor(float(len(steps)))
+
+    done = distill_(model, dense, batches(), steps=40, loss=loss, holdout=held)
+    assert len(done.training) == 20
+    assert not done.improved
 
 
 def test_undo_is_exact_and_needs_the_old_values():

@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import secateur as sc
+from secateur.channel_order import _assigned, best_order, kept_score
 from secateur.curvature import curvature
-from secateur.reorder import _assigned, best_order, find_orders, kept_score, reorder_
+from secateur.reorder import find_orders, reorder_
 
 
 def llama(**changes):
@@ -216,6 +217,18 @@ def test_the_assignment_is_close_to_the_best():
         assert sorted(rows.tolist()) == list(range(6))
         assert float(gain[rows, torch.arange(6)].sum()) > 0.95 * best
     assert _assigned(torch.zeros(4, 4)).tolist() == [0, 1, 2, 3]
+
+
+def test_an_assignment_that_ends_early_is_whole(monkeypatch):
+    gain = torch.rand(40, 40, generator=torch.Generator().manual_seed(0))
+    found = []
+    for rounds in (1, 5, 100):
+        monkeypatch.setattr("secateur.channel_order._BIDS", rounds)
+        rows = _assigned(gain)
+        assert sorted(rows.tolist()) == list(range(40))
+        found.append(float(gain[rows, torch.arange(40)].sum()))
+    assert found == sorted(found)
+    assert found[0] < found[2]
 
 
 def test_orders_are_permutations_that_keep_nearly_as_much_as_the_best():

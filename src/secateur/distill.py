@@ -25,8 +25,8 @@ from .stats import as_it_was, check_evidence, on_batch, split_batch
 from .targeting import Globs, all_match, globs_of, under
 
 _ELEMENTS = 1 << 22  # the divergence of logits is computed for parts of about this size
-_CHECKS = 4  # how often the held-out batches are looked at
-_PATIENCE = 2  # training stops after so many looks without a new best
+_LOOKS = (0.25, 0.5, 0.75, 1.0)  # parts of the steps after which the held-out batches are looked at
+_PATIENCE = 2  # training stops after so many looks in a row that are each worse than the one before
 Distance = Callable[[Any, Any], Tensor]
 
 
@@ -50,6 +50,12 @@ class Distilled(Reported):
     @property
     def improved(self) -> bool:
         return self.kept_step > 0
+
+    @property
+    def getting_worse(self) -> bool:
+        """Whether the last looks were each worse than the one before. One may be: a high rate adds noise that fades with it."""
+        distances = [self.before, *(distance for _, distance in self.looks)][-_PATIENCE - 1 :]
+        return len(distances) > _PATIENCE and distances == sorted(set(distances))
 
     def undo_(self, model: nn.Module) -> None:
         """Puts back, bit for bit, the values that `distill_(keep_dense=True)` replaced."""
@@ -99,7 +105,7 @@ class Distilled(Reported):
             for last, (step, distance) in zip(steps, self.looks, strict=False)
         ]
         note = [] if self.improved else ["no step was better on the held-out batches, so the model is unchanged"]
-        return Table(("step", "in training", "held out", ""), rows, right=range(3), title=self.recipe, notes=note)
+        return Table(("step", "in training", "held out", ""), rows, right=range(3), title=f"distill, {self.recipe}", notes=note)
 
     def __str__(self) -> str:
         return str(self._table())
@@ -153,22 +159,23 @@ def distill_(
     _check(model, teacher, steps, lr, warmup, loss)
     trained = _trained(model, include, exclude)
     student = _Student(trained, _masks(trained, pruner), lr, warmup, steps)
-    recipe = f"distill, {steps} steps, lr {lr:g}"
+    recipe = f"{steps} steps, lr {lr:g}"
     result = Distilled(recipe, 0.0, 0.0, 0, [], [], len(trained))
     with _only(model, trained), preserve_rng(), as_it_was(model), as_it_was(teacher):
         result.before = result.after = _held_out(model, teacher, held, loss)
         old = best = student.values()
+        looks = {math.ceil(part * steps) for part in _LOOKS}
         try:
             with Progress("distill", steps) as progress:
                 for step, batch in enumerate(_order(training, steps, draw), 1):
                     progress(f"step {step}")
                     result.training.append(student.step(lambda batch=batch: _backward(model, teacher, batch, loss)))
-                    if step % max(steps // _CHECKS, 1) and step != steps:
+                    if step not in looks:
                         continue
                     result.looks.append((step, _held_out(model, teacher, held, loss)))
                     if result.looks[-1][1] < result.after:
                         result.after, result.kept_step, best = result.looks[-1][1], step, student.values()
-                    elif sum(at > result.kept_step for at, _ in result.looks) >= _PATIENCE:
+                    if result.getting_worse:
                         break
         except BaseException:
             best = old
