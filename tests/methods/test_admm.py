@@ -620,6 +620,19 @@ def test_the_loss_method_reorders_channels_for_n_of_m_and_undo_restores_every_bi
 
 
 @torch.no_grad()
+def test_curvature_follows_the_order_of_channels():
+    model, data = decoder()
+    model, data = model.double(), [x.double() for x in data]
+    plan = sc.plan(model, method="loss", pattern="2:4", data=data, exclude="head")
+    plan.order.apply_(model)
+    method = sc.methods.admm(target=sc.methods.flow(), curvature="fisher")
+    wanted = sc.plan(model, method=method, pattern="2:4", data=data, exclude="head")
+    assert plan.masks == wanted.masks
+    for name, weight in plan.weights.items():
+        torch.testing.assert_close(weight, wanted.weights[name], rtol=1e-5, atol=1e-7)
+
+
+@torch.no_grad()
 def test_the_order_and_the_weights_belong_together():
     """A wrong order of any tensor would make the output random."""
     model, data = decoder()
