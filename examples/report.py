@@ -112,28 +112,21 @@ def take_pictures(page: Path, folder: Path) -> None:
     from playwright.sync_api import sync_playwright
 
     folder.mkdir(parents=True, exist_ok=True)
-    views = {
-        "light": (1280, 1.5, "light"),
-        "dark": (1280, 1.5, "dark"),
-        "tablet": (800, 1, "light"),
-        "phone": (390, 2, "light"),
-    }
+    views = {"light": (1280, 1.5), "dark": (1280, 1.5), "tablet": (800, 1), "phone": (390, 1.5)}  # width, pixels per point
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for name, (width, scale) in views.items():
             size: Any = {"width": width, "height": 900}
-            context = browser.new_context(
-                viewport=size, device_scale_factor=scale, color_scheme="dark" if name == "dark" else "light"
-            )
+            scheme: Any = "dark" if name == "dark" else "light"
+            context = browser.new_context(viewport=size, device_scale_factor=scale, color_scheme=scheme)
             tab = context.new_page()
             tab.goto(page.resolve().as_uri())
             tab.locator("#plot").press("Home")
             for _ in range(33):
                 tab.locator("#plot").press("ArrowRight")
             tab.locator("#plot").blur()
-            box = tab.locator("#readout").bounding_box()
-            assert box is not None
-            clip: Any = {"x": 0, "y": 0, "width": width, "height": box["y"] + box["height"] + 24}
+            bottom = tab.evaluate("document.querySelector('#readout').getBoundingClientRect().bottom + scrollY")
+            clip: Any = {"x": 0, "y": 0, "width": width, "height": bottom + 24}
             tab.screenshot(path=folder / f"report-{name}.png", full_page=True, clip=clip)
         browser.close()
 

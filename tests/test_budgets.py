@@ -1,4 +1,4 @@
-"""Spreads: each tensor its own number, the whole as asked."""
+"""Spreads: a sparsity for each tensor, with the total that was asked for."""
 
 import itertools
 import math

@@ -395,7 +395,7 @@ def test_a_function_of_something_else_is_refused_with_what_there_is(function):
 
 
 @pytest.mark.parametrize("given", [5, None])
-def test_what_is_no_function_is_no_criterion(given):
+def test_a_criterion_must_be_a_function(given):
     with pytest.raises(TypeError, match=r"sc\.magnitude"):
         sc.plan(net(), given, sparsity=0.5)
 

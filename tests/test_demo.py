@@ -130,7 +130,7 @@ def test_compressed_variants_compute_what_their_originals_do(smaller):
             )
 
 
-def test_what_is_not_faster_is_called_so(demo, smaller):
+def test_rows_that_are_not_faster_are_marked(demo, smaller):
     dense = smaller["dense"]
     row = demo.Smaller("x", dense.model, None, 0.0, dense.digits, 1, dense.timing, dense)
     assert row.verdict() == "not faster"

@@ -41,7 +41,7 @@ def test_one_warning_names_all_tensors():
     assert len(seen) == 1
 
 
-def test_nothing_is_said_where_everything_was_asked_for():
+def test_no_warning_where_a_sparsity_of_one_was_asked_for():
     model = uneven()
     plan = sc.prune_(model, sparsity=1.0, include="0")
     assert plan.empty == ["0.weight"]

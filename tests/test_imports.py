@@ -24,7 +24,7 @@ def test_operators_are_registered_in_every_order_of_imports(code):
     assert run(f"{code}\n{check}") == "secateur.linear False dict_keys(['name', 'path'])\n"
 
 
-def test_every_public_name_has_a_home():
+def test_every_public_name_is_imported_from_a_module():
     assert set(sc._HOME) | {"methods"} == set(sc.__all__)
     assert all(getattr(sc, name) is not None for name in sc.__all__)
     assert len(sc.__all__) <= 60

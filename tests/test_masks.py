@@ -1,4 +1,4 @@
-"""Masks: what they accept, how they answer, what they refuse."""
+"""Masks: accepted values, operations, and errors."""
 
 import numpy as np
 import pytest

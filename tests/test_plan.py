@@ -186,7 +186,7 @@ def test_the_html_escapes_names():
     assert html.count("<tr>") == 3
 
 
-def test_layers_and_masks_speak_of_the_same():
+def test_layers_and_masks_have_the_same_names_and_counts():
     plan = sc.plan(net(), sparsity=0.3)
     assert [layer.name for layer in plan.layers] == list(plan.masks)
     for layer in plan.layers:

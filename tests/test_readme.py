@@ -1,4 +1,4 @@
-"""What the pages promise is true: their code runs, their links lead somewhere, their tables say what happens."""
+"""The documentation is true: its code runs, its links exist, and its tables hold."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Evidence: collected once, over the batches, and the model comes out as it went in."""
+"""Evidence is collected in one pass over the batches, and the model is unchanged afterwards."""
 
 import contextlib
 

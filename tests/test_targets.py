@@ -221,7 +221,7 @@ def test_a_wrong_choice_says_which_argument_it_was(kwargs):
         sc.targets(Model(), **kwargs)
 
 
-def test_what_is_no_model_is_refused_in_words():
+def test_a_value_that_is_not_a_model_is_refused():
     with pytest.raises(TypeError, match=r"Module"):
         sc.plan("model", sparsity=0.5)
 

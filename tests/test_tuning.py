@@ -130,11 +130,14 @@ def recommended(**curves):
 
 def test_recommended_budgets_prune_where_it_costs_least():
     found = recommended(a={0.5: 1.0, 0.9: 0.98}, b={0.5: 0.9, 0.9: 0.2})
-    assert found.recommend(sparsity=0.25) == pytest.approx({"a": 0.5, "b": 0.0})
-    assert found.recommend(sparsity=0.45) == pytest.approx({"a": 0.9, "b": 0.0})
-    assert found.recommend(sparsity=0.7) == pytest.approx({"a": 0.9, "b": 0.5})
-    assert found.recommend(drop=0.0) == pytest.approx({"a": 0.5, "b": 0.0})
-    assert found.recommend(drop=0.01) == pytest.approx({"a": 0.7, "b": 0.0})
+    assert found.recommend(sparsity=0.25) == pytest.approx({"a": 0.5, "b": 0.0}, abs=1e-4)
+    assert found.recommend(sparsity=0.1) == pytest.approx({"a": 0.2, "b": 0.0}, abs=1e-4)
+    half = found.recommend(sparsity=0.5)
+    assert half["a"] > 0.75 > 0.25 > half["b"]
+    assert found.recommend(drop=0.0) == pytest.approx({"a": 0.5, "b": 0.0}, abs=1e-4)
+    spent = found.recommend(drop=0.05)
+    assert sum(found.drop(group, level) for group, level in spent.items()) == pytest.approx(0.05)
+    assert found.recommend(drop=9) == pytest.approx({"a": 0.9, "b": 0.9})
     with pytest.raises(ValueError, match=r"reach a sparsity of 0\.9"):
         found.recommend(sparsity=0.95)
     with pytest.raises(ValueError, match=r"one of sparsity= .* and drop="):
@@ -143,26 +146,38 @@ def test_recommended_budgets_prune_where_it_costs_least():
 
 def test_recommended_budgets_are_optimal():
     """Against all budgets in steps of one percent, for curves that are not convex."""
-    found = recommended(
-        a={0.3: 0.9, 0.6: 0.88, 0.9: 0.5}, b={0.3: 0.99, 0.6: 0.95, 0.9: 0.7}, c={0.3: 1.0, 0.6: 0.7, 0.9: 0.69}
-    )
+    a, b, c = {0.3: 0.9, 0.6: 0.88, 0.9: 0.5}, {0.3: 0.99, 0.6: 0.95, 0.9: 0.7}, {0.3: 1.0, 0.6: 0.7, 0.9: 0.69}
+    found = recommended(a=a, b=b, c=c)
     best = found.recommend(sparsity=0.6)
-    hull = {
-        "a": [(0, 0), (0.6, 0.12), (0.9, 0.5)],
-        "b": [(0, 0), (0.3, 0.01), (0.6, 0.05), (0.9, 0.3)],
-        "c": [(0, 0), (0.3, 0), (0.9, 0.31)],
-    }
 
-    def cost(group, level):
-        for (low, before), (high, after) in zip(hull[group], hull[group][1:]):
-            if level <= high + 1e-9:
-                return before + (after - before) * (level - low) / (high - low)
-        return math.inf
+    def cost(*levels):
+        return sum(found.drop(group, level) for group, level in zip("abc", levels, strict=True))
 
     steps = [n / 100 for n in range(91)]
-    brute = min(cost("a", a) + cost("b", b) + cost("c", 1.8 - a - b) for a in steps for b in steps if 0 <= 1.8 - a - b <= 0.9)
+    brute = min(cost(a, b, 1.8 - a - b) for a in steps for b in steps if 0 <= 1.8 - a - b <= 0.9)
     assert sum(best.values()) == pytest.approx(1.8)
-    assert sum(cost(group, level) for group, level in best.items()) <= brute + 1e-6
+    assert cost(*best.values()) <= brute + 1e-9
+    assert found.drop("b", 0.6) == pytest.approx(0.05)
+
+
+def test_curves_around_a_sparsity_prune_the_other_groups_too():
+    model = build()
+    found = sc.sensitivity(model, agreement, levels=(0.3, 0.5, 0.7), around=0.5)
+    other = build()
+    sc.prune_(other, spread={"0.weight": 0.5, "2.weight": 0.7, "4.weight": 0.5})
+    assert found.curves["2.weight"][0.7] == pytest.approx(agreement(other), abs=1e-6)
+    even = build()
+    sc.prune_(even, sparsity=0.5)
+    assert found.base == pytest.approx(agreement(even), abs=1e-6)
+    assert {curve[0.5] for curve in found.curves.values()} == {found.base}
+    budget = found.recommend(sparsity=0.5)
+    plan = sc.prune_(model, spread=budget)
+    assert plan.metrics()["sparsity"] == pytest.approx(0.5, abs=0.01)
+    assert agreement(model) > agreement(even)
+    with pytest.raises(ValueError, match=r"lowest levels give 0\.3"):
+        found.recommend(sparsity=0.2)
+    with pytest.raises(ValueError, match=r"around=0\.6 must be one of levels"):
+        sc.sensitivity(model, agreement, around=0.6)
 
 
 def test_a_metric_that_improves_or_is_nan_is_no_gain():

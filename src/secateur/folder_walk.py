@@ -24,10 +24,11 @@ from ._arguments import tensors_of
 from ._dist import Comm
 from .blocks import repeated_blocks
 from .edit import built
+from .evidence import TensorEvidence
 from .io import Entry, Tensors, as_bytes, rename, replacing, write_tensors
 from .methods import STREAMED, LayerProblem, Method, OnDevice, Solution, as_mapping, from_mapping, solve_all
 from .settings import Settings
-from .stats import TensorEvidence, check_evidence, split_batch
+from .stats import check_evidence, split_batch
 from .stream import Feed
 from .targeting import Globs, Target, targets
 

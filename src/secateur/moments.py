@@ -52,6 +52,8 @@ class Products:
 
     def _add(self, one: Tensor, other: Tensor, same: bool) -> None:
         if not self.half:
+            assert self.a is not None
+            assert self.b is not None
             one = one - self.a
             other = one if same else other - self.b
         self.shifted += _squares(one) if same else one.mT @ other

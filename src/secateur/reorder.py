@@ -103,10 +103,8 @@ class Reordering(Reported):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the orders themselves, as plain values that JSON can hold."""
-        each = [
-            {"reader": o.reader, "units": o.units, "orders": o.orders, "before": o.before, "after": o.after}
-            for o in self.orders
-        ]
+        names = ("reader", "units", "orders", "before", "after")
+        each = [{name: getattr(order, name) for name in names} for order in self.orders]
         return {"recipe": self.recipe, **self.metrics(), "layers": each, "skipped": dict(self.skipped)}
 
     def _table(self) -> Table:
@@ -163,9 +161,8 @@ def reorder_(
     The result prints as a table, and `result.undo_(model)` restores the old order.
     """
     include, exclude = globs_of("include", include), globs_of("exclude", exclude)
-    arguments = plain_arguments(reorder_, locals())
     found = find_orders(model, pattern, data=data, include=include, exclude=exclude, curvature=curvature, loss=loss)
-    found.arguments = arguments
+    found.arguments = plain_arguments(reorder_, locals())
     return found.apply_(as_module(model))
 
 

@@ -129,7 +129,7 @@ LAYOUTS = {name: t.nan_to_num(0.0, math.inf, -math.inf) for name, t in layouts()
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("sparsity", [0.0, 1e-5, 0.5, 0.937, 1.0])
-def test_a_misled_sample_never_changes_the_cut(name, sparsity):
+def test_an_unrepresentative_sample_never_changes_the_threshold(name, sparsity):
     agrees({"t": LAYOUTS[name]}, "tensor", sparsity=sparsity)
 
 
@@ -203,7 +203,7 @@ def test_nan_is_found_in_n_of_m_groups_too():
         select({"t": Scores.of(broken)}, Pattern.parse("2:4"))
 
 
-def test_nan_that_was_pruned_before_is_no_obstacle():
+def test_nan_that_was_pruned_before_is_ignored():
     scores = torch.tensor([[math.nan, 3.0, 1.0, 2.0]])
     before = torch.tensor([[False, True, True, True]])
     assert select({"t": Scores.of(scores)}, ELEMENT, count=2, previous={"t": before})["t"].tolist() == [

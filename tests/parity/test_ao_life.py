@@ -59,7 +59,7 @@ def test_a_subclass_that_says_what_its_state_is_can_be_copied_and_stepped():
     assert int((twin.groups[0]["module"].parametrizations.weight[0].mask == 0).sum()) == 32
 
 
-def test_a_state_that_speaks_of_other_tensors_takes_the_masks_off_those_it_does_not_name():
+def test_loading_a_state_removes_masks_of_tensors_that_it_does_not_name():
     _, source = prepared()
     state = source.state_dict()
     first = {"state": {"0.weight": state["state"]["0.weight"]}, "groups": state["groups"][:1]}
@@ -80,7 +80,7 @@ def test_a_sparsifier_that_goes_on_with_a_smaller_model_reloads_its_own_state():
     assert list(sparsifier.state) == ["0.weight"]
 
 
-def test_what_is_no_state_is_said_to_be_none():
+def test_a_value_that_is_not_a_state_is_refused():
     _, sparsifier = prepared()
     with pytest.raises(KeyError, match="needs the keys 'state' and 'groups'"):
         sparsifier.load_state_dict({})
@@ -111,7 +111,7 @@ def test_the_state_of_a_scheduler_for_another_number_of_groups_is_refused():
         CubicSL(one).load_state_dict(state)
 
 
-def test_one_name_of_a_setting_to_keep_is_as_good_as_a_tuple():
+def test_a_single_name_of_a_setting_to_keep_means_a_tuple_of_one():
     model, sparsifier = prepared()
     sparsifier.squash_mask(params_to_keep="sparse_block_shape")
     assert model[0].sparse_params == {"sparse_block_shape": (1, 4)}

@@ -89,6 +89,20 @@ def test_notes_follow_rules():
         assert titles(made) == [title]
 
 
+def test_time_is_compared_with_flops_on_the_inputs_where_they_differ_most():
+    first, last = document().stages[0], document().stages[-1]
+    slow = replace(last.times[1], median=0.9 * first.times[1].median)
+    made = document(steps=[], reasons=[], stages=[first, replace(last, times=[last.times[0], slow])])
+    (note,) = notes(made)
+    assert note.title == "50 % fewer FLOPs, but 10 % less time for 16 images."
+    assert note.text.endswith("It is 50 % less time for one image.")
+
+
+def test_half_a_digit_is_rounded_up():
+    made = ends(StageFigures("a", metric=metric(93.39)), StageFigures("b", metric=metric(90.55)))
+    assert headline(made)[1] == "Accuracy 93.4 → 90.6 %."
+
+
 def test_at_most_three_notes_the_worst_first():
     made = document(layers=[layer(i, kept=0 if i == 3 else 900) for i in range(20)])
     assert [note.title for note in notes(made)] == [

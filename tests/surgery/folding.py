@@ -1,4 +1,4 @@
-"""Masked against cut, with what removed units still say folded into their consumers: what the tests of folding share."""
+"""Helpers for the tests of folding: the cut model is compared with the masked one."""
 
 import copy
 import sys

@@ -1,4 +1,4 @@
-"""torch's own attention modules are cut inside: width, heads, and the width of a head, as far as the module can say them."""
+"""Cuts inside torch's own attention modules: the width, the heads, and the width of a head."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_the_attention_of_a_transformer_encoder_is_cut():
 
 
 @pytest.mark.parametrize("returned", [False, True])
-def test_attention_maps_count_only_where_they_are_returned(returned):
+def test_attention_maps_matter_only_where_they_are_returned(returned):
     class Maps(Attends):
         def forward(self, x):
             h = self.first(x)
@@ -139,20 +139,20 @@ def cut_by_hand(attend, kv=4):
 
 
 @pytest.mark.parametrize(("scores", "dim"), [("bhqk", -1), ("bqhk", -1), ("bkqh", 1), ("kqhb", 0)])
-def test_attention_in_einsums_hands_on_the_bias_of_its_values(scores, dim):
+def test_attention_in_einsums_passes_on_the_bias_of_its_values(scores, dim):
     plan, error = cut_by_hand(einsums(scores, dim))
     assert plan.metrics()["exact"], plan
     assert error < 1e-12
 
 
 @pytest.mark.parametrize(("scores", "dim"), [("bhqk", -2), ("bkqh", 2), ("kqhb", 1)])
-def test_weights_that_sum_to_one_over_something_else_hand_on_no_constant(scores, dim):
+def test_weights_that_sum_to_one_over_another_axis_pass_on_no_constant(scores, dim):
     plan, error = cut_by_hand(einsums(scores, dim))
     assert not plan.metrics()["exact"]
     assert error > 1e-6
 
 
-def test_the_scale_of_shared_keys_is_made_good():
+def test_the_scale_of_shared_keys_is_corrected():
     plan, error = cut_by_hand(
         lambda q, k, v: F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), enable_gqa=True).transpose(
             1, 2

@@ -1,4 +1,4 @@
-"""A bias takes what is lost only where it is one: added to a product before anybody reads it, and to nothing else."""
+"""Which biases take constants of removed units: those added to a product before it is read, without another use."""
 
 import sys
 from pathlib import Path
@@ -136,7 +136,7 @@ class Deaf(nn.Linear):
         lambda s, h: s.deaf(h),
     ],
 )
-def test_a_bias_that_nobody_would_read_is_not_made(forward):
+def test_no_bias_is_added_where_the_model_would_not_read_it(forward):
     parts = {"c": nn.Linear(16, 5, bias=False), "deaf": Deaf(16, 5, bias=False)}
     check(Lam(lambda s, x: forward(s, torch.sigmoid(s.a(x))), a=nn.Linear(12, 16), **parts), tokens(), report=NONE)
 
@@ -159,7 +159,7 @@ def test_a_new_bias_is_of_the_layer_that_runs_and_not_of_one_with_the_same_weigh
     assert not torch.equal(small.b.bias, small.c.bias)
 
 
-def test_a_product_in_a_hook_of_a_layer_is_not_the_layer():
+def test_a_product_in_a_hook_of_a_layer_gets_no_bias_of_the_layer():
     model = Lam(lambda s, x: s.c(torch.sigmoid(s.a(x))), a=nn.Linear(12, 16), c=nn.Linear(6, 5, bias=False), **drawn(w=(6, 16)))
     model.c.register_forward_pre_hook(Before(model))
     check(model, tokens(), report=NONE)
@@ -315,7 +315,7 @@ def test_an_eps_with_other_uses_is_reported(forward):
     check(normed(Norm(forward)), tokens(), report="eps has other uses")
 
 
-def test_norms_that_share_one_eps_want_the_same_of_it():
+def test_norms_that_share_one_eps_are_scaled_only_if_they_need_the_same_value():
     def forward(s, x):
         return s.o(rms(s.a(x), s.v, s.eps)) + s.p(rms(s.b(x), s.w, s.eps))
 

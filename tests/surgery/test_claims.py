@@ -47,7 +47,7 @@ def two(forward, bias=True, **more):
 # ---------------------------------------------------------------- sizes that layers keep
 
 
-def test_the_width_of_a_layer_in_a_formula_is_made_good_or_told():
+def test_the_width_of_a_layer_in_a_formula_is_corrected_or_reported():
     exact(two(lambda s, x: s.o(torch.tanh(s.a(x) * math.sqrt(s.a.out_features)))), tokens())
     told("its size enters a formula", two(lambda s, x: s.o(F.softplus(s.a(x))) / s.o.in_features), tokens())
     twice = Lam(lambda s, x: s.e(x) * math.sqrt(s.e.embedding_dim) @ s.e.weight.t(), e=nn.Embedding(20, 8))
@@ -58,7 +58,7 @@ def test_a_number_that_happens_to_be_a_power_of_the_width_is_not_its_scale():
     told("its size enters a formula", two(lambda s, x: s.o(F.softplus(s.a(x) * 16**0.5)) / s.a.out_features), tokens())
 
 
-def test_a_width_that_is_compared_with_a_number_keeps_the_answer():
+def test_comparisons_of_a_width_have_the_same_outcome_after_the_cut():
     model = two(lambda s, x: s.o(F.softplus(s.a(x)) * (3 if s.a.out_features > 6 else 1)))
     assert exact(model, tokens()).groups[0].after > 6
     with pytest.raises(ValueError, match="16 > 6"):
@@ -83,7 +83,7 @@ def test_units_over_their_norm_are_zero_where_they_are_removed():
     assert all(bool(p.isfinite().all()) for p in plan.small.parameters())
 
 
-def test_what_is_no_number_is_never_folded():
+def test_nan_is_never_folded():
     parts = {"a": nn.Conv2d(3, 8, 1, bias=False), "o": nn.Conv2d(8, 5, 1)}
     plan = cut(Lam(lambda s, x: s.o(s.a(x).abs().log()), **parts), image())
     assert "no number" in plan.groups[0].why
@@ -100,7 +100,7 @@ def test_what_is_no_number_is_never_folded():
     ],
     ids=["count", "not", "all", "smallest"],
 )
-def test_reductions_that_zeros_change_are_told(count, why):
+def test_reductions_that_zeros_change_are_reported(count, why):
     plan = cut(two(lambda s, x: s.o(F.relu(s.a(x))) * count(s.a(x)), bias=False), tokens())
     assert why in plan.groups[0].why
 
@@ -175,7 +175,7 @@ def test_a_buffer_is_read_as_what_was_written_to_it(forward):
     ],
     ids=["even", "along the third", "at an attribute", "at a number"],
 )
-def test_pieces_of_a_tensor_split_are_what_they_were(split, left):
+def test_pieces_of_tensor_split_keep_their_units(split, left):
     def forward(s, x):
         one, two = split(F.softplus(s.a(x)), s)
         return s.o(torch.cat([one.tanh(), two.exp()], -1))
@@ -203,7 +203,7 @@ def test_a_number_that_is_spread_over_units_is_as_wide_as_they_are(spread):
         cut(model, tokens())
 
 
-def test_what_leaves_torch_keeps_its_shape():
+def test_a_cut_through_numpy_is_refused():
     with pytest.raises(ValueError, match="values are read into Python"):
         cut(two(lambda s, x: s.o(torch.from_numpy(s.a(x).numpy()))), tokens())
 
@@ -211,7 +211,7 @@ def test_what_leaves_torch_keeps_its_shape():
 # ---------------------------------------------------------------- what is around the call
 
 
-def test_a_cut_under_autocast_sees_the_weights_and_is_seen():
+def test_a_cut_under_autocast_uses_the_weights_and_takes_effect():
     """Torch remembers weights in low precision as long as autocast lasts: those of before the cut."""
     model, x = two(lambda s, x: s.o(F.softplus(s.a(x)))), tokens()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -258,7 +258,7 @@ def any_unit(units):
 
 
 @pytest.mark.parametrize("chance", [any_weight, sc.surgery.unit_criterion(any_unit)])
-def test_criterion_of_chance_draws_anew_in_the_next_cut(chance):
+def test_a_random_criterion_draws_other_numbers_in_the_next_cut(chance):
     """Ten random cuts to compare with are ten, not ten times one; after a seed they are the same again."""
     model, x = Drawing(), torch.randn(8, 12)
 
@@ -340,7 +340,7 @@ def _counted(s, x):
 
 
 @pytest.mark.parametrize("forward", [_replaced, _added_to, _counted])
-def test_what_a_buffer_holds_in_one_run_is_no_constant_of_the_next(forward):
+def test_the_content_of_a_buffer_in_one_run_is_not_a_constant_of_the_next(forward):
     model = two(forward)
     model.register_buffer("state", torch.zeros(16))
     plan = cut(model, tokens())

@@ -1,4 +1,4 @@
-"""What removed units still say goes into their consumers: masked == cut, in float64, for every wiring; or it is reported."""
+"""Constants of removed units are folded into the layers that read them, or the cut is reported as not exact (float64)."""
 
 import copy
 import sys

@@ -1,4 +1,4 @@
-"""What a copy takes along: hooks of parameters, and states that an earlier run left, in the sizes that a run leaves now."""
+"""What the small model takes over: hooks of parameters, and states of earlier runs in their new sizes."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_a_state_of_an_earlier_run_is_cut_as_what_a_run_leaves(in_place, graph):
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["copy", "in place"])
-def test_a_state_that_a_run_clears_is_gone(in_place):
+def test_a_state_that_a_run_clears_is_not_in_the_small_model(in_place):
     model, x = Counting(), torch.randn(2, 5, 6)
     model(x)
     small, _ = (sc.shrink_ if in_place else sc.shrink)(model, {"x": x, "cache": False}, channels=0.5)

@@ -29,7 +29,7 @@ def kinds():
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODELS.split())
-def test_architecture_is_cut_as_it_is_said_to_be(name, kinds):
+def test_claims_about_architectures_are_true(name, kinds):
     task, build = kinds[name]
     result = coverage.Result(name, task)
     with _zoo.quiet():

@@ -1,4 +1,4 @@
-"""Slicing, the numbers that go with it, and how units travel."""
+"""Slicing of tensors, and the attributes that change with them."""
 
 import copy
 import types
@@ -37,7 +37,7 @@ from secateur.trace.run import trace
     ],
     ids=lambda m: type(m).__name__,
 )
-def test_a_layer_with_other_weights_says_what_a_layer_built_that_way_says(small, large):
+def test_size_attributes_are_those_of_a_layer_built_in_that_size(small, large):
     sizes = [(module, *size) for module in large.modules() for size in right_sizes(module)]
     assert sizes
     for new, old in zip((*small.parameters(), *small.buffers()), (*large.parameters(), *large.buffers())):

@@ -1,4 +1,4 @@
-"""Whole blocks go: found without names, the least harmful first, numbers mended, exact, and all of it undone on failure."""
+"""`depth=` removes blocks: which ones, the numbers that change with them, exactness, and errors that change nothing."""
 
 import copy
 
@@ -56,7 +56,7 @@ def chain(**more):
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
 
 
-def test_the_blocks_that_do_least_go():
+def test_blocks_that_change_the_output_least_are_removed():
     model = chain()
     before = model(X).detach()
     small, plan = shrink(model, X, depth=0.6)
@@ -70,7 +70,7 @@ def test_the_blocks_that_do_least_go():
     assert "layers.1, layers.3" in str(plan)
 
 
-def test_numbers_and_lists_follow():
+def test_numbers_and_lists_are_adapted_to_the_removed_blocks():
     small, _ = shrink(chain(), X, depth=0.6)
     assert (small.num_layers, small.layer_scales) == (3, [1.0, 3.0, 5.0])
     assert [b.place for b in small.layers] == [0, 1, 2]
@@ -87,7 +87,7 @@ def test_verify_compares_with_the_blocks_skipped():
     assert plan.verify().max_error > 1e-3
 
 
-def test_it_is_measured_again_after_each_removal():
+def test_the_change_is_measured_again_after_each_removal():
     """Block 1 adds what block 2 takes away: once one of them is gone, the other is the one to remove, not block 3."""
     model = chain(gains=(0.0, 0.0, 0.0, 0.0))
     with torch.no_grad():
@@ -170,7 +170,7 @@ def test_residual_blocks_of_a_convolutional_net_go_and_those_that_change_the_sha
     assert plan.verify().max_error < 1e-12
 
 
-def test_what_cannot_go_is_refused_with_the_reason():
+def test_blocks_that_cannot_be_removed_are_refused_with_the_reason():
     class Indexed(Net):
         def forward(self, x):
             x = self.first(x)
@@ -269,7 +269,7 @@ def logs(**more):
     return Logs(**more).eval()
 
 
-def test_a_block_without_which_the_output_is_no_number_stays():
+def test_a_block_without_which_the_output_is_nan_stays():
     model = logs()
     assert bool(model(X).isfinite().all())
     small, plan = shrink(model, X, depth=0.5)
@@ -280,7 +280,7 @@ def test_a_block_without_which_the_output_is_no_number_stays():
         shrink(model, X, depth=0.75, exclude=["layers.0", "layers.2", "layers.3"])
 
 
-def test_two_answers_that_are_no_numbers_prove_nothing():
+def test_two_outputs_that_are_nan_do_not_verify_a_cut():
     """What goes without harm on some inputs does harm on others; then equality of what is left is not reported as exact."""
     model = logs()
     with torch.no_grad():
@@ -296,7 +296,7 @@ def test_two_answers_that_are_no_numbers_prove_nothing():
     assert "not finite where it was" in str(found)
 
 
-def test_values_that_were_never_finite_do_not_decide():
+def test_values_that_were_never_finite_are_not_compared():
     class Masked(Net):
         def forward(self, x):
             return super().forward(x).index_fill(-1, torch.tensor([0]), -torch.inf)
@@ -310,7 +310,7 @@ def test_values_that_were_never_finite_do_not_decide():
         shrink(model, X, depth=0.6)
 
 
-def test_blocks_of_a_model_that_is_no_number_in_float64_are_verified_in_its_own_dtype():
+def test_blocks_of_a_model_that_is_nan_in_float64_are_verified_in_its_own_dtype():
     class OnlyInFloat32(Net):
         def forward(self, x):
             return super().forward(x) * (torch.nan if x.dtype == torch.float64 else 1.0)
@@ -346,7 +346,7 @@ def test_blocks_of_a_model_that_is_no_number_in_float64_are_verified_in_its_own_
         ({"data": [], "reestimate": True, "norm": True}, ValueError, "data= gave no batch"),
     ],
 )
-def test_what_is_given_is_checked_in_the_same_words_with_and_without_depth(asked, given, error, message):
+def test_arguments_get_the_same_errors_with_and_without_depth(asked, given, error, message):
     model = chain()
     given = {"model": model, "example_inputs": X} | given
     if given.pop("norm", False):
@@ -359,7 +359,7 @@ def test_what_is_given_is_checked_in_the_same_words_with_and_without_depth(asked
     assert len(model.layers) == 5
 
 
-def test_data_that_does_not_run_is_said_to_be_data():
+def test_the_error_for_data_that_does_not_run_names_data():
     with pytest.raises(ValueError, match="Net does not run on batch 1 of data=: RuntimeError"):
         shrink(chain(), X, depth=0.6, data=[X, torch.randn(3, 7)])
 
@@ -383,7 +383,7 @@ def test_the_list_that_is_excluded_keeps_its_blocks():
         shrink(chain(), X, depth=0.6, exclude="layers")
 
 
-def test_excluded_names_mean_the_same_layers_after_those_before_them_went():
+def test_excluded_names_mean_the_same_layers_after_earlier_blocks_were_removed():
     model = chain()
     small, plan = shrink(model, X, depth=0.6, params=0.4, exclude=iter(["layers.4.up", "layers.1.up"]))
     assert plan.cuts.drop == {"layers": [1, 3]}
@@ -391,7 +391,7 @@ def test_excluded_names_mean_the_same_layers_after_those_before_them_went():
     assert small.layers[0].up.out_features < 16
 
 
-def test_a_time_is_compared_with_that_of_the_whole_model(clock):
+def test_latency_is_relative_to_the_whole_model(clock):
     class Slow(Block):
         def forward(self, x, seen=None):
             clock.advance(0.03)
@@ -470,7 +470,7 @@ class Named(nn.Module):
         return self.last(self.four(self.three(x)))
 
 
-def test_blocks_that_are_attributes_go(tmp_path):
+def test_blocks_that_are_attributes_are_removed(tmp_path):
     torch.manual_seed(0)
     model = Named().eval()
     small, plan = shrink(model, X, depth=0.5, channels=0.4)
@@ -489,7 +489,7 @@ def test_blocks_that_are_attributes_go(tmp_path):
         io.save(model, tmp_path, plan=plan)
 
 
-def test_attributes_that_are_no_row_of_blocks_stay():
+def test_attributes_that_are_not_a_row_of_blocks_stay():
     class Branches(Named):
         def forward(self, x):
             x = self.first(x)

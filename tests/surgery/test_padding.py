@@ -122,7 +122,7 @@ def test_channels_that_are_padded_with_other_channels_keep_their_biases():
 
 
 @pytest.mark.parametrize("middle", [nn.Sigmoid(), nn.BatchNorm2d(8, affine=False)], ids=["sigmoid", "no-affine"])
-def test_what_is_not_zero_for_a_zero_is_reported(middle):
+def test_functions_that_are_not_zero_at_zero_are_reported(middle):
     if isinstance(middle, nn.BatchNorm2d):
         middle.running_mean.fill_(0.5)
     check(nn.Sequential(conv(3, 8), middle, conv(8, 4, 3, padding=1)), image(), report="zero padding of 2")

@@ -129,7 +129,7 @@ def cut(model, x, seed, **options):
 
 @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(recipe=steps(), pictures=st.booleans(), seed=st.integers(0, 9))
-def test_random_network_is_cut_as_it_is_said_to_be(recipe, pictures, seed):
+def test_claims_about_random_networks_are_true(recipe, pictures, seed):
     torch.manual_seed(seed)
     model = cutting.seeded(Net(recipe, pictures), seed)
     x = (image() if pictures else tokens()).double()

@@ -103,7 +103,7 @@ class Net(nn.Module):
         return self.b(F.relu(self.a(x)))
 
 
-def test_silent_and_copied_units_go_first_and_the_fit_makes_good():
+def test_zero_and_duplicate_units_are_removed_first_and_the_fit_corrects_the_rest():
     torch.manual_seed(0)
     m = Net().double().eval()
     x = draw(300, 12)
@@ -146,7 +146,7 @@ class Two(nn.Module):
 
 
 @pytest.mark.parametrize("repair", ["refit", "none"])
-def test_what_the_output_hears_decides_between_groups(repair):
+def test_groups_compete_by_their_effect_on_the_output(repair):
     m = Two().double().eval()
     m.c.load_state_dict(m.a.state_dict())
     m.d.load_state_dict(m.b.state_dict())
@@ -159,7 +159,7 @@ def test_what_the_output_hears_decides_between_groups(repair):
     assert after["c.weight[0]"] < after["a.weight[0]"]
 
 
-def test_units_that_cost_more_go_first_when_they_matter_alike():
+def test_of_equally_important_units_the_more_expensive_are_removed_first():
     """Two branches of the same say, one over inputs eight times as wide: its units save more FLOPs, and as many channels."""
 
     class Wide(nn.Module):
@@ -256,7 +256,7 @@ def test_groups_that_cannot_be_scored_are_named():
     assert [row.name for row in plan.groups] == ["0.weight[0]", "1.weight[0]"]
 
 
-def test_it_needs_data():
+def test_reconstruction_needs_data():
     with pytest.raises(ValueError, match="pass data="):
         shrink(Net(), torch.randn(4, 12), reconstruction, flops=0.5)
 

@@ -101,7 +101,7 @@ def test_data_that_is_not_finite_is_refused_before_anything_changes():
     assert all(torch.equal(v, state[k]) for k, v in m.state_dict().items())
 
 
-def test_a_channel_that_was_silent_gets_the_variance_that_it_shows():
+def test_a_channel_that_was_constant_gets_the_variance_of_the_data():
     m = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
     loud, x = copy.deepcopy(m), draw(20, 5)
     nn.init.zeros_(m[0].weight)
@@ -143,7 +143,7 @@ def test_data_that_is_no_list_of_batches_is_refused(repair):
 # ---------------------------------------------------------------- the fit
 
 
-def test_redundant_units_leave_without_a_trace():
+def test_removing_redundant_units_leaves_the_output_unchanged():
     """Data of rank 4 needs 4 of 16 linear units: cutting to 8 loses nothing once the consumer is fitted."""
     m = nn.Sequential(nn.Linear(12, 16, bias=False), nn.Linear(16, 5)).double().eval()
     batches = [low_rank(40, 12, 4, seed) for seed in range(3)]
@@ -154,7 +154,7 @@ def test_redundant_units_leave_without_a_trace():
     assert F.mse_loss(made.small(fresh), m(fresh)) < 1e-12
 
 
-def test_it_is_the_least_squares_solution():
+def test_the_fit_is_the_least_squares_solution():
     m = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 5)).double().eval()
     x = draw(200, 12)
     made = halved(m, x, 16)
@@ -180,7 +180,7 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize("read", [False, True])
-def test_a_branch_makes_good_what_its_bypass_lost_unless_it_is_read_by_itself(read):
+def test_a_branch_corrects_the_loss_of_its_bypass_unless_it_is_read_by_itself(read):
     torch.manual_seed(0)
     m, x = Residual(read).double().eval(), draw(200, 6)
     made = halved(m, x, 16)

@@ -109,7 +109,7 @@ def attention(kind):
 
 
 @pytest.mark.parametrize("kind", ["sdpa", "eager", "power", "fused"])
-def test_scale_of_attention_is_made_good_in_the_queries(kind):
+def test_scale_of_attention_is_corrected_in_the_queries(kind):
     t = check(attention(kind), tokens(), only=lambda g: g.size == 6, least=2)
     assert any("scale" in g.flags for g in t.prunable)
 
@@ -122,14 +122,14 @@ def test_queries_without_a_bias_take_constants_and_scale_at_once():
     assert sorted(g.size for g in t.prunable) == [4, 6, 6, 10]
 
 
-def test_a_size_that_no_weight_can_make_good_is_reported():
+def test_a_size_that_no_weight_can_correct_is_reported():
     m = Lam(
         lambda s, x: s.o(torch.tanh(s.a(x)).reshape(-1, s.d) / math.sqrt(s.d)), a=nn.Linear(12, 16), o=nn.Linear(16, 5), d=16
     )
     check(m, tokens(), report="its size enters a formula")
 
 
-def test_what_is_found_in_single_precision_is_as_good_as_single_precision():
+def test_corrections_in_float32_are_exact_to_float32_rounding():
     m = nn.Sequential(conv(3, 8, bias=False), shifted_bn(8), nn.SiLU(), conv(8, 5)).eval()
     x = (image(),)
     t = trace(m, x)

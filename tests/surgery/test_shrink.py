@@ -249,7 +249,7 @@ def test_global_scope_takes_units_where_they_matter_least(net, x):
     assert plan.cuts.tensors["one.a.weight"][0] == list(range(24, 48))
 
 
-def test_global_scope_does_not_mind_the_size_of_a_layers_weights(net, x):
+def test_global_scope_is_independent_of_the_scale_of_a_layers_weights(net, x):
     _, plan = shrink(net, x, channels=0.6)
     with torch.no_grad():
         net.three.a.weight *= 1000
@@ -391,7 +391,7 @@ def test_mode_flags_dtype_hooks_and_gradients_survive(net, x):
     assert calls == ["Block"]
 
 
-def test_layers_say_what_they_are(net, x):
+def test_size_attributes_of_layers_match_their_weights(net, x):
     small, _ = shrink(net, x, params=0.5)
     for m in small.modules():
         if isinstance(m, nn.Conv2d):
@@ -435,7 +435,7 @@ def test_the_small_model_copies_pickles_compiles_and_trains(net, x):
     assert all(p.grad is not None and p.grad.shape == p.shape for p in small.parameters())
 
 
-def test_small_again(net, x):
+def test_a_small_model_can_be_shrunk_again(net, x):
     small, _ = shrink(net, x, params=0.7)
     smaller, plan = shrink(small, x, params=0.7)
     assert abs(parameters(smaller) / parameters(net) - 0.49) < 0.03
@@ -517,7 +517,7 @@ def test_the_optimizer_goes_on_as_if_it_had_always_had_the_small_state(x, kind, 
     assert len(optimizer.state) == len(list(small.parameters()))
 
 
-def test_a_strange_optimizer_is_refused_before_anything_changes(net, x):
+def test_an_optimizer_that_does_not_fit_is_refused_before_anything_changes(net, x):
     before = picture(net)
     with pytest.raises(ValueError, match="holds no parameter of this model"):
         shrink_(net, x, params=0.5, optimizer=torch.optim.SGD(Net().parameters(), lr=0.1))

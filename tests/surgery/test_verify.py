@@ -1,4 +1,4 @@
-"""What `verify` compares, and what it does with models that double precision is no home for."""
+"""What `verify` compares, also for models that do not run in float64."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ def verified(fails: bool):
     return plan.verify()
 
 
-def test_an_answer_that_is_no_number_in_float64_proves_nothing_so_the_own_dtype_is_used():
+def test_a_model_that_is_nan_in_float64_is_verified_in_its_own_dtype():
     found = verified(fails=False)
     assert (found.dtype, found.moved) == ("float32", True)
     assert found.max_error < 1e-5

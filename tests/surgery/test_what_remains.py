@@ -1,4 +1,4 @@
-"""A target is what the finished model is judged by: with the biases that a cut adds, and by the time that it takes."""
+"""Targets are judged on the finished model: with the biases that a cut adds, and by its measured latency."""
 
 import random
 import re
@@ -155,7 +155,7 @@ def test_latency_is_met_by_the_finished_model(clock, target):
     assert re.search(rf"latency={target} \(measured 0\.\d+ ± [\d.e-]+\)", str(plan))
 
 
-def test_a_time_that_cannot_be_met_is_said_with_its_spread(clock):
+def test_the_error_for_a_missed_latency_gives_its_spread(clock):
     with pytest.raises(ValueError, match=r"latency=0.5 cannot be met within \d+% of it; what can be met is latency=[\d.]+ ± "):
         shrink(Timed(clock, pace=lambda share: 0.8 + 0.2 * share), torch.randn(2, 4), latency=0.5)
 
@@ -179,7 +179,7 @@ def test_the_last_measurement_is_the_one_that_is_judged(clock):
 
 
 @pytest.mark.parametrize(("misses", "fails"), [(1, False), (4, True)])
-def test_a_time_that_is_missed_is_tried_again_and_every_try_is_told(clock, monkeypatch, misses, fails):
+def test_a_missed_latency_is_tried_again_and_the_error_lists_every_try(clock, monkeypatch, misses, fails):
     """As on a machine where other work comes and goes: the first finished models take longer than was foreseen."""
     found = []
 
@@ -199,7 +199,7 @@ def test_a_time_that_is_missed_is_tried_again_and_every_try_is_told(clock, monke
         shrink(model, x, latency=0.5)
 
 
-def test_the_spread_says_how_well_a_time_is_known(clock):
+def test_the_spread_is_the_uncertainty_of_the_latency(clock):
     draw, x = random.Random(0), ((torch.randn(2, 4),), {})
 
     def jitter(share):

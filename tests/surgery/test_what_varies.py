@@ -1,4 +1,4 @@
-"""What looks like a constant and is none is reported: several groups at once, random numbers, what hangs on sizes of inputs."""
+"""Values that are not constant are reported: several groups at once, random numbers, sums over positions of the inputs."""
 
 import sys
 from pathlib import Path
@@ -25,18 +25,18 @@ def outer(combine):
 
 
 @pytest.mark.parametrize("forward", [gated, *map(outer, (torch.mul, torch.add, torch.div))], ids=["gate", "mul", "add", "div"])
-def test_a_unit_that_is_removed_meets_kept_units_of_another_group(forward):
+def test_products_of_removed_units_with_kept_units_of_another_group_are_not_exact(forward):
     parts = {"a": nn.Linear(12, 16), "g": nn.Linear(12, 4), "o": nn.Linear(16 if forward is gated else 64, 5)}
     check(Lam(forward, **parts, h=4), tokens(), report="varies with the inputs, from")
 
 
-def test_a_head_that_is_silent_is_silent_behind_any_gate():
+def test_a_head_that_outputs_zeros_does_so_behind_any_gate():
     parts = {"a": nn.Linear(12, 16, bias=False), "g": nn.Linear(12, 4), "o": nn.Linear(16, 5)}
     check(Lam(gated, **parts, h=4), tokens(), constants=False)
 
 
 @pytest.mark.parametrize("draw", [torch.randn_like, lambda h: torch.randn(h.shape[-1])], ids=["like", "alone"])
-def test_what_is_drawn_at_random_is_no_constant(draw):
+def test_random_numbers_are_not_constants(draw):
     model = Lam(lambda s, x: s.o(s.a(x).exp() * draw(s.a(x))), a=nn.Linear(12, 16), o=nn.Linear(16, 5))
     check(model, tokens(), report="what its removed units give")
 
@@ -56,7 +56,7 @@ def picks_the_last(s, x):
     ],
     ids=["token", "padding", "position", "product"],
 )
-def test_a_constant_for_inputs_of_one_size_is_none(forward, why):
+def test_a_constant_that_depends_on_the_size_of_the_inputs_is_not_folded(forward, why):
     parts = {"a": nn.Linear(12, 16), "t": nn.Parameter(torch.ones(1, 1, 16)), "o": nn.Linear(16, 5)}
     said = reasons(Lam(forward, **parts), tokens())
     assert any(why in text for text in said), said
@@ -73,7 +73,7 @@ def reasons(model, x):
 
 
 @pytest.mark.parametrize("scaled", [{"beta": 0.5}, {"alpha": 0.5}])
-def test_what_a_scaled_sum_makes_of_its_bias_is_the_constant(scaled):
+def test_the_constant_behind_a_scaled_sum_includes_its_scaled_bias(scaled):
     def forward(s, x):
         return s.o(torch.addmm(s.b, x[0], s.w, **scaled))
 
@@ -81,7 +81,7 @@ def test_what_a_scaled_sum_makes_of_its_bias_is_the_constant(scaled):
     check(Lam(forward, **parts), tokens())
 
 
-def test_windows_that_every_channel_draws_are_drawn_anew():
+def test_pooling_with_random_windows_per_channel_is_not_exact():
     model = nn.Sequential(conv(3, 8), nn.FractionalMaxPool2d(2, output_size=3), conv(8, 5)).double()
     plan = sc.shrink(model, image().double(), sc.random(0), channels=0.5)[1]
     assert "is drawn at random" in plan.groups[0].why

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback  # type: ignore[import-not-found]
 
-from .._dist import sharded
 from ..criteria import Criterion, magnitude
 from ..plans import Plan
 from ..pruner import Pruner
 from .run import PruningRun
+
+_FILE = "pruner.pt"  # in the folder of each checkpoint
 
 
 class SecateurCallback(TrainerCallback):
@@ -60,13 +61,14 @@ class SecateurCallback(TrainerCallback):
         saved = None
         if state.global_step:
             folder = Path(self._checkpoint or _folder(args, state.global_step))
-            saved = self._load(folder, args)
+            saved = _load(folder)
         self._run.begin(model, [optimizer], saved)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         folder = _folder(args, state.global_step)
-        if self.pruner is not None and folder.is_dir() and (state.is_world_process_zero or self._sharded()):
-            torch.save(self.pruner.state_dict(), folder / self._file(args))
+        found = self._run.state()  # on every process, because the masks of a sharded model are gathered
+        if found and state.is_world_process_zero and folder.is_dir():
+            torch.save(found, folder / _FILE)
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, float], **kwargs: Any) -> None:
         if self.pruner is not None:
@@ -77,25 +79,17 @@ class SecateurCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         if best and self.pruner is not None:  # its weights are in the model now
-            self.pruner.load_state_dict(self._load(Path(best), args))
+            self.pruner.load_state_dict(_load(Path(best)))
         self._run.end()
 
-    def _sharded(self) -> bool:
-        assert self.pruner is not None
-        return any(sharded(tensor) for tensor in self.pruner.tensors().values())
 
-    def _file(self, args: Any) -> str:
-        """A sharded model has one file for each process."""
-        return f"pruner-{args.process_index}.pt" if self._sharded() else "pruner.pt"
-
-    def _load(self, folder: Path, args: Any) -> dict[str, Any]:
-        for name in ("pruner.pt", f"pruner-{args.process_index}.pt"):
-            if (folder / name).exists():
-                return torch.load(folder / name, map_location="cpu", weights_only=True)
+def _load(folder: Path) -> dict[str, Any]:
+    if not (folder / _FILE).exists():
         raise FileNotFoundError(
-            f"training resumes from a checkpoint, and the pruner's state, {folder / 'pruner.pt'}, does not exist. Pass the "
-            "folder that you resume from: SecateurCallback(..., checkpoint=folder)."
+            f"training resumes from a checkpoint, and the pruner's state, {folder / _FILE}, does not exist. Pass the folder "
+            "that you resume from: SecateurCallback(..., checkpoint=folder)."
         )
+    return torch.load(folder / _FILE, map_location="cpu", weights_only=True)
 
 
 def _folder(args: Any, step: int) -> Path:

@@ -63,7 +63,7 @@ class SecateurCallback(Callback):  # type: ignore[misc]
         self._run.end()
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.pruner is None else self.pruner.state_dict()
+        return self._run.state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict or None

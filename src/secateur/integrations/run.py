@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from .._dist import local
-from .._tree import bare_name
+from .._dist import sharded
 from ..criteria import Criterion
-from ..masks import Masks
 from ..plans import Plan
 from ..pruner import Pruner
 
@@ -38,25 +37,38 @@ class PruningRun:
         else:
             self.pruner = Pruner(model, self.criterion, **self.options)
         if state is not None:
-            self._check_weights(state)
+            before = self._nonzero()
             self.pruner.load_state_dict(state)
+            self._check_weights(before)
         self.pruner.attach(*optimizers)
 
-    def _check_weights(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError where the model has other zeros than the state, which is then of another run."""
-        if self.options.get("ste") or self.pruner is None:  # dense weights, which masks do not change
-            return
-        tensors = {bare_name(name): local(tensor.detach()) for name, tensor in self.pruner.tensors().items()}
-        for name, mask in Masks.unpack(state["masks"]).items():
-            weight = tensors.get(bare_name(name))
-            if weight is not None and weight.shape == mask.shape and bool(weight[~mask.to(weight.device)].any()):
-                raise ValueError(
-                    f"the pruner's state prunes weights of {name!r} that are not zero in the model: the state and the weights "
-                    "come from different checkpoints. Resume both from the same one."
-                )
+    def state(self) -> dict[str, Any]:
+        """The state of the pruner with whole tensors. With a sharded model, every process has to call this."""
+        if self.pruner is None:
+            return {}
+        return tree_map(_whole, self.pruner.state_dict())
+
+    def _nonzero(self) -> dict[str, int]:
+        """The number of weights that are not zero in each tensor, the same on every process."""
+        assert self.pruner is not None
+        counts = {name: (tensor.detach() != 0).sum() for name, tensor in self.pruner.tensors().items()}
+        return {name: int(_whole(count)) for name, count in counts.items()}
+
+    def _check_weights(self, before: Mapping[str, int]) -> None:
+        """Raises ValueError if loading the state has set weights to zero: those of its own checkpoint were zero before."""
+        if changed := [name for name, number in self._nonzero().items() if number != before[name]]:
+            raise ValueError(
+                f"the pruner's state prunes weights of {changed[0]!r} that were not zero in the model: the state and the "
+                "weights come from different checkpoints. Resume both from the same one."
+            )
 
     def end(self) -> Plan:
         """Finishes the pruner and keeps its plan."""
         assert self.pruner is not None
         self.plan = self.pruner.finish()
         return self.plan
+
+
+def _whole(value: Any) -> Any:
+    """A sharded tensor gathered from all processes; anything else as it is."""
+    return value.full_tensor().cpu() if sharded(value) else value

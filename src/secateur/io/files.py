@@ -21,6 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..progress import track
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -158,7 +160,7 @@ def write_tensors(path: Path, entries: Mapping[str, Entry], metadata: Mapping[st
     digests: dict[str, str] = {}
     with path.open("wb") as file:
         file.write(head)
-        for name in order:
+        for name in track(order, "save", str):
             raw = as_bytes(entries[name].data())
             if len(raw) != entries[name].bytes:
                 raise RuntimeError(f"{name!r} changed while it was being written; save a model that nothing else is writing to")

@@ -15,6 +15,7 @@ import torch
 
 from .._version import __version__
 from ..edit import UNKNOWN, Arguments, Attribute, Cuts, Step
+from ..progress import track
 from .files import DTYPES, BadFile, Tensors, Written, counts, names_of, read_json
 from .packed import BITMASK, PARTS, SHAPE, VALUES
 from .packed import check as check_bits
@@ -309,7 +310,7 @@ def check_file(manifest: Manifest, file: Tensors) -> None:
             raise BadFile(f"{name!r} is {dtype} of shape {shape} in {where} and different in the manifest")
         if stored.format == "bitmask" and not _parts_fit(file, name, stored):
             raise BadFile(f"the bitmask, values and shape of {name!r} in {where} do not make a tensor of {stored.shape}")
-    for name, digest in written.tensors.items():
+    for name, digest in track(written.tensors.items(), "check files", lambda item: item[0]):
         if file.digest(name) != digest:
             raise BadFile(f"{name!r} in {where} is damaged: its bytes do not have the digest in the manifest")
     for name, stored in manifest.tensors.items():

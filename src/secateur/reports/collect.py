@@ -102,7 +102,7 @@ def report(
     masks = masks_of(found[-1].model if found else None, layers, plan)
     if alternatives and masks:
         shown = max(masks, key=lambda mask: mask.rows * mask.columns)
-        masks = [shown, *other_masks(shown.layer, alternatives)]
+        masks = [replace(shown, note="Applied."), *other_masks(shown.layer, alternatives)]
     document = Document(
         model=_model(found, given, name, data),
         layers=layers,

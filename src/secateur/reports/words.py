@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import ROUND_HALF_UP, Decimal
 from typing import NamedTuple
 
 from ..display import format_seconds
@@ -68,7 +69,9 @@ def microseconds(value: float | None) -> str:
 def metric_value(metric: Metric, digits: int | None = None) -> Figure:
     """The value with its unit: two digits for percent, four significant ones otherwise."""
     if metric.unit == "%":
-        return Figure(f"{metric.value:.{2 if digits is None else digits}f}", "%")
+        step = Decimal(10) ** -(2 if digits is None else digits)
+        value = Decimal(f"{metric.value:.6f}").quantize(step, ROUND_HALF_UP)  # 90.55, a binary fraction below it, is 90.6
+        return Figure(str(value), "%")
     return Figure(f"{metric.value:.4g}", metric.unit)
 
 
@@ -319,20 +322,26 @@ def _inexact(document: Document) -> Note | None:
 
 
 def _time_is_not_flops(document: Document) -> Note | None:
+    """FLOPs and time differ by more than 20 points, for the inputs where they differ most."""
     pair = ends(document)
-    was, now = (main_time(pair[0]), main_time(pair[1])) if pair else (None, None)
-    if pair is None or was is None or now is None or not pair[0].flops or pair[1].flops is None:
+    if pair is None or not pair[0].flops or pair[1].flops is None:
         return None
-    flops, time = (100 * (1 - after / before) for before, after in ((pair[0].flops, pair[1].flops), (was.median, now.median)))
-    if abs(flops - time) <= 20:
+    flops = _saved(pair[0].flops, pair[1].flops)
+    before = {time.input: time.median for time in pair[0].times}
+    saved = {time.input: _saved(before[time.input], time.median) for time in pair[1].times if time.input in before}
+    worst = max(saved, key=lambda words: abs(flops - saved[words]), default=None)
+    if worst is None or abs(flops - saved[worst]) <= 20:
         return None
-    title = f"{_less(flops)} FLOPs, but {_less(time, 'time')} for {now.input}."
-    others = [
-        f"{_less(100 * (1 - after.median / before.median), 'time')} for {after.input}"
-        for before, after in zip(pair[0].times[1:], pair[1].times[1:])
-    ]
+    others = [f"{_less(points, 'time')} for {words}" for words, points in saved.items() if words != worst]
     also = f" It is {', and '.join(others)}." if others else ""
-    return Note(_capital(title), f"Time also depends on memory, on kernels and on the size of the batch.{also}")
+    return Note(
+        f"{_less(flops)} FLOPs, but {_less(saved[worst], 'time')} for {worst}.",
+        f"Time also depends on memory, on kernels and on the size of the batch.{also}",
+    )
+
+
+def _saved(before: float, after: float) -> float:
+    return 100 * (1 - after / before)
 
 
 def _less(points: float, noun: str = "") -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -34,7 +35,8 @@ class Sensitivity:
     """The metric with one layer or group pruned at a time. `print` shows a table, the most sensitive group first.
 
     `dense`: the metric of the model as it is. `curves`: for each group, {sparsity: metric}. `members`: the tensors of each
-    group (or, for removed units, the name of the group). `sizes`: its weights. `better`: "higher" or "lower".
+    group (or, for removed units, the name of the group). `sizes`: its weights. `better`: "higher" or "lower". `around`: the
+    sparsity of all other groups meanwhile, and `base` the metric with every group at it.
     """
 
     dense: float
@@ -43,62 +45,69 @@ class Sensitivity:
     sizes: dict[str, int]
     better: str = "higher"
     removed: bool = False
+    around: float | None = None
+    base: float | None = None
 
     def drop(self, group: str, sparsity: float) -> float:
-        """How much the metric drops at a sparsity of one group, linearly between the measured ones; never below 0."""
-        points = [(0.0, 0.0), *((level, loss_of(value, self.dense, self.better)) for level, value in self._rising(group))]
+        """How much the metric drops at a sparsity of one group: as measured, and along a cubic between the measurements.
+
+        A cubic because the weights near zero are removed first: with a density that is even around zero, the energy of the
+        fraction s of the smallest ones grows with s cubed.
+        """
+        points = self._points(group)
         for (low, before), (high, after) in pairwise(points):
             if sparsity <= high + 1e-12:
-                return before if sparsity <= low else before + (after - before) * (sparsity - low) / (high - low)
+                return before + (after - before) * max(0.0, sparsity**3 - low**3) / (high**3 - low**3)
         return math.inf
 
-    def _rising(self, group: str) -> list[tuple[float, float]]:
-        """The curve from low to high sparsity, with every value at most as good as those before, and as the dense one."""
-        worse = min if self.better == "higher" else max
-        now, found = self.dense, []
+    def _points(self, group: str) -> list[tuple[float, float]]:
+        """(sparsity, drop) from low to high: never falling, and convex in the cube of the sparsity."""
+        start = self.dense if self.base is None else self.base
+        found = [(0.0, 0.0)] if self.around is None else []
         for level, value in sorted(self.curves[group].items()):
-            now = worse(now, value) if not math.isnan(value) else math.nan
-            found.append((level, now))
+            drop = max(loss_of(value, start, self.better), found[-1][1] if found else -math.inf)
+            if math.isinf(drop):
+                break
+            while len(found) > 1 and _slope(found[-2], found[-1]) >= _slope(found[-1], (level, drop)):
+                found.pop()
+            found.append((level, drop))
         return found
 
     def recommend(self, *, sparsity: float | None = None, drop: float | None = None) -> dict[str, float]:
         """A budget by name, for `spread=` of `prune_` or `channels=` of `shrink` (then the fractions that remain).
 
         `sparsity`: the total over all groups, with the smallest sum of drops. `drop`: the most sparsity whose sum of drops
-        stays within it. Adding up the drops of single groups is an estimate: pruned together, they may drop more.
+        stays within it. Adding up the drops of single groups is an estimate: pruned together, they may drop more. Curves
+        that were measured `around` a sparsity near the total are closer to that.
         """
         if (sparsity is None) == (drop is None):
             raise ValueError("recommend needs one of sparsity= (the total) and drop= (of the metric)")
         total = sum(self.sizes.values())
-        levels, spent, gone = dict.fromkeys(self.curves, 0.0), 0.0, 0.0
-        for cost, group, low, high in sorted(self._stretches()):
-            size = self.sizes[group]
-            part = 1.0 if sparsity is None else min(1.0, (sparsity * total - gone) / ((high - low) * size))
-            if drop is not None and cost > 0:
-                part = min(part, (drop - spent) / (cost * (high - low) * size))
-            if part <= 0:
-                break
-            levels[group] = low + part * (high - low)
-            gone, spent = gone + part * (high - low) * size, spent + part * cost * (high - low) * size
-        if sparsity is not None and gone < sparsity * total - 1e-6 * total:
-            raise ValueError(
-                f"the measured levels reach a sparsity of {gone / total:.3g}, and {sparsity:g} was asked; add higher levels="
-            )
-        return {name: 1 - level if self.removed else level for group, level in levels.items() for name in self.members[group]}
+        points = {group: self._points(group) for group in self.curves}
+        if empty := [group for group, found in points.items() if not found]:
+            raise ValueError(f"the metric of {empty[0]!r} is NaN or infinite at every level; measure lower levels=")
+        first = {group: found[0][0] for group, found in points.items()}
 
-    def _stretches(self) -> Iterator[tuple[float, str, float, float]]:
-        """(drop per weight, group, from, to): the lower convex hull of each group's curve, so that costs rise along it."""
-        for group in self.curves:
-            points = [(0.0, 0.0)]
-            for level in sorted(self.curves[group]):
-                new = (level, self.drop(group, level))
-                if math.isinf(new[1]):
-                    break
-                while len(points) > 1 and _slope(points[-2], points[-1]) >= _slope(points[-1], new):
-                    points.pop()
-                points.append(new)
-            for low, high in pairwise(points):
-                yield _slope(low, high) / self.sizes[group], group, low[0], high[0]
+        def at(price: float) -> dict[str, float]:
+            return {group: _level(found, price * self.sizes[group]) for group, found in points.items()}
+
+        def reached(levels: Mapping[str, float]) -> float:
+            if sparsity is not None:
+                return sum(level * self.sizes[group] for group, level in levels.items()) / total
+            spent = sum(self.drop(group, level) for group, level in levels.items())
+            return spent + (0.0 if self.base is None else loss_of(self.base, self.dense, self.better))
+
+        asked = sparsity if sparsity is not None else drop
+        assert asked is not None
+        if reached(first) > asked + 1e-9:
+            raise ValueError(f"the lowest levels give {reached(first):.3g}, and {asked:g} was asked; measure lower levels=")
+        if sparsity is not None and reached(at(math.inf)) < sparsity - 1e-9:
+            raise ValueError(
+                f"the measured levels reach a sparsity of {reached(at(math.inf)):.3g}, and {sparsity:g} was asked; add higher "
+                "levels="
+            )
+        levels = _between(first, at, reached, asked)
+        return {name: 1 - level if self.removed else level for group, level in levels.items() for name in self.members[group]}
 
     def sweep(self, most: int = 5) -> dict[str, Any]:
         """The curves of the most sensitive groups, for `sweep=` of `sc.report`."""
@@ -126,7 +135,8 @@ class Sensitivity:
         """Everything as plain values that JSON can hold."""
         curves = {group: [[level, value] for level, value in sorted(curve.items())] for group, curve in self.curves.items()}
         members = {group: list(names) for group, names in self.members.items()}
-        return {"dense": self.dense, "better": self.better, "curves": curves, "members": members, "sizes": dict(self.sizes)}
+        sizes = {"members": members, "sizes": dict(self.sizes), "around": self.around, "base": self.base}
+        return {"dense": self.dense, "better": self.better, "curves": curves, **sizes}
 
     def _table(self) -> Table:
         levels = sorted({level for curve in self.curves.values() for level in curve})
@@ -135,11 +145,12 @@ class Sensitivity:
             for group in self._ordered()
         ]
         what = "units removed" if self.removed else "weights zero"
+        others = "" if self.around is None else f"; all others at {self.around:.0%}: {self.base:.6g}"
         return Table(
             ("group", "weights", *(f"{level:.0%}" for level in levels)),
             rows,
             right=range(1, len(levels) + 2),
-            title=f"metric with one group at a time ({what}); {self.dense:.6g} before",
+            title=f"metric with one group at a time ({what}); {self.dense:.6g} before{others}",
         )
 
     def __str__(self) -> str:
@@ -150,7 +161,44 @@ class Sensitivity:
 
 
 def _slope(low: tuple[float, float], high: tuple[float, float]) -> float:
-    return (high[1] - low[1]) / (high[0] - low[0])
+    """The drop for each unit of the cube of the sparsity."""
+    return (high[1] - low[1]) / (high[0] ** 3 - low[0] ** 3)
+
+
+def _level(points: Sequence[tuple[float, float]], price: float) -> float:
+    """The highest sparsity at which the drop grows by at most `price` for each unit of sparsity."""
+    level = points[0][0]
+    for low, high in pairwise(points):
+        slope = 3 * _slope(low, high)  # of the drop by the sparsity, over the square of the sparsity
+        most = high[0] if slope * high[0] ** 2 <= price else math.sqrt(price / slope)
+        level = max(level, min(most, high[0]))
+        if level < high[0]:
+            break
+    return level
+
+
+def _between(
+    first: dict[str, float],
+    at: Callable[[float], dict[str, float]],
+    reached: Callable[[Mapping[str, float]], float],
+    asked: float,
+) -> dict[str, float]:
+    """The levels that reach what is asked: the price of a drop is found by bisection, and what costs nothing comes first."""
+    free = at(0.0)
+    if reached(free) > asked + 1e-12:
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            part = (low + high) / 2
+            mixed = {group: start + part * (free[group] - start) for group, start in first.items()}
+            low, high = (part, high) if reached(mixed) < asked else (low, part)
+        return {group: start + low * (free[group] - start) for group, start in first.items()}
+    low, high = 0.0, 1e-12
+    while reached(at(high)) < asked and high < 1e12:
+        high *= 4
+    for _ in range(80):
+        price = (low + high) / 2
+        low, high = (price, high) if reached(at(price)) < asked else (low, price)
+    return at(low)
 
 
 def _cell(value: float | None) -> str:
@@ -164,6 +212,7 @@ def sensitivity(
     *,
     levels: Sequence[float] = (0.3, 0.5, 0.7, 0.9),
     by: str | Mapping[str, Globs] = "tensor",
+    around: float | None = None,
     pattern: str | Pattern = "unstructured",
     include: Globs = (),
     exclude: Globs = (),
@@ -178,8 +227,9 @@ def sensitivity(
     `evaluate(model)` returns the metric, one number. It is called once for each group and level, and once before.
     `by`: "tensor" (every weight alone), "block" (the repeated blocks of the model), or a mapping of labels to globs. With
     `example_inputs`, units are removed by `shrink` instead of weights set to zero, and the groups are those of `shrink`.
-    `better`: "higher" for accuracy, "lower" for perplexity. `journal`: a file to which every measurement is written; a run that
-    was killed goes on from it. The other arguments are those of `prune_`.
+    `around`: a sparsity that all other groups have meanwhile (by default they are whole), near the total that is wanted;
+    it must be one of `levels`. `better`: "higher" for accuracy, "lower" for perplexity or a loss. `journal`: a file to which
+    every measurement is written; a run that was killed goes on from it. The other arguments are those of `prune_`.
 
     `result.recommend(sparsity=0.6)` is a budget by name: `prune_(model, spread=result.recommend(sparsity=0.6))`.
     """
@@ -187,26 +237,34 @@ def sensitivity(
     levels = _checked_levels(levels)
     data = list(data) if data is not None and iter(data) is data else data
     if example_inputs is None:
-        variants: _Variants = _Zeroed(model, criterion, levels, by, pattern, include, exclude, data, loss)
+        variants: _Variants = _Zeroed(model, criterion, levels, by, pattern, include, exclude, data, loss, around)
     else:
-        if by != "tensor" or str(pattern) != "unstructured" or include:
-            raise ValueError("by=, pattern= and include= go with zeros; with example_inputs the groups are those of shrink")
+        if by != "tensor" or str(pattern) != "unstructured" or include or around is not None:
+            raise ValueError(
+                "by=, pattern=, include= and around= go with zeros; with example_inputs the groups are those of shrink"
+            )
         variants = _Removed(model, criterion, levels, example_inputs, exclude, data, loss)
     about = {"call": "sensitivity", "model": fingerprint(model), "settings": variants.settings}
     kept = Journal(journal, about)
     dense = kept.get("dense", lambda: {"value": measured(evaluate, model)})["value"]
     curves: dict[str, dict[float, float]] = {group: {} for group in variants.members}
+    base = None
+
+    def measure(group: str, level: float) -> dict[str, Any]:
+        with variants.pruned(group, level) as changed:
+            return {"value": measured(evaluate, changed)}
+
+    if around is not None:
+        base = kept.get("base", lambda: measure(next(iter(curves)), around))["value"]
     with Progress("sensitivity", len(curves) * len(variants.levels)) as progress:
         for level in variants.levels:
             for group, curve in curves.items():
                 progress(f"{group} at {level:.0%}")
-
-                def measure(group: str = group, level: float = level) -> dict[str, Any]:
-                    with variants.pruned(group, level) as changed:
-                        return {"value": measured(evaluate, changed)}
-
-                curve[level] = kept.get(f"{group} {level!r}", measure)["value"]
-    return Sensitivity(dense, curves, variants.members, variants.sizes, better, example_inputs is not None)
+                if level == around and base is not None:
+                    curve[level] = base
+                else:
+                    curve[level] = kept.get(f"{group} {level!r}", partial(measure, group, level))["value"]
+    return Sensitivity(dense, curves, variants.members, variants.sizes, better, example_inputs is not None, around, base)
 
 
 def _checked_levels(levels: Sequence[float]) -> tuple[float, ...]:
@@ -235,25 +293,30 @@ class _Zeroed:
         exclude: Globs,
         data: Any,
         loss: Any,
+        around: float | None,
     ) -> None:
         shape = Pattern.parse(pattern)
+        if around is not None and (around not in levels or shape.keep):
+            raise ValueError(f"around={around!r} must be one of levels={levels}, and n:m patterns have one level alone")
         self.model = model
         self.levels = (1 - shape.keep[0] / shape.keep[1],) if shape.keep else levels
         options: dict[str, Any] = {"pattern": shape, "include": include, "exclude": exclude, "data": data, "loss": loss}
         self._make = lambda level: plan(model, criterion, sparsity=level, **options)
         self._level, self._plan = self.levels[0], self._make(self.levels[0])
+        self._others: dict[str, Tensor] = {} if around is None else dict(self._make(around).masks)
         sizes = {layer.name: layer.total for layer in self._plan.layers}
         self.members = _groups(model, by, sizes)
         self.sizes = {group: sum(sizes[name] for name in names) for group, names in self.members.items()}
         arguments = self._plan.arguments
         arguments = {k: v for k, v in arguments.items() if k != "sparsity"} if isinstance(arguments, dict) else arguments
-        self.settings = {"arguments": arguments, "levels": self.levels, "groups": self.members}
+        self.settings = {"arguments": arguments, "levels": self.levels, "groups": self.members, "around": around}
 
     @contextmanager
     def pruned(self, group: str, level: float) -> Iterator[nn.Module]:
         if level != self._level:
             self._level, self._plan = level, self._make(level)
-        part = Plan(Masks({name: self._plan.masks[name] for name in self.members[group]}), {}, f"{group} {level}")
+        own = {name: self._plan.masks[name] for name in self.members[group]}
+        part = Plan(Masks({**self._others, **own}), {}, f"{group} {level}")
         part.apply_(self.model, keep_dense=True)
         try:
             yield self.model
