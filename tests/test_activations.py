@@ -745,8 +745,12 @@ def test_a_block_that_writes_to_its_input_is_measured_right():
 
 
 def test_long_work_says_so_on_stderr(capsys, monkeypatch):
-    clock = iter(range(0, 10_000, 6))
-    monkeypatch.setattr("secateur.display.time.monotonic", lambda: next(clock))
+    from secateur import progress
+
+    monkeypatch.delenv("SECATEUR_PROGRESS", raising=False)
+    monkeypatch.setattr(progress, "AFTER", 0.0)
+    monkeypatch.setattr(progress, "FRAME", 0.0005)
+    monkeypatch.setitem(progress.Progress.__init__.__kwdefaults__, "every", 0.0)
     gate_(Decoder(depth=2), at="*.mlp.*", data=ids(1), spread="greedy")
     assert "secateur: gates: measuring block 1 of 2" in capsys.readouterr().err
 

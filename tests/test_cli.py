@@ -439,7 +439,7 @@ def test_an_interrupt_leaves_no_files(here):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert err == "secateur: interrupted; nothing was written\n"
+    assert err == "secateur: interrupted; no file is half written\n"
     assert not (here / "out").exists()
 
 

@@ -129,9 +129,11 @@ def test_readme_line_for_each_wish_runs(example, wish, code, tmp_path):
     optimizer = torch.optim.Adam([*model.parameters(), *small.parameters()])
     space = {**names, "model": model, "small": small, "optimizer": optimizer}
     space["build"] = lambda: copy.deepcopy(names["model"])
+    space["evaluate"] = lambda model: float((model(names["x"][:64]).argmax(1) == names["y"][:64]).float().mean())
     if code.startswith("sc.load"):
         sc.save(small, tmp_path / "small")
-    exec(code.replace('"out/small"', repr(str(tmp_path / "small"))), space)
+    code = code.replace('"out/small"', repr(str(tmp_path / "small"))).replace("out/report.html", str(tmp_path / "report.html"))
+    exec(code, space)
 
 
 def test_readme_pictures_exist():

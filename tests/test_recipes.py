@@ -303,6 +303,14 @@ def test_a_missing_file_and_an_unknown_name_give_the_known_ones():
         sc.Recipe.load("wanda-24")
 
 
+def test_numbers_and_patterns_need_no_quotes():
+    """PyYAML alone reads 2:4 as 124, and 1e-4 as text."""
+    made = sc.Recipe.parse("version: 1\nstages: [{prune: {pattern: 2:4}}, {distill: {lr: 1e-4, steps: 8, holdout: .5}}]")
+    assert made.stages[0].arguments == {"pattern": "2:4"}
+    assert made.stages[1].arguments == {"lr": 1e-4, "steps": 8, "holdout": 0.5}
+    assert sc.Recipe.parse(str(made)) == made
+
+
 def test_fields_are_replaced_by_path():
     made = recipe({"shrink": {"channels": 0.5}}, {"prune": {"sparsity": 0.5}}, {"prune": {"sparsity": 0.6}})
     assert made.replace("shrink.channels", 0.7).stages[0].arguments == {"channels": 0.7}

@@ -104,7 +104,8 @@ class Distilled(Reported):
             (f"{step}", mean(last, step), f"{distance:.4f}", "kept" if step == self.kept_step else "")
             for last, (step, distance) in zip(steps, self.looks, strict=False)
         ]
-        note = [] if self.improved else ["no step was better on the held-out batches, so the model is unchanged"]
+        worse = "no step was better on the held-out batches, so the model is unchanged (try a lower lr=)"
+        note = [] if self.improved else [worse]
         return Table(("step", "in training", "held out", ""), rows, right=range(3), title=f"distill, {self.recipe}", notes=note)
 
     def __str__(self) -> str:
@@ -121,7 +122,7 @@ def distill_(
     data: Iterable[Any],
     *,
     steps: int = 32,
-    lr: float = 2e-4,
+    lr: float = 1e-4,
     warmup: int = 5,
     holdout: float | Iterable[Any] = 0.125,
     seed: int = 0,
@@ -143,7 +144,7 @@ def distill_(
         data: batches as for `prune_`; targets are not used.
         steps: how many batches to train on.
         lr: the rate of Adam after `warmup` steps; it then falls to 0 along a cosine. Weights that came out of `admm` or
-            `sparsegpt` are at a minimum, and a high rate throws them out of it.
+            `sparsegpt` are at a minimum, and a high rate throws them out of it. If no step improves, try half of it.
         warmup: the number of steps over which the rate rises.
         holdout: the fraction of the batches that is held out, at least one; or batches to use for that.
         loss: a function of the two models' outputs. By default it is the Kullback-Leibler divergence of their logits.

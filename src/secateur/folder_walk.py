@@ -27,6 +27,8 @@ from .edit import built
 from .evidence import TensorEvidence
 from .io import Entry, Tensors, as_bytes, rename, replacing, write_tensors
 from .methods import STREAMED, LayerProblem, Method, OnDevice, Solution, as_mapping, from_mapping, solve_all
+from .owners import scores_of
+from .patterns import Pattern
 from .settings import Settings
 from .stats import check_evidence, split_batch
 from .stream import Feed
@@ -90,6 +92,38 @@ class Written:
         return "\n".join([head, *(f"{name}: {note}" for name, note in self.notes.items())])
 
 
+def prune_folder(
+    source: str | Path,
+    target: str | Path,
+    *,
+    into: Callable[[], nn.Module],
+    data: Iterable[Any],
+    method: Method | str = "flow",
+    sparsity: float | None = None,
+    pattern: str | Pattern = "unstructured",
+    scope: str | None = None,
+    include: Globs = (),
+    exclude: Globs = (),
+    types: Sequence[type[nn.Module]] | None = None,
+    device: str | torch.device | None = None,
+) -> Written:
+    """Prunes a model that lies in a folder of safetensors files, in memory for one block. Arguments are those of `prune_`.
+
+    `source` is the folder, `target` the one to write, and `into` builds the model without weights::
+
+        config = AutoConfig.from_pretrained(source)
+        prune_folder(source, target, into=lambda: AutoModelForCausalLM.from_config(config), data=batches, pattern="2:4")
+
+    See `prune_blocks`.
+    """
+    settings = Settings.of("magnitude", pattern, scope, sparsity, None, None, method, 0.0)
+    if settings.scheduled:
+        raise TypeError(f"{settings.scheduled[0]} changes with the step; give a number to prune a folder")
+    return prune_blocks(
+        source, target, into, data, settings=settings, include=include, exclude=exclude, types=types, device=device
+    )
+
+
 def prune_blocks(
     source: str | Path,
     target: str | Path,
@@ -144,7 +178,7 @@ def _check(settings: Settings, source: Path, target: Path) -> None:
 def _solver(settings: Settings) -> Callable[[Target, Mapping[str, Any]], Solution]:
     def solve(target: Target, evidence: Mapping[str, Any]) -> Solution:
         known = TensorEvidence(target, {}, 0)
-        scores = settings.criterion.scores(known)
+        scores = scores_of(settings.criterion, known)
         problem = LayerProblem(
             target.name,
             target.layout.matrix(target.weight),

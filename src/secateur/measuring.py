@@ -12,7 +12,7 @@ from torch import nn
 from .budgets import ByLoss
 from .curvature import KINDS, Curvature, curvature
 from .methods import error_curves
-from .reorder import Reordering, find_orders
+from .reorder import Reordering, find_orders, move_
 from .settings import Settings
 from .stats import Loss
 from .targeting import Target
@@ -64,11 +64,16 @@ def reordered(model: nn.Module, order: Reordering | None) -> Iterator[None]:
     if order is None:
         yield
         return
-    order.move_(model)
+    move_order_(model, order)
     try:
         yield
     finally:
-        order.move_(model, back=True)
+        move_order_(model, order, back=True)
+
+
+def move_order_(model: nn.Module, order: Reordering, *, back: bool = False) -> None:
+    """Gives the channels of the model their new order, or with `back` their old one, without a record in the model."""
+    move_(model, [one.inverse for one in reversed(order.orders)] if back else [one.indices for one in order.orders])
 
 
 def with_curves(recipe: Settings, found: Sequence[Target], measured: Curvature | None, step: int) -> Settings:

@@ -85,9 +85,13 @@ def _tensor_cores(enabled: bool) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _squares(x: Tensor, panel: int = 128) -> Tensor:
-    """x' x. Products of the columns' left half with the right half are taken once, as the matrix is symmetric."""
+def _squares(x: Tensor, panel: int | None = None) -> Tensor:
+    """x' x. Products of the columns' left half with the right half are taken once, as the matrix is symmetric.
+
+    Parts of fewer than two panels are not divided further. A GPU needs larger products to be busy.
+    """
     size = x.shape[-1]
+    panel = (2048 if x.is_cuda else 128) if panel is None else panel
     if size < 2 * panel:
         return x.mT @ x
     half = size // 2

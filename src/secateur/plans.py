@@ -24,7 +24,7 @@ from .display import Reported, Table, format_seconds, notes_by_reason
 from .edit import UNKNOWN, Arguments, forget_, record_
 from .evidence import TensorEvidence
 from .masks import Masks
-from .measuring import find_order, measure, measures, reordered, with_curves
+from .measuring import find_order, measure, measures, move_order_, reordered, with_curves
 from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, solve_checked, write_
 from .owners import scores_of
 from .patterns import Pattern
@@ -96,7 +96,7 @@ class Plan(Reported):
             raise ValueError("this plan keeps the dense values of another application; undo that first, or make a new plan")
         new = {name: weight.to(tensors[name]) for name, weight in self.weights.items()}
         if self.order is not None and any(not self._is_applied(name, tensor) for name, tensor in tensors.items()):
-            self.order.move_(as_module(model))
+            move_order_(as_module(model), self.order)
             tensors = self._tensors(model)
         if keep_dense and not self.dense:
             self.dense = {name: self._replaced(name, tensor).clone() for name, tensor in tensors.items()}
@@ -124,7 +124,7 @@ class Plan(Reported):
             else:
                 tensor[~local(self.masks[name])] = self.dense[name].to(tensor)
         if self.order is not None:
-            self.order.move_(as_module(model), back=True)
+            move_order_(as_module(model), self.order, back=True)
         self.dense, self._changed = {}, None
         forget_(as_module(model), ("prune", self.recipe))
 

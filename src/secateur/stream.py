@@ -92,13 +92,14 @@ class Chain:
     ) -> Chain | None:
         """None where the blocks do not simply feed each other. `keep` may move the arguments that are kept.
 
-        Only the first block is run for this, where possible: the others return tensors without values.
+        Only the first block is run for this, where possible: the others return tensors without values. Where it returns
+        tensors of the shape of its input, it is run on the first batch only.
         """
         if len(modules) < 2:
             return None
-        links = []
+        links, like = [], _Template()
         for batch in batches:
-            calls = _linked(model, modules, batch, stubs=True) or _linked(model, modules, batch, stubs=False)
+            calls = _linked(model, modules, batch, like) or _linked(model, modules, batch, None)
             if calls is None:
                 return None
             kept = keep([(call.args, call.kwargs) for call in calls])
@@ -165,10 +166,22 @@ class _Enough(BaseException):
     """Ends a run of the model: the last block has received its inputs."""
 
 
-def _linked(model: nn.Module, modules: Sequence[nn.Module], batch: Any, stubs: bool) -> list[_Call] | None:
+class _Template:
+    """What the first block of a chain returned on a batch: `tree`, once its tensors are known to look like its input."""
+
+    tree: Any = None
+
+    def learn(self, arguments: Any, output: Any) -> None:
+        looks = [(t.shape, t.dtype, t.device) for t in tensors_of(arguments)[:1]]
+        alike = looks and all((t.shape, t.dtype, t.device) == looks[0] for t in tensors_of(output))
+        self.tree = output if alike and is_tree(output) and tensors_of(output) else None
+
+
+def _linked(model: nn.Module, modules: Sequence[nn.Module], batch: Any, like: _Template | None) -> list[_Call] | None:
     """Runs the model on one batch and finds, for each block, which arguments are tensors that earlier blocks returned.
 
-    With `stubs`, all blocks but the first return tensors without values, and None is returned if anything reads those.
+    With a template, all blocks but the first return tensors without values, and None is returned if anything reads those. The
+    first one does so too if the template is known.
     """
     calls: list[_Call] = []
     returned: dict[int, tuple[int, int]] = {}  # tensor -> (block, number of the tensor in its output)
@@ -195,25 +208,29 @@ def _linked(model: nn.Module, modules: Sequence[nn.Module], batch: Any, stubs: b
         if len(calls) == len(modules):
             raise _Enough
 
-    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not first and like is not None and like.tree is None:
+            like.learn((args, kwargs), output)
         first.append(output)
         alive.append(output)
         returned.update({id(t): (len(calls) - 1, number) for number, t in enumerate(tensors_of(output))})
 
     def stub(*args: Any, **kwargs: Any) -> Any:
-        if not is_tree(first[0]):
+        tree = first[0] if first else like.tree if like is not None else None
+        if not is_tree(tree):
             raise _Enough  # what it holds cannot be replaced
+        made = tensors_of(tree) if first else tensors_of((args, kwargs))[:1] * len(tensors_of(tree))
         with touched.aside():
-            empty = {i: touched.watch(torch.empty_like(t)) for i, t in enumerate(tensors_of(first[0]))}
-        return replaced(first[0], empty, [0])
+            empty = {i: touched.watch(torch.empty_like(t)) for i, t in enumerate(made)}
+        return replaced(tree, empty, [0])
 
     with contextlib.ExitStack() as stack:
         for module in modules:
             stack.enter_context(_hook(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)))
-            stack.enter_context(_hook(module.register_forward_hook(leave)))
-        if stubs:
+            stack.enter_context(_hook(module.register_forward_hook(leave, with_kwargs=True)))
+        if like is not None:
             stack.enter_context(touched)
-            for module in modules[1:-1]:
+            for module in modules[like.tree is None : -1]:
                 stack.enter_context(instead(module, stub))
         with contextlib.suppress(_Enough):
             _call(model, batch)

@@ -31,17 +31,31 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def main(strategy, folder):
-    torch.manual_seed(0)
+class Save(pl.Callback):
+    """Saves a checkpoint after the first epoch of four steps, in mid-schedule."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_epoch_end(self, trainer, _):
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def main(strategy, folder, resume=""):
+    torch.manual_seed(0 if not resume else 5)
     net = Net(strategy == "fsdp2")
-    data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(4, (64,)))
+    torch.manual_seed(1)
+    # Equal rows, because Lightning shuffles those of several processes.
+    data = torch.utils.data.TensorDataset(torch.randn(1, 8).repeat(32, 1), torch.randint(4, (1,)).repeat(32))
     callback = SecateurCallback(sparsity=sc.cubic(0.75, start=2, end=6, every=2), scope="global")
     kinds = {"ddp": "ddp", "fsdp2": pl.strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)}
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "logger": False}
-    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=kinds[strategy], max_steps=8, callbacks=[callback], **quiet)
-    trainer.fit(net, torch.utils.data.DataLoader(data, batch_size=4))
+    callbacks = [callback] if resume else [callback, Save(Path(folder) / "half.ckpt")]
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=kinds[strategy], max_steps=8, callbacks=callbacks, **quiet)
+    trainer.fit(net, torch.utils.data.DataLoader(data, batch_size=4), ckpt_path=resume or None)
     whole = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in net.state_dict().items()}
-    torch.save((whole, callback.plan.metrics()), Path(folder) / f"{trainer.global_rank}.pt")
+    torch.save((whole, callback.plan.metrics()), Path(folder) / f"{trainer.global_rank}{'-resumed' if resume else ''}.pt")
 
 
 if __name__ == "__main__":

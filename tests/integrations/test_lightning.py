@@ -85,17 +85,22 @@ def test_sparsity_reaches_the_loggers(tmp_path):
     assert found[-1] == pytest.approx(0.75, abs=0.01)
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_processes_make_the_same_zeros(strategy, tmp_path):
+def run_pair(strategy, folder, *more):
     script = Path(__file__).with_name("lightning_pair.py")
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), strategy, str(tmp_path)],
-        env=env, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-W", "ignore", str(script), strategy, str(folder), *map(str, more)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_make_the_same_zeros_and_resume(strategy, tmp_path):
+    run_pair(strategy, tmp_path)
     (one, metrics), (other, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     assert metrics["pruned"] == 144
     assert sum(int((value == 0).sum()) for value in one.values() if value.ndim > 1) == 144
+    run_pair(strategy, tmp_path, tmp_path / "half.ckpt")
+    again, _ = torch.load(tmp_path / "0-resumed.pt")
+    assert all(torch.equal(value, one[name]) for name, value in again.items())

@@ -155,6 +155,18 @@ def test_curvature_lowers_the_weighted_error():
         assert weighted < 0.8 * plain
 
 
+def test_the_wide_variant_aims_at_the_target_with_curvature_too():
+    gains = {8192: 0.0, 0: 0.0}
+    for seed in range(5):
+        one = problem(rows=16, cols=32, seed=seed, fisher="fisher", mixing=0.1)
+        one = replace(one, B=problem(rows=16, cols=32, seed=seed + 50).W @ one.H)
+        start = error(one, one.W)
+        for wide in gains:
+            found = sc.methods.admm(wide=wide).solve(one, Pattern(), Amount(sparsity=0.5), None)
+            gains[wide] += start - error(one, found.weight)
+    assert gains[0] > 0.99 * gains[8192]
+
+
 # --- laws -------------------------------------------------------------------------------------------------------------
 
 
@@ -605,6 +617,19 @@ def test_the_loss_method_reorders_channels_for_n_of_m_and_undo_restores_every_bi
     assert same(bits(model), before)
     plan.apply_(twin)  # a copy is moved as the model was
     assert same(bits(twin), again)
+
+
+@torch.no_grad()
+def test_curvature_follows_the_order_of_channels():
+    model, data = decoder()
+    model, data = model.double(), [x.double() for x in data]
+    plan = sc.plan(model, method="loss", pattern="2:4", data=data, exclude="head")
+    plan.order.apply_(model)
+    method = sc.methods.admm(target=sc.methods.flow(), curvature="fisher")
+    wanted = sc.plan(model, method=method, pattern="2:4", data=data, exclude="head")
+    assert plan.masks == wanted.masks
+    for name, weight in plan.weights.items():
+        torch.testing.assert_close(weight, wanted.weights[name], rtol=1e-5, atol=1e-7)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import execute, io, reports
 from ..display import Table, notes_by_reason
-from ..recipes import BadRecipe, Recipe, shipped
+from ..recipes import BadRecipe, Recipe, read_yaml, shipped
 from ..summaries import LayerSummary, summary
 from ..targeting import targets
 from .batches import Asked, evaluation, need_inputs, open_data, open_inputs
@@ -130,18 +130,12 @@ def stage(kind: str, names: Sequence[str], options: dict[str, Any]) -> Answer:
         name, equals, value = text.partition("=")
         if not equals:
             raise click.UsageError(f"--set {text}: expected NAME=VALUE")
-        arguments[name.strip().replace("-", "_")] = _value(value)
+        arguments[name.strip().replace("-", "_")] = read_yaml(value)
     try:
         recipe = Recipe.of_stages([{kind: arguments}], "")
     except BadRecipe as error:
         raise click.UsageError(str(error).removeprefix(f": stages[0].{kind}").lstrip(": ")) from None
     return _run(recipe, options, kind)
-
-
-def _value(text: str) -> Any:
-    import yaml
-
-    return yaml.safe_load(text)
 
 
 def run_recipe(name: str, options: dict[str, Any]) -> Answer:

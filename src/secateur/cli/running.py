@@ -40,7 +40,7 @@ def run(work: Callable[[], Answer], as_json: bool) -> None:
     except click.ClickException:
         raise
     except KeyboardInterrupt:
-        _end("interrupted; nothing was written", as_json, INTERRUPTED)
+        _end("interrupted; no file is half written", as_json, INTERRUPTED)
     except Exception as error:
         if os.environ.get(TRACEBACK):
             traceback.print_exc()

@@ -32,7 +32,7 @@ class ADMM(Method):
     """ADMM with its settings. `admm()` makes one."""
 
     steps: int = 20
-    refit: int = 10
+    refit: int = 6
     target: Aim = field(default_factory=own)
     curvature: str = "none"
     rho: tuple[float, float] = (0.2, 1.0)
@@ -66,9 +66,8 @@ class ADMM(Method):
         amount = amount.share(1.0, pattern, whole)  # as a number, where a mask gives it
 
         def keep(V: Tensor, share: float = 1.0) -> Tensor:
-            if share == 1:
-                return keep_largest(problem, V, pattern, amount, previous)
-            return keep_largest(problem, V, _looser(pattern, share), amount.share(share, pattern, whole), previous)
+            part = amount if share == 1 else amount.share(share, pattern, whole)
+            return keep_largest(problem, V, pattern, part, previous)
 
         with fast_products(problem.W.device):
             scaled = ScaledProblem.of(problem, self.ridge)
@@ -142,14 +141,6 @@ class ByTheLoss(ADMM):
     _called = "loss"
 
 
-def _looser(pattern: Pattern, share: float) -> Pattern:
-    """An n:m pattern that prunes about this share of what it prunes; other patterns as they are."""
-    if pattern.keep is None:
-        return pattern
-    n, m = pattern.keep
-    return replace(pattern, keep=(m - round(share * (m - n)), m))
-
-
 def _moved(p: ScaledProblem, Z: Tensor, dual: Tensor | None, rho: float, solve: Solver) -> Tensor:
     """V + dual / rho, with the V that is best under the penalty."""
     R = (Z - p.W).mul_(rho)
@@ -162,7 +153,7 @@ def _moved(p: ScaledProblem, Z: Tensor, dual: Tensor | None, rho: float, solve: 
 
 def admm(
     steps: int = 20,
-    refit: int = 10,
+    refit: int = 6,
     target: Aim | None = None,
     curvature: str = "none",
     rho: tuple[float, float] = (0.2, 1.0),

@@ -164,7 +164,8 @@ def refit(problem: ScaledProblem, V: Tensor, mask: Tensor, steps: int) -> Tensor
     """
     kept = mask.view_as(problem.W).to(V.dtype)
     V = V * kept
-    R = -problem.apply(V - problem.W)
+    with fast_products(V.device, "highest"):  # later steps only add small corrections to this residual
+        R = -problem.apply(V - problem.W)
     R = (R if problem.pull is None else R.add_(problem.pull)).mul_(kept)
     P, length = R.clone(), problem.dot(R, R)
     for _ in range(steps if problem.left is None else 2 * steps):
@@ -214,13 +215,13 @@ def keep_largest(problem: LayerProblem, V: Tensor, pattern: Pattern, amount: Amo
 
 
 @contextlib.contextmanager
-def fast_products(device: torch.device) -> Iterator[None]:
-    """Lets a CUDA device multiply float32 matrices in TF32, inside the context."""
+def fast_products(device: torch.device, precision: str = "high") -> Iterator[None]:
+    """Lets a CUDA device multiply float32 matrices in TF32, inside the context; not with precision "highest"."""
     if device.type != "cuda":
         yield
         return
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:

@@ -6,5 +6,6 @@ package.
 
 from .recipe import Ran, Recipe, Stage, shipped
 from .schema import BadRecipe
+from .yaml12 import read_yaml
 
-__all__ = ["BadRecipe", "Ran", "Recipe", "Stage", "shipped"]
+__all__ = ["BadRecipe", "Ran", "Recipe", "Stage", "read_yaml", "shipped"]

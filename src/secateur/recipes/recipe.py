@@ -15,6 +15,7 @@ from ..edit import copied, record_of
 from ..io import record_in, write_text
 from ..stats import Loss, split_batch
 from .schema import KINDS, VERSION, BadRecipe, checked, fields_of, resolved
+from .yaml12 import read_yaml
 
 _SHIPPED = Path(__file__).parent
 
@@ -55,7 +56,7 @@ class Recipe:
         import yaml
 
         try:
-            data = yaml.safe_load(text)
+            data = read_yaml(text)
         except yaml.YAMLError as error:
             raise BadRecipe(f"{where}: not YAML: {' '.join(str(error).split())}") from None
         return Recipe(tuple(Stage(*stage) for stage in checked(data, where)))

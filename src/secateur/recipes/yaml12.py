@@ -1,0 +1,35 @@
+"""Reads YAML with the numbers of YAML 1.2: "2:4" is text and 1e-4 is a number. PyYAML reads them as 124 and as text."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+_NUMBERS = {
+    "tag:yaml.org,2002:int": r"[-+]?[0-9]+",
+    "tag:yaml.org,2002:float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?",
+}
+
+
+def read_yaml(text: str) -> Any:
+    """The plain values in a YAML text. Raises `yaml.YAMLError`."""
+    import yaml
+
+    return yaml.load(text, _loader())
+
+
+@cache
+def _loader() -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """A SafeLoader with other numbers."""
+
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in known if tag not in _NUMBERS]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    for tag, pattern in _NUMBERS.items():
+        Loader.add_implicit_resolver(tag, re.compile(f"^(?:{pattern})$"), list("-+.0123456789"))
+    return Loader
