@@ -187,7 +187,10 @@ def test_methods_read_back_from_their_text(method):
     assert as_method(str(method)) == method
 
 
-@pytest.mark.parametrize("spread", [sc.erk, sc.uniform, sc.owl(0.1, 4.0), sc.by_loss(0.2, "diag")], ids=str)
+SPREADS = {"erk": sc.erk, "uniform": sc.uniform, "owl": sc.owl(0.1, 4.0), "by_loss": sc.by_loss(0.2, "diag")}
+
+
+@pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
 def test_spreads_are_recorded(spread):
     model = build()
     sc.prune_(model, sparsity=0.5, spread=spread, data=DATA, loss=nn.functional.cross_entropy)
