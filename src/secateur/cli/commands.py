@@ -127,7 +127,7 @@ def inspect(**options: Any) -> running.Answer:
 @click.option("--pattern", metavar="PATTERN", help="unstructured, 2:4, 16x1, out, in, ...")
 @click.option("--criterion", metavar="CRITERION", help="magnitude, wanda, taylor, 'abs(weight*grad)', ...")
 @click.option("--scope", type=click.Choice(["tensor", "row", "global"]), help="Which weights compete.")
-@click.option("--method", metavar="METHOD", help="rank, sparsegpt, 'sparsegpt(damp=0.05)', ...")
+@click.option("--method", metavar="METHOD", help="rank, flow, loss, sparsegpt, 'sparsegpt(damp=0.05)', ...")
 @click.option("--spread", metavar="SPREAD", help="uniform, erk, owl, 'owl(0.1)'.")
 @click.option("--include", multiple=True, metavar="GLOB", help="Names to prune. Can be repeated.")
 @stage_options
