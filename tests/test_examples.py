@@ -9,7 +9,7 @@ import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TESTED = {"vision", "huggingface", "lightning_callback", "rigl", "gating", "deploy"}
-ELSEWHERE = {"demo", "report"}
+ELSEWHERE = {"demo", "report", "several_gpus"}
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
