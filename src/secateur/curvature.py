@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from ._dist import sharded
 from ._tree import Loose
-from .display import Progress
 from .edit import preserve_rng
 from .input_squares import is_float
 from .moments import layer_inputs
+from .progress import Progress
 from .reads import listen
 from .stats import Loss, as_it_was, check_evidence, on_batch, split_batch
 from .targeting import Target

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .progress import Progress, paused  # noqa: F401 - other modules import Progress from here
+from .progress import paused
 
 Cells = Sequence[str]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ..curvature import Curvature
-from ..display import Progress
 from ..patterns import Pattern
+from ..progress import Progress
 from ..targeting import Target
 from .admm import admm
 from .seam import Amount, LayerProblem
