@@ -1,5 +1,6 @@
 """The page in a real browser: no requests, every screen, pointer, touch and keys, without script, on paper, hard names."""
 
+import re
 import shutil
 from dataclasses import replace
 
@@ -211,9 +212,14 @@ def test_theme_is_kept(open_page):
 
 
 def test_recipe_is_copied_or_selected(open_page):
+    from playwright.sync_api import expect
+
     page = open_page(document())
+    page.clock.install()  # the label stays until the test lets its 1.5 seconds pass
     page.locator(".copy").click()
-    assert page.locator(".copy").inner_text() in ("Copied", "Selected")
+    expect(page.locator(".copy")).to_have_text(re.compile("^(Copied|Selected)$"), timeout=30_000)
+    page.clock.run_for(1500)
+    expect(page.locator(".copy")).to_have_text("Copy", timeout=30_000)
 
 
 # --- 4: without script, on paper --------------------------------------------------------------------------------------------
