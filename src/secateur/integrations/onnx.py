@@ -36,5 +36,6 @@ def to_onnx(model: nn.Module, example_inputs: Any, path: str | Path, **options: 
     with eval_mode(dense), torch.no_grad():
         program = torch.onnx.export(dense, args, kwargs=kwargs, dynamo=True, verbose=False, **options)
     assert program is not None
+    path.parent.mkdir(parents=True, exist_ok=True)
     program.save(path)
     return path
