@@ -77,9 +77,10 @@ def problem(rows: int, H: Tensor, C: Tensor, residual: bool) -> LayerProblem:
     return LayerProblem("layer", W, H=H, C=C, D=D, scores=Scores.magnitude(W))
 
 
-def error(one: LayerProblem, V: Tensor) -> float:
+def error(one: LayerProblem, V: Tensor | None) -> float:
     """The squared error of the outputs over the squared outputs."""
     assert one.H is not None
+    assert V is not None
     away, W = (V - one.W).float(), one.W.float()
     top, whole = (sum(float(((a @ one.H) * a).sum()) for a in matrix.split(1024)) for matrix in (away, W))
     return top / whole

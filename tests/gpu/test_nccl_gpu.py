@@ -127,5 +127,5 @@ def test_fsdp1_is_refused():
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     wrapped = FullyShardedDataParallel(nn.Sequential(nn.Linear(64, 64)).cuda(), use_orig_params=True)
-    with pytest.raises(NotImplementedError, match="FSDP1|FullyShardedDataParallel"):
+    with pytest.raises(NotImplementedError, match=r"FSDP1|FullyShardedDataParallel"):
         sc.Pruner(wrapped, sparsity=0.5)
