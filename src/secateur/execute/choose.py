@@ -15,7 +15,7 @@ from .._hints import hints
 from .._layers import DEFAULT_TYPES, is_kind, layout_of
 from .._tree import nearest
 from ..arguments import plain_arguments
-from ..edit import record_, split_inputs
+from ..edit import record_
 from ..progress import track
 from .find import Zeros, zeros_of
 from .formats import FORMATS, Format, Use, as_matrix
@@ -356,9 +356,8 @@ def _swap(model: nn.Module, new: dict[int, Compressed], example_inputs: Any) -> 
     try:
         for parent, name, child in spots:
             parent._modules[name] = new[id(child)]
-        args, kwargs = split_inputs(example_inputs)
         with _watched(list(new.values())) as called:
-            model(*args, **kwargs)
+            call(model, example_inputs)
     except BaseException:
         for parent, name, child in spots:
             parent._modules[name] = child
