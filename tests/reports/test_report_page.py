@@ -126,6 +126,11 @@ def test_weights_remain_only_after_a_cut():
     assert lede(document(steps=[Call("shrink", "", {"groups": 2})])).startswith("Channels were cut. ")
 
 
+def test_the_text_counts_zeros_that_were_there_before():
+    prune = Call("prune_", "", {"sparsity": 0.5, "kept": 50, "total": 100, "zeros": 80})
+    assert lede(document(steps=[prune])).startswith("80 % of the weights are zero, some of them from before.")
+
+
 def test_zeros_that_were_there_before_are_no_gain():
     a, b = StageFigures("a", parameters=100, nonzero=20), StageFigures("b", parameters=100, nonzero=20)
     tile = tiles(ends(a, b))[1]

@@ -376,7 +376,7 @@ def _numbers(action: Action) -> tuple[Mapping[str, float], str]:
         return {**totals, "groups": len(cut), "exact": exact, "blocks": blocks, "lists": len(action.cuts.drop)}, action.recipe
     counts = action.metrics()
     if isinstance(action, Plan):
-        named = {key: counts[key] for key in ("sparsity", "kept", "total", "tensors", "rewritten")}
+        named = {key: counts[key] for key in ("sparsity", "kept", "total", "tensors", "rewritten", "zeros") if key in counts}
         return {**named, "empty": len(action.empty)}, action.recipe
     if isinstance(action, Compression):
         return counts, f"objective={action.objective}, {action.threads} thread{'s' if action.threads > 1 else ''}"

@@ -272,7 +272,10 @@ def _cut(step: Call, cut: bool) -> str:
 
 def _pruned(step: Call, cut: bool) -> str:
     tensors = f" in {int(step.numbers['tensors']):,} tensors" if "tensors" in step.numbers else ""
-    text = f"{percent(step.numbers['sparsity'])} of the {'remaining ' if cut else ''}weights{tensors} were set to zero"
+    weights = f"of the {'remaining ' if cut else ''}weights{tensors}"
+    text = f"{percent(step.numbers['sparsity'])} {weights} were set to zero"
+    if "zeros" in step.numbers:  # some were zero before
+        text = f"{percent(step.numbers['zeros'] / step.numbers['total'])} {weights} are zero, some of them from before"
     changed = int(step.numbers.get("rewritten", 0))
     return f"{text}, and those that stay were changed to make up for it" if changed else text
 
