@@ -275,9 +275,7 @@ def _measure(
     return FormatChoice(row, form, options)
 
 
-def _candidates(
-    layer: Any, matrix: Tensor, found: Zeros, use: Use, seen: RecordedInputs, request: Request
-) -> list[Compressed]:
+def _candidates(layer: Any, matrix: Tensor, found: Zeros, use: Use, seen: RecordedInputs, request: Request) -> list[Compressed]:
     """Returns the layer in every format that fits and gives the same outputs, with rounded weights if they were asked for."""
     forms = [(form, use) for form in FORMATS.values() if PLAIN in form.takes]
     if (values := request.values) is not None and use.kind == "linear" and bool(matrix.isfinite().all()):

@@ -23,6 +23,7 @@ from .tiled import DTYPES, as_float, kernels_for, scratch
 from .values import GROUPS, KINDS
 
 FEW = 4  # input rows up to which these formats are tried
+MORE = 32  # the same for values in fewer bits; with more rows, the matrix is unpacked for a dense product
 GROUP = 8  # weights that a vector instruction multiplies at once
 COLUMNS = 1 << 16  # most columns, because column numbers have two bytes
 UNIT = 64  # columns of `dense` that the kernel multiplies together
@@ -32,7 +33,8 @@ BY_GROUP = tuple(f"{kind}/{group}" for kind in KINDS for group in GROUPS)
 
 
 def _here(use: Use, *features: str) -> bool:
-    return use.kind == "linear" and use.device == "cpu" and max(use.rows) <= FEW and build.has(*features)
+    few = FEW if use.values is None else MORE
+    return use.kind == "linear" and use.device == "cpu" and max(use.rows) <= few and build.has(*features)
 
 
 def _padded(x: Tensor, multiple: int = GROUP) -> Tensor:
@@ -65,7 +67,12 @@ def _stored(x: Tensor, values: Tensor, scales: Scales | None) -> tuple[str, int]
     """
     if scales is None:
         return (DTYPES[values.dtype], -1) if kernels_for(x, values) else None
-    here = kernels_for(x, x) and values.is_cpu and (scales.values.kind != "float8_e4m3fn" or build.reads_halves())
+    here = (
+        len(x) <= MORE
+        and kernels_for(x, x)
+        and values.is_cpu
+        and (scales.values.kind != "float8_e4m3fn" or build.reads_halves())
+    )
     return (scales.values.kind, scales.values.group) if here else None
 
 

@@ -65,7 +65,7 @@ class Values:
         return number * each.repeat_interleave(self.group or max(columns, 1), 1)[:, :columns]
 
     def shrink(self, q: Tensor) -> Tensor:
-        """Returns the stored values of a format in the bytes that they need: two int4 in a byte, the first in the lower bits."""
+        """Returns stored values in the bytes that they need: two int4 in a byte, the first in the lower bits."""
         if self.kind != "int4":
             return q
         low, high = q[..., 0::2], q[..., 1::2]

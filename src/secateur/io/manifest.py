@@ -31,8 +31,8 @@ _TAIL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 
 @dataclass
 class Stored:
-    """A tensor in the file. Its format is "dense" (as it is), "bitmask" (a bit for each element, and the values) or "scaled" (the
-    same with values in fewer bits, and scales)."""
+    """A tensor in the file, in the format "dense" (as it is), "bitmask" (a bit for each element, and the values) or "scaled"
+    (the same with values in fewer bits, and scales)."""
 
     dtype: str
     shape: tuple[int, ...]

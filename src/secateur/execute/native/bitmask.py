@@ -3,7 +3,7 @@
 Four rows at a time share the loaded inputs; the bytes of their masks are interleaved, except for up to three rows at the end.
 A byte of the mask is looked up in `table`, which tells how to move the next values to eight lanes. For float32, an entry holds
 the source lane of each of the eight lanes, with the sign bit set for a zero. Otherwise it holds 32 indices of a byte shuffle,
-which puts a bfloat16 into the upper half of a float32, or an int8 into the upper byte of an integer, which is then converted.
+which puts a bfloat16 into the upper half of a float32, or an int8 into the upper byte of an integer, which is then shifted.
 
 With AVX-512, which expands packed values in one instruction, 32 columns of bfloat16 or 64 columns of int8 are taken at once.
 The latter are multiplied as integers (see `fixed_point`).
@@ -19,7 +19,6 @@ from .single import AHEAD, ROW_SCALES, ROWS, each_row
 from .tiled import STORED
 
 TOGETHER = 4  # rows that share the loaded inputs
-UPPER = 2.0**-24  # what an int8 in the upper byte of an integer has to be multiplied with
 VNNI = frozenset({"avx512bw", "avx512vbmi2", "avx512vnni", "bmi2"})
 
 
@@ -47,7 +46,7 @@ def bitmask(name: str, features: frozenset[str], stored: str, group: int) -> str
     code, kind = Code(name, features), STORED[stored]
     x, bias, y, rows, bytes_, values, masks, starts, table, scales, groups = (code.argument(i) for i in range(2, 13))
     scratch, scratch_size = code.argument(13), code.argument(14)
-    size, upper = size_of(kind), UPPER if kind == I8 else 1.0
+    size = size_of(kind)
     pieces, finish = each_row(code, rows, bias, y, scales if group == ROW_SCALES else None)
     inputs = None
     if kind == I8 and features >= VNNI:
@@ -61,7 +60,9 @@ def bitmask(name: str, features: frozenset[str], stored: str, group: int) -> str
         low = code.load(at, code.vector(16, I8))
         both = code.shuffle(low, low, [*range(16), *range(16)])
         moved = code.call("llvm.x86.avx2.pshuf.b", code.vector(32, I8), both, code.load(entry, code.vector(32, I8)))
-        return code.signed(code.cast(moved, code.vector(8, I32))) if kind == I8 else code.cast(moved, code.vector(8))
+        if kind == BF16:
+            return code.cast(moved, code.vector(8))
+        return code.signed(code.shift_signed(code.cast(moved, code.vector(8, I32)), 24))
 
     def block(row: Value, count: int) -> None:
         sums = [Variable(code, code.zero(8)) for _ in range(count)]
@@ -102,7 +103,7 @@ def bitmask(name: str, features: frozenset[str], stored: str, group: int) -> str
         with code.loop(whole, bytes_) as g:
             steps(g, 1)
         for r in range(count):
-            total = code.total(sums[r].get()) * upper if kind == I8 else code.total(sums[r].get())
+            total = code.total(sums[r].get())
             finish(row + r, total if wide is None else total + wide[r])
 
     with pieces as piece:

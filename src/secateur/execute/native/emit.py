@@ -190,6 +190,10 @@ class Code:
         lanes = value.raw.type.count if isinstance(value.raw.type, ir.VectorType) else 1
         return Value(self, self.builder.sitofp(value.raw, F32 if lanes == 1 else self.vector(lanes)))
 
+    def shift_signed(self, vector: Value, bits: int) -> Value:
+        """Shifts integers to the right and repeats their sign."""
+        return Value(self, self.builder.ashr(vector.raw, ir.Constant(vector.raw.type, [bits] * vector.raw.type.count)))
+
     def narrow(self, value: Value, to: ir.Type) -> Value:
         return Value(self, self.builder.trunc(value.raw, to))
 
@@ -281,7 +285,7 @@ class Code:
         words = self.load(address, ir.VectorType(I32, lanes // 8), align=1)
         spread = self.shuffle(words, words, [lane // 8 for lane in range(lanes)])
         up = spread << self.constant([28 - 4 * (lane % 8) for lane in range(lanes)], I32)
-        return self.signed(Value(self, self.builder.ashr(up.raw, ir.Constant(up.raw.type, [28] * lanes))))
+        return self.signed(self.shift_signed(up, 28))
 
     def load_splat(self, address: Value, stored: ir.Type, lanes: int) -> Value:
         """Loads one number and returns a float32 vector with it in all lanes."""

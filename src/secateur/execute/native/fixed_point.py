@@ -33,7 +33,7 @@ class Inputs:
         largest = self._largest(x, units)
         usable = (code.narrow(code.number(LEAST), I32) < largest) & (largest < code.narrow(code.number(MOST), I32))
         self.units = code.select(usable, units, code.number(0))
-        size = code.cast(largest, F32)
+        size = code.select(usable, code.cast(largest, F32), Value(code, ir.Constant(F32, 1.0)))
         self.scale = size * (1.0 / LARGEST)
         inverse = Value(code, code.builder.fdiv(ir.Constant(F32, LARGEST), size.raw))
         self._repack(x, code.splat(inverse, 16))
@@ -62,8 +62,7 @@ class Inputs:
                 number = Value(code, code.builder.fptosi(rounded.raw, self.many))
                 for plane in range(PLANES):
                     code.store(code.narrow(number, code.vector(16, I8)), self._place(unit, plane) + k * 16)
-                    rest = number + HALF  # rounds the division, since bytes are signed
-                    number = Value(code, code.builder.ashr(rest.raw, ir.Constant(self.many, [8] * 16)))
+                    number = code.shift_signed(number + HALF, 8)  # rounded, since bytes are signed
             for plane, total in enumerate(totals):
                 before = Value(code, ir.Constant(self.many, None)) if self.grouped else total.get()
                 total.set(self.dot(before, ones, self._plane(unit, plane)))
