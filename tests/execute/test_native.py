@@ -130,7 +130,12 @@ def some_of_every_kernel():
     yield from ((rows, 1, 8, "float32", "pair"), (planes, 1, 64, "float32", 1), (planes, 4, 16, "float16", 0))
     plain = single.PLAIN
     yield from ((single.gather, "float16", plain), (single.runs, "float16", plain), (single.columns, "float16"))
-    yield from ((single.panels, 16, "float16", plain), (bitmask, "bfloat16", plain), (bitmask, "int8", 0), (bitmask, "int8", 64))
+    yield from (
+        (single.panels, 16, "float16", plain),
+        (bitmask, "bfloat16", plain),
+        (bitmask, "int8", 0),
+        (bitmask, "int8", 64),
+    )
     yield from ((single.gather, "int4", 0), (single.runs, "float8_e4m3fn", 64), (single.dense, "int4", 128))
 
 

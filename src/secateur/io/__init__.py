@@ -49,6 +49,7 @@ from . import compressed, hf, packed, scaled
 from .files import (
     CODES,
     DTYPES,
+    MANIFEST,
     BadFile,
     Entry,
     Tensors,
@@ -61,15 +62,16 @@ from .files import (
     write_tensors,
 )
 from .fill import check_kinds, dtype_of, fill_, read
-from .folder import INDEX, Folder, replacing_file, stale_weights
+from .folder import INDEX, JOURNAL, Folder, Journal, replacing_file, stale_weights, write_index
 from .manifest import MAX, TENSOR_FILES, Manifest, Stored, about, check_file, from_text, shapes_of, to_text
 
 __all__ = [
     "save", "load", "dense_state_dict", "BadFile", "MANIFEST", "record_in", "replaced", "write_text",
-    "Entry", "Folder", "Tensors", "as_bytes", "rename", "replacing", "replacing_file", "write_tensors",  # for folders
+    "JOURNAL", "Entry", "Folder", "Journal", "Tensors", "as_bytes", "rename", "replacing", "replacing_file", "write_index",
+    "write_tensors",  # for folders
 ]  # fmt: skip
 
-MANIFEST, CONFIG = "secateur.json", "config.json"
+CONFIG = "config.json"
 _TRIES = 20  # how often a folder is read that others write to meanwhile
 _FEW = 0.01  # a smaller fraction of zeros is taken for chance
 
