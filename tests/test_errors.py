@@ -173,11 +173,40 @@ def test_arguments_of_other_libraries_get_a_hint(model, call, says):
         ("compress", "no attribute 'compress'. compress_ changes the model in place."),
         ("Prunner", "no attribute 'Prunner'. Did you mean 'Pruner'"),
         ("input_first", "no attribute 'input_first'. It is now secateur.layers.input_first."),
+        *((name, f"no attribute '{name}'. It is secateur.methods.{name}.") for name in dir(sc.methods) if name.islower()),
     ],
 )
 def test_names_that_the_package_does_not_have_get_a_hint(name, says):
     with pytest.raises(AttributeError, match=re.escape(says)):
         getattr(sc, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("wanda", "'wanda' is a criterion and not a method: it is sc.wanda"), ("sparsgpt", "Did you mean 'sparsegpt'?")],
+)
+def test_names_that_the_methods_do_not_have_get_a_hint(name, says):
+    with pytest.raises(AttributeError, match=re.escape(says)):
+        getattr(sc.methods, name)
+
+
+def test_an_operation_that_no_criterion_has_names_the_reader():
+    with pytest.raises(ValueError, match=r"'wanda' is no operation; .*sc\.criterion\('wanda'\)"):
+        sc.Criterion("wanda")
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: recipe().save(3), "Recipe.save takes the path of a file, not int"),
+        (lambda: recipe().run("model"), "a recipe runs on a torch.nn.Module, not str"),
+        (lambda: sc.Recipe.of("model"), "a recipe runs on a torch.nn.Module, not str"),
+    ],
+    ids=["Recipe.save", "Recipe.run", "Recipe.of"],
+)
+def test_mistakes_with_recipes_are_named(call, says):
+    with pytest.raises(TypeError, match=re.escape(says)):
+        call()
 
 
 @pytest.mark.parametrize(

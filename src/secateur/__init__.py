@@ -148,6 +148,7 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names.spli
 _RESULTS = {"Gates": "activations"}  # public, and returned by functions: not listed in __all__
 _MODULES = ("layers", "methods", "ops")  # public modules
 _MOVED = {"input_first": "secateur.layers.input_first"}
+_METHODS = ("admm", "drop_and_grow", "flow", "own", "rank", "sparsegpt", "topk")
 
 # torch.export.load looks for the operators of compressed layers without naming this package.
 after_import("torch", lambda: import_module(".torch_ops", __name__))
@@ -160,6 +161,7 @@ def __getattr__(name: str) -> Any:
         globals()[name] = getattr(import_module(f".{home}", __name__), name)
         return globals()[name]
     hint = f". It is now {_MOVED[name]}." if name in _MOVED else ""
+    hint = f". It is {__name__}.methods.{name}." if name in _METHODS else hint
     if f"{name}_" in __all__:
         hint = f". {name}_ changes the model in place." + (" plan only computes what it would do." if name == "prune" else "")
     elif not hint and not name.startswith("_"):

@@ -76,6 +76,10 @@ class Criterion:
     op: str
     args: tuple[Any, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.op not in (*_OPS, "leaf", "random", "function", "map", "after"):
+            raise ValueError(f"{self.op!r} is no operation; to read a criterion from its text call sc.criterion({self.op!r})")
+
     # --- what it needs, what it prints -------------------------------------------------------------------------------
     @property
     def needs(self) -> frozenset[str]:

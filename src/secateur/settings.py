@@ -253,7 +253,7 @@ def _checked_spread(
 
 def _check_place(by: object) -> None:
     """Raises where a number, a pattern, a method or a spread stands in the place of the criterion, and says where it goes."""
-    if isinstance(by, Real) and not isinstance(by, bool):
+    if isinstance(by, Real) and not isinstance(by, bool) and 0 <= float(by) <= 1:
         raise TypeError(f"criterion={by!r} is a number; to prune this fraction of the weights pass sparsity={by!r}")
     if isinstance(by, Method):
         raise TypeError(f"criterion={by} is a method; pass it as method=")

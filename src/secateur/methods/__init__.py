@@ -81,6 +81,12 @@ def _uncalled(given: Any) -> str:
     return next((f"sc.methods.{each.__name__}" for each in made if given is each), "")
 
 
+def __getattr__(name: str) -> Any:
+    if name in CRITERIA:
+        raise AttributeError(f"{name!r} is a criterion and not a method: it is sc.{name}, for criterion=")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{nearest(name, __dir__())}")
+
+
 def __dir__() -> list[str]:
     """The names for users; `__all__` also has what the other rooms of the package import."""
     return sorted(__all__[: __all__.index("as_method")])

@@ -98,6 +98,8 @@ class Recipe:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the recipe to a file."""
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"Recipe.save takes the path of a file, not {type(path).__name__}")
         write_text(Path(path), str(self))
 
     def to_dict(self) -> dict[str, Any]:

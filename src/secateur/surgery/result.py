@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from .._hints import hints
 from ..display import Reported, Table, notes_by_reason
 from ..edit import UNKNOWN, Arguments, Cuts, Inputs, check_inputs, split_inputs
 from .verify import Verified, verify
@@ -53,8 +54,9 @@ class Shrunk(Reported):
     restore_: Callable[[], None] | None = field(default=None, repr=False)
     arguments: Arguments = field(default=UNKNOWN, repr=False)  # for `Recipe`: of the call that made the plan
 
-    def verify(self, inputs: Any = None, *, original: nn.Module | None = None, groups: bool = False) -> Verified:
-        """Compare the small model with the masked one in float64; `inputs` as for `shrink`.
+    @hints
+    def verify(self, example_inputs: Any = None, *, original: nn.Module | None = None, groups: bool = False) -> Verified:
+        """Compare the small model with the masked one in float64; `example_inputs` as for `shrink`.
 
         This takes four runs of the model. With `groups=True`, every group is also cut alone, which takes several runs for each.
         After `shrink_` the original is gone: pass a copy that was made before the cut as `original`.
@@ -64,7 +66,7 @@ class Shrunk(Reported):
             raise ValueError(
                 "the model was cut in place, so there is nothing to compare with; pass original= (a copy made before the cut)"
             )
-        given = self.inputs if inputs is None else split_inputs(inputs)
+        given = self.inputs if example_inputs is None else split_inputs(example_inputs)
         try:
             found = verify(dense, self.small, self.cuts, given, groups=groups)
         except Exception:
