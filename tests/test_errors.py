@@ -277,6 +277,39 @@ def test_a_value_in_the_wrong_argument_names_the_right_one(model, given, says):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_regular_expressions_are_told_from_globs(model):
+    with pytest.raises(ValueError, match=r"include='re:\.\*q_proj' .*globs .*not by regular expressions"):
+        sc.prune_(model, sparsity=0.5, include="re:.*q_proj")
+
+
+def test_a_glob_of_a_container_suggests_its_layers():
+    block = nn.Sequential()
+    block.add_module("mlp", nn.Sequential(nn.Linear(8, 8)))
+    with pytest.raises(ValueError, match=r"at='\*\.mlp' .*did you mean '\*\.mlp\.\*'"):
+        sc.gate_(nn.Sequential(block), at="*.mlp", data=[X])
+
+
+def test_a_method_without_data_says_what_it_needs(model):
+    with pytest.raises(ValueError, match=r"needs inputs, so pass data="):
+        sc.prune_(model, sparsity=0.5, method="flow")
+
+
+def test_a_spread_with_another_signature_is_named(model):
+    with pytest.raises(TypeError, match=r"spread= is called with two arguments, the scores .* and the total sparsity"):
+        sc.prune_(model, sparsity=0.5, spread=lambda scores: 0.5)
+
+
+def test_the_state_of_a_pruner_is_a_mapping(model):
+    with pytest.raises(TypeError, match=r"the mapping that state_dict\(\) returned, not NoneType"):
+        sc.Pruner(model, sparsity=0.5).load_state_dict(None)
+
+
+@pytest.mark.parametrize("value", ["good", None, {}])
+def test_evaluate_of_a_report_returns_a_number(model, value):
+    with pytest.raises(ValueError, match=r"evaluate returned .*must return a finite number, or \(value, low, high\)"):
+        sc.report(before=model, after=model, evaluate=lambda _: value, seconds=0, disk=False)
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -129,8 +129,10 @@ def bare_name(name: str) -> str:
 def nearest_glob(glob: str, names: Iterable[str]) -> str:
     """A sentence with the glob that matches the end of names, or the closest names, for a glob that matches none of them."""
     names = list(names)
-    ends = (f"*.{glob}", f"*.{glob}.*")
-    found = next((end for end in ends if any(fnmatchcase(name, end) for name in names)), None)
+    if glob.startswith("re:"):
+        return " Names are matched by globs such as '*.q_proj', not by regular expressions."
+    wider = (f"{glob}.*", f"*.{glob}", f"*.{glob}.*")
+    found = next((one for one in wider if any(fnmatchcase(name, one) for name in names)), None)
     return f" Globs match whole names; did you mean {found!r}?" if found else nearest(glob, names)
 
 

@@ -58,6 +58,8 @@ def _number(number: Number | None, step: int) -> str:
 
 def upgraded(state: Mapping[str, Any], targets: Iterable[Target]) -> Mapping[str, Any]:
     """A state of version 1 as one of this version. It held one process's parts, so a sharded model cannot take it."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"a pruner's state is the mapping that state_dict() returned, not {type(state).__name__}")
     if state.get("version") != 1 or not state.keys() >= KEYS:
         return state
     found = list(targets)

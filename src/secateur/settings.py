@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -248,6 +249,15 @@ def _checked_spread(
             "spread= is sc.uniform, sc.erk, sc.owl(), sc.by_loss(), one of their names, or a mapping of name to sparsity, "
             f"not {spread!r}"
         )
+    try:
+        inspect.signature(spread).bind(None, None)
+    except TypeError as error:
+        raise TypeError(
+            "spread= is called with two arguments, the scores of all tensors by name and the total sparsity, and "
+            f"{getattr(spread, '__name__', spread)} does not take them: {error}"
+        ) from None
+    except ValueError:  # some functions written in C have no signature
+        pass
     return spread
 
 

@@ -169,7 +169,8 @@ def on_batch(
 
 
 def _list(needs: Iterable[str]) -> str:
-    return " and ".join(sorted(needs))
+    """The evidence in words. Moments of inputs and outputs (gram, cross, residual) are all taken from inputs."""
+    return " and ".join(sorted({"inputs" if kind in ("gram", "cross", "residual") else kind for kind in needs}))
 
 
 @contextlib.contextmanager

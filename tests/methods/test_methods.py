@@ -234,7 +234,7 @@ def test_the_swaps_may_follow_any_function_of_the_step():
     [
         ({"method": "sparsgpt", "sparsity": 0.5}, ValueError, "Did you mean 'sparsegpt'"),
         ({"method": 3, "sparsity": 0.5}, TypeError, "is not a method"),
-        ({"method": "sparsegpt", "sparsity": 0.5}, ValueError, "needs gram, so pass data="),
+        ({"method": "sparsegpt", "sparsity": 0.5}, ValueError, "needs inputs, so pass data="),
         ({"method": "sparsegpt", "sparsity": 0.5, "data": []}, ValueError, "gave no batch"),
         (
             {"method": "sparsegpt", "criterion": "wanda", "sparsity": 0.5, "data": DATA},

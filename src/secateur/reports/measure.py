@@ -168,9 +168,12 @@ def metrics_of(
 def _evaluated(model: nn.Module, evaluate: Evaluate) -> tuple[float, float | None, float | None]:
     with eval_mode(model), torch.no_grad():
         found = evaluate(model)
-    numbers = [float(each) for each in (found if isinstance(found, tuple | list) else (found,))]
+    try:
+        numbers = [float(each) for each in (found if isinstance(found, tuple | list) else (found,))]
+    except (TypeError, ValueError):
+        numbers = []
     if len(numbers) not in (1, 3) or not all(map(math.isfinite, numbers)):
-        raise ValueError(f"evaluate returned {found!r}; it must return a finite number, or (value, low, high)")
+        raise ValueError(f"evaluate returned {repr(found)[:80]}; it must return a finite number, or (value, low, high)")
     return (numbers[0], numbers[1], numbers[2]) if len(numbers) == 3 else (numbers[0], None, None)
 
 
