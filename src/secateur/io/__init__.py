@@ -4,6 +4,7 @@ A saved model is a folder with a safetensors file, which any reader of that form
 
 - `files`: safetensors files, written completely or not at all.
 - `packed`: tensors with many zeros, stored as a bit for each element and the values.
+- `scaled`: weights in fewer bits, with their scales.
 - `compressed`: layers in sparse formats.
 - `manifest`: the list of what the tensor file holds, and the cuts that made the model.
 - `fill`: copies a file into a model.
@@ -45,7 +46,7 @@ from ..execute import decompress_
 from ..methods import without_soft_masks
 from ..plans import Plan
 from ..surgery import Shrunk
-from . import compressed, hf, packed
+from . import compressed, hf, packed, scaled
 from .entries import described, names_of_files, split, tensors_to_save
 from .files import (
     CODES,
@@ -352,12 +353,15 @@ def _unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 f"{name!r} is a {type(tensor).__name__}; a mapping of names to tensors is expected, as load_file returns"
             )
         base, mark, part = name.rpartition("#")
-        if mark + part not in packed.PARTS:
+        if mark + part not in scaled.ALL:
             found[name] = tensor
             continue
-        if missing := [base + p for p in packed.PARTS if base + p not in tensors]:
+        parts = scaled.ALL if base + scaled.SCALES in tensors else packed.PARTS
+        if missing := [base + p for p in parts if base + p not in tensors]:
             raise BadFile(f"{name!r} has no {names_of(missing)} beside it")
-        if mark + part == packed.BITMASK:
+        if mark + part == scaled.SCALES:
+            found[base] = scaled.read(base, {base + p: tensors[base + p].cpu() for p in parts}).to(tensor.device)
+        if mark + part == packed.BITMASK and parts is packed.PARTS:
             shape, values = tensors[base + packed.SHAPE], tensors[base + packed.VALUES]
             if shape.dtype != torch.int64 or shape.dim() != 1 or bool((shape < 0).any()):
                 raise BadFile(f"{base + packed.SHAPE!r} must hold a shape: one row of int64 from 0 up")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .._dist import Comm, held, local, sharded
 from .._layers import layout_of
 from ..execute import Compressed, zeros_of
-from . import compressed, hf, packed
+from . import compressed, hf, packed, scaled
 from .files import CODES, Entry
 from .manifest import Stored, stored_names
 
@@ -55,10 +55,8 @@ def _check_tensor(name: str, tensor: Any) -> None:
         raise TypeError(f"{name!r} is {kind}; a file holds strided tensors of {', '.join(sorted(CODES.values()))}")
     if name != name.encode(errors="replace").decode():
         raise ValueError(f"{name!r} has characters that no file can hold (lone surrogates); rename it")
-    if name.endswith(packed.PARTS) or name == "__metadata__":
-        raise ValueError(
-            f"{name!r} means something else in a file, like names that end in {', '.join(packed.PARTS)}; rename it"
-        )
+    if name.endswith(scaled.ALL) or name == "__metadata__":
+        raise ValueError(f"{name!r} means something else in a file, like names that end in {', '.join(scaled.ALL)}; rename it")
 
 
 def described(
@@ -73,8 +71,11 @@ def described(
         again = partial(_whole, source)
         tensor = again()
         values = packed.count_values(tensor)
-        made = packed.entries(name, tensor, values, again) if pack or source is not tensor else None
-        kind = "dense" if made is None else "bitmask"
+        if isinstance(source, Compressed) and source.rounded() is not None:
+            made, kind = scaled.entries(name, source), "scaled"
+        else:
+            made = packed.entries(name, tensor, values, again) if pack or source is not tensor else None
+            kind = "dense" if made is None else "bitmask"
         zeros = tensor.numel() - values
         listed[name] = Stored(CODES[tensor.dtype], tuple(tensor.shape), kind, zeros, _pattern(model, name, tensor, zeros))
         entries |= made or {name: Entry(tensor.dtype, tuple(tensor.shape), again)}

@@ -10,7 +10,7 @@ from .._dist import Comm
 from .files import CODES, MANIFEST, BadFile, TensorFiles, Tensors, read_json
 from .folder import INDEX, Folder
 from .manifest import FILE_NAME, MAX, TENSOR_FILES, Manifest, Stored, check_files, from_text, listed_files
-from .packed import PARTS
+from .scaled import ALL as PARTS
 
 CONFIG, NEXT = "config.json", f"{MANIFEST}.next"
 _TRIES = 20  # how often a folder is read that others write to meanwhile
