@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .._layers import Layout
 from .guards import instances
-from .shares import Share, local, share_of
+from .shares import Share, local, sharded, share_of
 
 Group = dist.ProcessGroup
 
@@ -106,10 +106,14 @@ class Comm:
 
     def gather_stages(self, value: Any) -> list[Any]:
         """The values (names, shapes, numbers) of all processes of `group=`, in order."""
-        if self.stages is None:
+        return [value] if self.stages is None else Comm([self.stages]).gather(value)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The plain values of all processes of a comm of one group, in order."""
+        if not self.groups:
             return [value]
-        found = [None] * dist.get_world_size(self.stages)
-        dist.all_gather_object(found, value, group=self.stages)
+        found = [None] * self.size
+        dist.all_gather_object(found, value, group=self.groups[0])
         return found
 
     def same(self, values: Sequence[int]) -> list[bool]:
@@ -155,6 +159,18 @@ def comm_of(shares: Mapping[str, Share], group: Any = None) -> Comm:
     ranks = _closed(largest, ranks)
     one = next((share for share in spread.values() if set(share.ranks) == ranks), None)
     return Comm([group_of_ranks(sorted(ranks)) if one is None else group_of(one), *stages], min(ranks), *stages)
+
+
+def mesh_comm(tensors: Iterable[Tensor]) -> Comm:
+    """All processes of the mesh over which these tensors are sharded or replicated. Alone if none of them is a DTensor."""
+    meshes = [tensor.device_mesh for tensor in tensors if sharded(tensor)]  # type: ignore[attr-defined]
+    if not meshes:
+        return Comm()
+    ranks = [set(mesh.mesh.reshape(-1).tolist()) for mesh in meshes]
+    largest = max(ranks, key=len)
+    if not all(each <= largest for each in ranks):
+        raise ValueError("the tensors of this model are sharded over processes that no mesh has together")
+    return Comm([group_of_ranks(sorted(largest))], min(largest))
 
 
 def _closed(mesh: Any, ranks: set[int]) -> set[int]:
