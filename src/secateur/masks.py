@@ -113,16 +113,23 @@ class Masks(Mapping[str, Tensor]):
         return f"Masks({len(self)} tensors, {self.kept:,} of {self.total:,} elements kept, {self.sparsity:.2%} sparse)"
 
 
+_CHANCE = 0.01  # a smaller fraction of zeros in every tensor is taken for chance
+
+
 def zeros_kept(masks: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """How many of the kept elements are zero already, for each tensor that has such elements. Sharded tensors have no entry."""
+    """How many of the kept elements are zero already, for each tensor that has such elements.
+
+    Empty if no tensor has more than 1 % of zeros: random weights have a few. Sharded tensors have no entry.
+    """
     whole = {name: tensor for name, tensor in tensors.items() if not sharded(masks[name]) and not tensor.is_meta}
-    devices = {tensor.device for tensor in whole.values()}
-    holed: list[str] = []
-    for device in devices:  # one transfer for each device
+    zeros: dict[str, int] = {}
+    for device in {tensor.device for tensor in whole.values()}:  # one transfer for each device
         here = [name for name, tensor in whole.items() if tensor.device == device]
         filled = torch.stack([torch.count_nonzero(whole[name]) for name in here]).tolist()
-        holed += [name for name, number in zip(here, filled, strict=True) if number < whole[name].numel()]
-    counted = {name: int(((whole[name] == 0) & masks[name]).sum()) for name in whole if name in holed}
+        zeros |= {name: whole[name].numel() - number for name, number in zip(here, filled, strict=True)}
+    if not any(number > _CHANCE * whole[name].numel() for name, number in zeros.items()):
+        return {}
+    counted = {name: int(torch.count_nonzero((whole[name] == 0) & masks[name])) for name in whole if zeros[name]}
     return {name: number for name, number in counted.items() if number}
 
 
