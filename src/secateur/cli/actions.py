@@ -180,7 +180,7 @@ def _run(recipe: Recipe, options: dict[str, Any], what: str, loss: Any = None) -
     runs = {"shrink", "compress"} & {stage.kind for stage in recipe.stages}
     inputs = need_inputs(open_inputs(asked, source, batches), what) if runs else None
     before = evaluate(source.model)
-    ran = recipe.run_(source.model, data=batches, inputs=inputs, loss=loss)  # type: ignore[arg-type]  # a mapping can be pruned
+    ran = recipe.run_(source.model, data=batches, example_inputs=inputs, loss=loss)  # type: ignore[arg-type]  # a mapping can be pruned
     after = evaluate(source.model)
     said = {} if output is None else save(source, source.model, output)
     data = {
@@ -275,7 +275,7 @@ def report(before: str, after: str, checkpoint: str | None, output: str, seconds
         path=output,
         before=first.module,
         after=second.module,
-        inputs=inputs,
+        example_inputs=inputs,
         evaluate=measure,
         metric=options["metric"] or metric,
         samples=options["samples"] or samples,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .._hints import hints
 from .._layers import DEFAULT_TYPES, is_kind, layout_of
 from .._tree import nearest
 from ..arguments import plain_arguments
@@ -22,7 +23,7 @@ from .gpu.present import why_none
 from .layers import KINDS, Compressed, arguments_of, why_not
 from .restore import places, ties
 from .result import Compression, LayerResult
-from .timing import call, cold_for, for_inference, in_graphs, time_runs
+from .timing import call, check_threads, cold_for, for_inference, in_graphs, time_runs
 from .values import Values, requested
 
 MARGIN = 0.95  # a format is used only if it takes at most this fraction of the dense time (or bytes)
@@ -64,6 +65,7 @@ class Request:
     twins: dict[Any, FormatChoice] = field(default_factory=dict)
 
 
+@hints
 def compress_(
     model: nn.Module,
     example_inputs: Any,
@@ -166,13 +168,10 @@ def _check(model: Any, objective: str, threads: Any, store: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"compress_ takes a torch.nn.Module, not {type(model).__name__}")
     if objective not in ("speed", "size"):
-        raise ValueError(f"objective is 'speed' or 'size', not {objective!r}.{nearest(str(objective), ['speed', 'size'])}")
-    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
-        raise ValueError(f"threads must be an integer of at least 1, not {threads!r}")
+        raise ValueError(f"objective={objective!r} must be 'speed' or 'size'.{nearest(str(objective), ['speed', 'size'])}")
+    check_threads(threads)
     if store not in (None, torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"store must be torch.bfloat16 or torch.float16, or None to keep the dtype of the weights, not {store!r}"
-        )
+        raise ValueError(f"store={store!r} must be torch.bfloat16 or torch.float16, or None to keep the dtype of the weights")
     if name := next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta), None):
         raise ValueError(f"{name!r} is on the meta device and has no values to pack or to measure with; load its values first")
     if type(model) in KINDS:
