@@ -15,8 +15,9 @@ from .importance import (
 from .norms import list_batches, reestimate_
 from .reconstruct import reconstruction
 from .refit import refit_
+from .surgeon import obs
 
-UNIT_CRITERIA = {c.name: c for c in (fpgm, bn_scale, activation_variance, reconstruction)}
+UNIT_CRITERIA = {c.name: c for c in (fpgm, bn_scale, activation_variance, reconstruction, obs)}
 
 __all__ = [
     "Repair",
@@ -28,6 +29,7 @@ __all__ = [
     "comparable",
     "fpgm",
     "list_batches",
+    "obs",
     "reconstruction",
     "reestimate_",
     "refit_",
