@@ -18,7 +18,8 @@ class GroupCut:
     """One group of units. `name`: the first tensor that produces them, with the axis; `why`: the reason, if the cut is not
     exact; `each`: how many entries of that axis one unit has.
 
-    For a list of blocks: its path, the number of blocks before and after, and the removed blocks as members.
+    For a list of blocks: its path, the number of blocks before and after, and the removed blocks as members. For a mixture of
+    experts: the path of the experts, their numbers, and experts and router as members. Both name their `unit`.
     """
 
     name: str
@@ -27,6 +28,7 @@ class GroupCut:
     why: str | None
     members: tuple[str, ...]
     each: int = 0
+    unit: str = "block"
 
 
 @dataclass
@@ -145,9 +147,9 @@ _LEGEND = (
 
 
 def _one_unit(group: GroupCut) -> str:
-    """What one unit is: entries of the axis after which its group is named, or a block."""
+    """What one unit is: entries of the axis after which its group is named, a block, or an expert."""
     if not group.each:
-        return "1 block"
+        return f"1 {group.unit}"
     axis = group.name.rpartition("[")[2].partition("]")[0]
     what = {"0": "row", "1": "column"}.get(axis, f"entry of axis {axis}")
     return f"{group.each:,} {what if group.each == 1 else what.replace('entry', 'entries') + ('s' if axis in '01' else '')}"

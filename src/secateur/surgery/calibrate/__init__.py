@@ -8,6 +8,7 @@ from .importance import (
     bn_scale,
     comparable,
     fpgm,
+    reap,
     structure,
     unit_criterion,
     unit_scores,
@@ -17,7 +18,7 @@ from .reconstruct import reconstruction
 from .refit import refit_
 from .surgeon import obs
 
-UNIT_CRITERIA = {c.name: c for c in (fpgm, bn_scale, activation_variance, reconstruction, obs)}
+UNIT_CRITERIA = {c.name: c for c in (fpgm, bn_scale, activation_variance, reconstruction, obs, reap)}
 
 __all__ = [
     "Repair",
@@ -30,6 +31,7 @@ __all__ = [
     "fpgm",
     "list_batches",
     "obs",
+    "reap",
     "reconstruction",
     "reestimate_",
     "refit_",

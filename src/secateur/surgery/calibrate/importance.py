@@ -107,6 +107,12 @@ def bn_scale(units: Units) -> Tensor | str:
     return units.rows(units.scales).abs().sum(1)
 
 
+@unit_criterion
+def reap(units: Units) -> str:
+    """Gate times norm of the output of an expert (Lasby et al., 2025). It is for `shrink(experts=)`, and scores no channels."""
+    return f"reap scores whole experts, and not {label(units.group)}: ask for experts=, the fraction of them that remains"
+
+
 def _variance(units: Units) -> Tensor | str:
     return "activation_variance: no weight reads these units" if units.evidence is None else units.evidence
 
