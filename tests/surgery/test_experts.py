@@ -95,6 +95,8 @@ def test_the_experts_with_the_least_gate_times_norm_are_removed(make):
     assert all(group.why and group.unit == "expert" for group in plan.groups)
     assert plan.metrics()["exact"] is False
     assert plan.recipe == "reap, experts=0.5"
+    with pytest.raises(ValueError, match="nothing to verify"):
+        plan.verify()
 
 
 @pytest.mark.parametrize(("make", "name"), [(mixtral, "num_local_experts"), (qwen_moe, "num_experts")])

@@ -61,6 +61,8 @@ class Shrunk(Reported):
         This takes four runs of the model. With `groups=True`, every group is also cut alone, which takes several runs for each.
         After `shrink_` the original is gone: pass a copy that was made before the cut as `original`.
         """
+        if any(group.unit == "expert" for group in self.groups):
+            raise ValueError("no masked model equals one with fewer experts, so there is nothing to verify; compare a metric")
         dense = original or self.original
         if dense is None:
             raise ValueError(
