@@ -298,7 +298,7 @@ def write_report(chain: Chain, digits: Digits, epochs: int, path: Path) -> Path:
         *chain.results,
         path=path,
         stages=chain.stages,
-        inputs=images[:BATCH],
+        example_inputs=images[:BATCH],
         evaluate=evaluate,
         samples=len(labels),
         name="A network on digits",

@@ -167,7 +167,7 @@ def main() -> None:
         packed,
         path=given.out,
         stages={"dense": model, "shrunk": shrunk, "pruned": pruned, "compressed": small},
-        inputs=image,
+        example_inputs=image,
         other_inputs={"16 images": x[:16]},
         evaluate=lambda each: accuracy(each, x, y),
         samples=len(y),

@@ -482,7 +482,7 @@ def test_a_batch_that_fails_leaves_the_gates_on():
     model = small()
     gates = gate_(model, method="topk")
     before = hooks(model)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match=r"does not run on a batch .*\(2, 33\)"):
         gates.measured(torch.randn(2, 33))
     assert hooks(model) == before
 

@@ -312,6 +312,39 @@ def test_hugging_face_folders_with_a_text_file(here, llama):
     assert answer("prune", llama, "--sparsity 0.5 --criterion taylor --dry-run", words)["results"][0]["sparsity"] == 0.5
 
 
+def test_a_folder_is_pruned_from_disk_as_in_memory(here, llama):
+    Path("text.txt").write_text("a b c d e f g h i j k l m n o p " * 40)
+    words = "--data text.txt --length 16 --batch-size 4 --batches 3"
+    for how in ("--sparsity 0.5 --scope global", f"--pattern 2:4 --method sparsegpt --exclude lm_head {words}"):
+        found = answer("prune", llama, how, "--from-disk --force -o disk")
+        loaded = answer("prune", llama, how, "--force -o memory")["results"][0]
+        assert {name: one["kept"] for name, one in found["layers"].items()} == {
+            name: one["kept"] for name, one in loaded["layers"].items()
+        }
+        memory, disk = (
+            {n: t for file in Path(folder).glob("*.safetensors") for n, t in load_file(file).items()}
+            for folder in ("memory", "disk")
+        )
+        assert memory.keys() == disk.keys()
+        assert all(torch.equal(disk[name], tensor) for name, tensor in memory.items())
+        assert Path("disk/tokenizer.json").is_file()
+    assert "disk exists; --force" in run("prune", llama, "--sparsity 0.5 --from-disk -o disk", code=2)
+    Path("disk/secateur.journal.0.json").write_text("{}")  # of a run that was stopped
+    assert "unfinished run with another recipe" in run("prune", llama, "--sparsity 0.5 --from-disk -o disk", code=1)
+    assert "--dry-run needs the whole model" in run("prune", llama, "--sparsity 0.5 --from-disk --dry-run", code=2)
+    assert "is not a folder" in run("prune cli_nets:net --sparsity 0.5 --from-disk -o x", code=2)
+
+
+def test_a_folder_without_a_config_is_pruned_from_disk_by_names_or_by_a_factory(here):
+    Path("dense").mkdir()
+    save_file(build().state_dict(), "dense/model.safetensors")
+    run("prune dense --sparsity 0.5 --include 4.weight --from-disk -o named")
+    run("prune cli_nets:net --checkpoint dense --sparsity 0.5 --include 4 --from-disk -o built")
+    assert Path("named/model.safetensors").read_bytes() == Path("built/model.safetensors").read_bytes()
+    assert float((load_file("named/model.safetensors")["4.weight"] == 0).float().mean()) == 0.5
+    assert "say which tensors are pruned" in run("prune dense --sparsity 0.5 --from-disk -o x", code=1)
+
+
 def test_a_folder_of_images(here):
     from PIL import Image
 

@@ -127,6 +127,20 @@ FOREIGN = [
     (lambda model: sc.prune_(model, sparsity=0.5, ignored_layers=[model[0]]), "ignored_layers=; exclude="),
     (lambda model: sc.prune_(model, sparsity=0.5, global_pruning=True), 'global_pruning=; scope="global"'),
     (lambda model: sc.prune_(model, importance="taylor", sparsity=0.5), "importance=; criterion="),
+    (lambda model: sc.prune_(model, "wanda", sparsity=0.5, calibration=[X]), "calibration=; data= takes batches"),
+    (lambda model: sc.prune_(model, ratio=0.5), "ratio=; sparsity="),
+    (lambda model: sc.prune_(model, sparsity=0.5, ignore="0"), "ignore=; exclude="),
+    (lambda model: sc.prune_(model, heads=0.5), "heads=; sc.shrink removes attention heads"),
+    (lambda model: sc.prune_(model, sparsity=0.5, schedule=sc.cubic(0.9, end=9)), r"schedule=; sc.Pruner.*sc\.cubic\(0\.9"),
+    (lambda model: sc.Pruner(model, sparsity=0.5, epochs=9), r"epochs=; sparsity= takes a schedule"),
+    (lambda model: sc.cubic(0.9, steps=9), "cubic has no argument steps=; end="),
+    (lambda model: sc.shrink(model, X, include="0"), r"include=; channels= takes ratios by name"),
+    (lambda model: sc.gate_(model, include="0"), "include=; at="),
+    (lambda model: sc.compress_(model, data=[X]), "compress_ has no argument data=; example_inputs="),
+    (lambda model: sc.bench(model, X, repeats=3), "bench has no argument repeats=; seconds="),
+    (lambda model: sc.search(model, len, sparsity=0.5), r"search has no argument sparsity=; .*vary="),
+    (lambda model: sc.sensitivity(model, len, sparsity=0.5), "sensitivity has no argument sparsity=; levels="),
+    (lambda model: sc.report(before=model, after=model, inputs_=X), "report has no argument inputs_=. Did you mean"),
     (lambda model: sc.prune_(model, sparsty=0.5), "no argument sparsty=. Did you mean 'sparsity'"),
     (lambda model: sc.prune_(model, something_else=0.5), r"no argument something_else=\.$"),
     *(
@@ -138,6 +152,9 @@ FOREIGN = [
             ({"sparsity": 0.3}, "sparsity=; channels=, .* is the fraction that remains"),
             ({"channels": 0.5, "round_to": 8}, "round_to=; multiple_of="),
             ({"chanels": 0.5}, "chanels=. Did you mean 'channels'"),
+            ({"ratio": 0.5}, "ratio=; channels="),
+            ({"heads": 0.5}, "heads=; channels= .* removes attention heads"),
+            ({"calibration": [X], "channels": 0.5}, "calibration=; data="),
         )
     ),
 ]
@@ -161,6 +178,182 @@ def test_arguments_of_other_libraries_get_a_hint(model, call, says):
 def test_names_that_the_package_does_not_have_get_a_hint(name, says):
     with pytest.raises(AttributeError, match=re.escape(says)):
         getattr(sc, name)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda model: sc.gate_(model, 0.5), "gate_ takes model by position, and 2 values were given; .* sparsity=, at="),
+        (lambda model: sc.bench(model, model, X), "bench takes model and example_inputs by position, and 3 values"),
+        (lambda model: sc.cubic(0.9, 1000), "cubic takes final by position, and 2 values were given; .*end="),
+        (
+            lambda model: recipe().run(model, X),
+            "Recipe.run takes model by position, and 2 values were given; .*example_inputs=",
+        ),
+    ],
+    ids=["gate_", "bench", "cubic", "Recipe.run"],
+)
+def test_too_many_positional_arguments_name_the_keywords(model, call, says):
+    with pytest.raises(TypeError, match=says):
+        call(model)
+
+
+def recipe():
+    return sc.Recipe.of_stages([{"shrink": {"channels": 0.5}}])
+
+
+def agreement(model):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, **given: sc.report(before=model, after=model, seconds=0, disk=False, **given),
+        lambda model, **given: sc.search(model, agreement, **given),
+        lambda model, **given: recipe().run(model, **given),
+        lambda model, **given: sc.shrink(model, channels=0.5, **given),
+        lambda model, **given: sc.bench(model, seconds=0, **given),
+    ],
+    ids=["report", "search", "Recipe.run", "shrink", "bench"],
+)
+def test_inputs_is_an_old_name_of_example_inputs(model, call):
+    call(model, example_inputs=X)
+    with pytest.warns(FutureWarning, match=r"inputs= is called example_inputs= now"):
+        call(model, inputs=X)
+    with pytest.raises(TypeError, match="has no argument inputs="):
+        call(model, inputs=X, example_inputs=X)
+
+
+WRONG_PLACE = [
+    ({"criterion": "flow", "sparsity": 0.5}, r"criterion='flow' is a method .*pass method='flow'"),
+    ({"criterion": "sparsegpt(damp=0.1)", "sparsity": 0.5}, r"pass method='sparsegpt\(damp=0\.1\)'"),
+    ({"criterion": sc.methods.sparsegpt(), "sparsity": 0.5}, r"is a method; pass it as method="),
+    ({"criterion": "erk", "sparsity": 0.5}, r"pass spread='erk'"),
+    ({"criterion": "2:4"}, r"pass pattern='2:4'"),
+    ({"criterion": 0.5}, r"criterion=0\.5 is a number; .*pass sparsity=0\.5"),
+    ({"method": "wanda", "sparsity": 0.5}, r"wanda is a criterion; pass it as criterion="),
+    ({"method": sc.methods.sparsegpt, "sparsity": 0.5}, r"Call it: sc\.methods\.sparsegpt\(\)"),
+    ({"sparsity": {"0": 0.5}}, r"pass spread=\{'0': 0\.5\}"),
+    ({"sparsity": "2:4"}, r"pass pattern='2:4'"),
+    ({"sparsity": 50}, r"50 % is 0\.5"),
+]
+
+
+@pytest.mark.parametrize(("given", "says"), WRONG_PLACE, ids=[says for _, says in WRONG_PLACE])
+def test_a_value_in_the_wrong_argument_names_the_right_one(model, given, says):
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises((TypeError, ValueError), match=says):
+        sc.prune_(model, **given)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: sc.prune_(model, sparsity=0.5, include="linear_in"),
+        lambda model: sc.prune_(model, sparsity=0.5, exclude="linear_in"),
+        lambda model: sc.prune_(model, spread={"linear_in": 0.5}, sparsity=0.1),
+        lambda model: sc.shrink(model, X, channels=0.5, exclude="linear_in"),
+        lambda model: sc.gate_(model, at="linear_in", data=[X]),
+        lambda model: sc.sensitivity(model, agreement, by={"a": "linear_in"}),
+    ],
+    ids=["include", "exclude", "spread", "shrink", "gate_", "sensitivity"],
+)
+def test_the_end_of_a_name_suggests_the_glob(call):
+    block = nn.Sequential()
+    block.add_module("linear_in", nn.Linear(8, 8))
+    block.add_module("linear_out", nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=r"did you mean '\*\.linear_in(\.\*)?'"):
+        call(nn.Sequential(block))
+
+
+def pruned(model):
+    sc.prune_(model, sparsity=0.9)
+    return model
+
+
+WRONG_SHAPE = torch.randn(5, 7)
+RUNS = {
+    "bench": lambda model: sc.bench({"first": model, "second": model}, WRONG_SHAPE),
+    "compress_": lambda model: sc.compress_(pruned(model), WRONG_SHAPE),
+    "shrink": lambda model: sc.shrink(model, WRONG_SHAPE, channels=0.5),
+    "verify": lambda model: sc.shrink(model, X, channels=0.5)[1].verify(WRONG_SHAPE),
+    "to_onnx": lambda model: sc.to_onnx(model, WRONG_SHAPE, "nothing.onnx"),
+    "wanda": lambda model: sc.prune_(model, "wanda", sparsity=0.5, data=[WRONG_SHAPE]),
+    "synflow": lambda model: sc.prune_(model, "synflow", sparsity=0.5, data=[WRONG_SHAPE]),
+    "reconstruction": lambda model: sc.shrink(model, X, sc.reconstruction, channels=0.5, data=[WRONG_SHAPE]),
+    "measured": lambda model: sc.gate_(model, data=[X]).measured(WRONG_SHAPE),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_inputs_of_the_wrong_shape_are_reported_as_they_were_given(model, run):
+    with pytest.raises(ValueError, match=r"Sequential does not run on .*\(5, 7\).*\(5x7 and 8x16\)"):
+        RUNS[run](model)
+
+
+def test_a_target_among_the_example_inputs_is_named(model):
+    with pytest.raises(ValueError, match=r"does not run on the example inputs .*\(6, 8\), \(6,\).*a target is not among them"):
+        sc.compress_(pruned(model), (X, Y))
+
+
+@pytest.mark.parametrize("given", [[1], (1,), None, {}, {1: 1}], ids=["list", "tuple", "None", "empty", "numbers"])
+def test_bench_says_how_several_models_are_passed(model, given):
+    models = given if not given else {1: model} if isinstance(given, dict) else type(given)([model, model])
+    with pytest.raises(TypeError, match=r'mapping of names to modules .*"dense": model'):
+        sc.bench(models, X)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"seconds": "a"}, "seconds='a'"),
+        ({"seconds": -1}, "seconds=-1"),
+        ({"threads": 0}, "threads=0"),
+        ({"threads": "2"}, "threads='2'"),
+    ],
+    ids=str,
+)
+def test_bench_checks_its_numbers(model, options, says):
+    with pytest.raises(ValueError, match=says):
+        sc.bench(model, X, **options)
+
+
+def test_bench_names_the_models_that_it_timed(model):
+    found = sc.bench({"dense": model}, X, seconds=0)
+    with pytest.raises(KeyError, match="no model 'sparse' was timed, only 'dense'"):
+        found.ratio("dense", "sparse")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, data: sc.prune_(model, "wanda", sparsity=0.5, data=data),
+        lambda model, data: sc.gate_(model, data=data),
+        lambda model, data: sc.distill_(model, copy.deepcopy(model), data),
+    ],
+    ids=["prune_", "gate_", "distill_"],
+)
+def test_a_dataset_without_a_loader_gets_a_hint(model, call):
+    with pytest.raises(TypeError, match=r"TensorDataset gives single samples; pass torch\.utils\.data\.DataLoader"):
+        call(model, torch.utils.data.TensorDataset(X, Y))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"evaluate": 0.9}, "evaluate=0.9 must be a function"),
+        ({"other_inputs": X}, "other_inputs= maps words"),
+        ({"data": [X]}, "data= is the name of the data"),
+        ({"seconds": "a"}, "seconds='a'"),
+        ({"sweep": 3}, "sweep= is a mapping"),
+    ],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+)
+def test_report_checks_its_arguments(model, options, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        sc.report(before=model, after=model, **{"seconds": 0, **options})
 
 
 class Residual(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import secateur as sc
-from secateur.folder_walk import prune_blocks
+from secateur import prune_folder
 from secateur.methods import OnDevice, solve_all
 from secateur.settings import Settings
 from secateur.targeting import targets
@@ -54,17 +54,19 @@ def into():
 def test_the_files_are_those_of_pruning_the_model_in_memory(saved, method, outside):
     model, path = saved
     exclude = () if outside else "lm_head"
-    written = prune_blocks(path / "dense", path / "pruned", into, zoo.TEXT, settings=settings(method), exclude=exclude)
-    plan = sc.prune_(model, pattern="2:4", method=method, data=zoo.TEXT, exclude=exclude)
+    how = {"pattern": "2:4", "method": method, "exclude": exclude}
+    written = prune_folder(path / "dense", path / "pruned", into=into, data=zoo.TEXT, **how)
+    plan = sc.prune_(model, data=zoo.TEXT, **how)
     found = transformers.AutoModelForCausalLM.from_pretrained(path / "pruned", dtype=torch.bfloat16)
     for name, tensor in model.state_dict().items():
         assert torch.equal(found.state_dict()[name], tensor), name
     assert written.metrics()["sparsity"] == plan.metrics()["sparsity"] == 0.5
     assert written.metrics()["tensors"] == plan.metrics()["tensors"] == 21 + outside
-    assert not list((path / "pruned").glob("secateur-walk*"))
+    assert not list((path / "pruned").glob("secateur*"))
     assert (path / "pruned" / "config.json").read_text() == (path / "dense" / "config.json").read_text()
 
 
+FLOW = {"pattern": "2:4", "method": "flow", "exclude": "lm_head"}
 CHILD = """
 import os, sys, torch
 sys.path[:0] = [{here!r}, {tests!r}]
@@ -76,28 +78,29 @@ def finished(self, number, feeds, real=folder_walk.FromFolder.finished):
     if number == {stop}:
         os._exit(9)
 folder_walk.FromFolder.finished = finished
-prune_blocks({source!r}, {target!r}, into, zoo.TEXT, settings=settings("flow"), exclude="lm_head")
+prune_folder({source!r}, {target!r}, into=into, data=zoo.TEXT, **FLOW)
 """
 
 
 @pytest.mark.parametrize("stop", [1, 2])
 def test_a_killed_run_goes_on_where_it_was_and_writes_the_same_bytes(saved, stop):
     _, path = saved
-    how = {"settings": settings("flow"), "exclude": "lm_head"}
-    prune_blocks(path / "dense", path / "whole", into, zoo.TEXT, **how)
+    how = {"into": into, "data": zoo.TEXT, **FLOW}
+    prune_folder(path / "dense", path / "whole", **how)
     here = os.path.dirname(__file__)
     script = CHILD.format(
         here=here, tests=os.path.join(here, "methods"), stop=stop, source=str(path / "dense"), target=str(path / "cut")
     )
     child = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=240)
     assert child.returncode == 9, child.stderr
-    journal = json.loads((path / "cut" / "secateur-walk.json").read_text())
+    journal = json.loads((path / "cut" / "secateur.journal.0.json").read_text())
     assert journal["blocks"] == stop
     first = path / "cut" / "model-00001-of-00004.safetensors"
     before = first.stat().st_mtime_ns
-    with pytest.raises(ValueError, match="unfinished run with other settings"):
-        prune_blocks(path / "dense", path / "cut", into, zoo.TEXT, settings=settings("sparsegpt"), exclude="lm_head")
-    written = prune_blocks(path / "dense", path / "cut", into, zoo.TEXT, **how)
+    for other, change in {"recipe": {"method": "sparsegpt"}, "data": {"data": zoo.TEXT[1:]}}.items():
+        with pytest.raises(ValueError, match=f"unfinished run with another {other}"):
+            prune_folder(path / "dense", path / "cut", **{**how, **change})
+    written = prune_folder(path / "dense", path / "cut", **how)
     assert first.stat().st_mtime_ns == before  # the blocks that were done are not written again
     names = sorted(file.name for file in (path / "whole").iterdir())
     assert sorted(file.name for file in (path / "cut").iterdir()) == names
@@ -117,9 +120,10 @@ def into():
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 data = [torch.randint(0, 40, (2, 16)) for _ in range(2)]
-prune_blocks(folder / "small", folder / "out", lambda: transformers.LlamaForCausalLM(config_of()), data, settings=settings())
+how = {{"data": data, "method": "sparsegpt", "pattern": "2:4"}}
+prune_folder(folder / "small", folder / "out", into=lambda: transformers.LlamaForCausalLM(config_of()), **how)
 before = peak()
-prune_blocks(folder / str(depth), folder / f"pruned{{depth}}", into, data, settings=settings(), exclude="lm_head")
+prune_folder(folder / str(depth), folder / f"pruned{{depth}}", into=into, exclude="lm_head", **how)
 print(before, peak())
 """
 WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 8}
@@ -169,18 +173,34 @@ def test_a_block_at_a_time_on_a_device_gives_the_same_solutions():
 
 def test_what_cannot_be_done_one_block_at_a_time_is_refused(saved):
     _, path = saved
-    every = Settings.of("magnitude", "unstructured", "global", 0.5, None, None, "sparsegpt", 0.0)
+    how = {"into": into, "data": zoo.TEXT, "method": "sparsegpt", "pattern": "2:4"}
 
     def deeper():
         return transformers.LlamaForCausalLM(config_of(num_hidden_layers=4))
 
-    with pytest.raises(ValueError, match="one block at a time"):
-        prune_blocks(path / "dense", path / "pruned", into, zoo.TEXT, settings=every)
-    with pytest.raises(ValueError, match="the same folder"):
-        prune_blocks(path / "dense", path / "dense", into, zoo.TEXT, settings=settings())
-    with pytest.raises(ValueError, match="needs no data"):
-        prune_blocks(path / "dense", path / "pruned", into, zoo.TEXT, settings=settings("rank"))
-    with pytest.raises(ValueError, match="has no tensor"):
-        prune_blocks(path / "dense", path / "pruned", deeper, zoo.TEXT, settings=settings())
-    with pytest.raises(ValueError, match="no safetensors file"):
-        prune_blocks(path, path / "pruned", into, zoo.TEXT, settings=settings())
+    def refused(kind, words, source=path / "dense", target=path / "pruned", **changes):
+        with pytest.raises(kind, match=words):
+            prune_folder(source, target, **{**how, **changes})
+        assert not (path / "pruned").exists()
+
+    refused(ValueError, "one block at a time", pattern="unstructured", sparsity=0.5, spread="owl")
+    refused(ValueError, "another folder", target=path / "dense")
+    refused(ValueError, "has no tensor", into=deeper)
+    refused(ValueError, "block by block", into=None)
+    refused(ValueError, "data=", data=None)
+    refused(FileNotFoundError, "neither model.safetensors", source=path)
+
+
+def test_old_weights_of_the_target_are_removed_before_the_first_block_is_written(saved):
+    _, path = saved
+    transformers.LlamaForCausalLM(config_of()).save_pretrained(path / "pruned", max_shard_size="40KB")
+    old = {file.name for file in (path / "pruned").glob("*.safetensors")}
+    how = {"into": into, "method": "sparsegpt", "pattern": "2:4"}
+    with pytest.raises(ValueError, match="NaN"):
+        prune_folder(path / "dense", path / "pruned", data=[torch.full((1, 4), torch.nan)], **how)
+    assert {file.name for file in (path / "pruned").glob("*.safetensors")} == old
+    prune_folder(path / "dense", path / "pruned", data=zoo.TEXT, **how)
+    index = json.loads((path / "pruned" / "model.safetensors.index.json").read_text())
+    left = {file.name for file in (path / "pruned").glob("*.safetensors")}
+    assert left == set(index["weight_map"].values())
+    assert not old & left

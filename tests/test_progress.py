@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import secateur as sc
 from secateur import progress
-from secateur.display import interleaved
+from secateur.display import interleaved, time_left
 from secateur.progress import Progress, track
 
 
@@ -147,6 +147,30 @@ def test_nothing_is_drawn_inside_a_timed_run(monkeypatch):
     assert True not in drawn
 
 
+def test_work_that_ends_by_the_clock_shows_the_time_that_is_left():
+    with Progress("bench", quiet=True) as report:
+        row = report._row
+        assert row.times(row.begin + 3) == "3 s"
+        report.remains(60)
+        row.begin, row.end = 100.0, 110.0
+        assert row.times(104.0) == "4 s, about 6 s left"
+        assert row.times(120.0) == "20 s, about 0 s left"
+        assert row.reached(104.0) == (4.0, 10.0)
+        assert row.reached(120.0) == (10.0, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "spent", "left"),
+    [
+        (10, 1.0, 3.0),  # two runs of 2 seconds
+        (1, 3.0, 12.0),  # at least 5 rounds, of 3 seconds each
+        (499, 0.5, 0.5 / 499),  # at most 500 rounds
+    ],
+)
+def test_the_time_that_a_measurement_still_takes(rounds, spent, left):
+    assert time_left([[0.0] * rounds] * 2, spent, 2.0, (5, 500)) == pytest.approx(left)
+
+
 def test_calls_of_the_package_show_what_they_work_on(capsys, monkeypatch):
     monkeypatch.setattr(progress, "AFTER", 0.0)
     monkeypatch.setattr(progress._Row, "__init__", _often(progress._Row.__init__))
@@ -165,7 +189,7 @@ def test_calls_of_the_package_show_what_they_work_on(capsys, monkeypatch):
     sc.shrink(model, data[0][0], channels=0.5)
     assert "shrink: " in capsys.readouterr().err
     sc.bench(model, data[0][0], seconds=0.3)
-    assert "bench: model" in capsys.readouterr().err
+    assert re.search(r"bench: model \(\d+ s, about \d+ s left\)", capsys.readouterr().err)
 
 
 def _often(make):

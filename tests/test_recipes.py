@@ -1,6 +1,7 @@
 """A recipe file holds arguments and nothing else, is checked whole, and makes the same model again."""
 
 import copy
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,38 @@ def test_an_error_names_the_stage():
 def test_shrinking_without_inputs_says_what_to_pass():
     with pytest.raises(ValueError, match=r"inputs= .* or data="):
         recipe({"shrink": {"channels": 0.5}}).run(build())
+
+
+def test_what_ran_prints_a_table_of_its_stages():
+    stages = [{"shrink": {"channels": 0.5}}, {"prune": {"sparsity": 0.5}}, {"gate": {}}, {"prune": {"sparsity": 0.8}}]
+    ran = recipe(*stages, {"compress": {"objective": "size"}}).run(build(), data=DATA)
+    model, results = ran
+    assert model is ran.model
+    assert results is ran.results
+    rows = str(ran).splitlines()[2:7]
+    assert [row.split()[0] for row in rows] == ["shrink", "prune", "gate", "prune", "compress"]
+    plan, metrics = ran.results[1], ran.metrics()
+    assert f"{plan.metrics()['pruned']:,} of {plan.metrics()['total']:,} weights" in rows[1]
+    assert f"{ran.results[0].metrics()['params_after']:,.0f} of" in rows[0]
+    assert metrics["shrink/params"] == ran.results[0].metrics()["params"]
+    assert metrics["stages[3].prune/sparsity"] == ran.results[3].metrics()["sparsity"]
+    assert metrics["seconds"] == pytest.approx(sum(ran.seconds))
+    assert "<table>" in ran._repr_html_()
+    assert [stage["stage"] for stage in json.loads(json.dumps(ran.to_dict()))["stages"]] == list(ran.stages)
+
+
+@pytest.mark.parametrize("stage", [{"distill": {"steps": 2}}, {"reorder": {"pattern": "2:4"}}], ids=["distill", "reorder"])
+def test_every_stage_has_a_line_in_the_table(stage):
+    ran = recipe({"prune": {"sparsity": 0.5}}, stage).run(build(), data=DATA)
+    assert str(ran).splitlines()[3].startswith(next(iter(stage)))
+
+
+@pytest.mark.parametrize("given", [{"prune": {"sparsity": 0.5}}, "magnitude-80", [{"prune": {"sparsity": 0.5}}]])
+def test_a_recipe_made_of_plain_data_says_how_to_read_it(given):
+    with pytest.raises(TypeError, match=r"Recipe\.load\(path\), Recipe\.parse\(text\) or Recipe\.of_stages"):
+        sc.Recipe(given)
+    with pytest.raises(TypeError, match=r"Recipe\.of_stages takes plain data|stages are a list such as"):
+        sc.Recipe.parse(given) if isinstance(given, list) else sc.Recipe.of_stages(given)
 
 
 def test_classes_and_dtypes_are_named():

@@ -280,11 +280,13 @@ def test_search_takes_the_strongest_setting_if_it_is_good_enough():
 
 def test_search_varies_several_numbers_together():
     stages = [{"shrink": {"channels": 0.5}}, {"prune": {"sparsity": 0.5}}]
-    found = sc.search(build(), agreement, stages, drop=0.3, inputs=X[:1], tolerance=0.05)
+    found = sc.search(build(), agreement, stages, drop=0.3, example_inputs=X[:1], tolerance=0.05)
     channels, sparsity = found.best.numbers.values()
     assert (1 - channels) / 0.95 == pytest.approx(sparsity / 0.98)
     assert found.model[0].weight.shape[0] < 24
-    alone = sc.search(build(), agreement, stages, drop=0.5, inputs=X[:1], tolerance=0.05, vary={"prune.sparsity": (0.2, 0.4)})
+    alone = sc.search(
+        build(), agreement, stages, drop=0.5, example_inputs=X[:1], tolerance=0.05, vary={"prune.sparsity": (0.2, 0.4)}
+    )
     assert 0.2 <= alone.best.numbers["prune.sparsity"] <= 0.4
     assert alone.recipe.stages[0].arguments == {"channels": 0.5}
 
@@ -292,6 +294,59 @@ def test_search_varies_several_numbers_together():
 def test_search_for_a_metric_that_should_be_low():
     found = sc.search(build(), lambda model: -agreement(model), drop=0.1, better="lower")
     assert found.value <= found.dense + 0.1
+
+
+def perplexity(model):
+    return 2 - agreement(model)
+
+
+def test_search_asks_which_metric_is_better_if_pruning_raises_it():
+    model = build()
+    with pytest.raises(ValueError, match=r"strongest setting raises the metric from 1 to .*pass better='lower'"):
+        sc.search(model, perplexity, drop=0.1)
+    assert sc.search(model, perplexity, drop=0.1, better="lower").value <= 1.1
+    assert sc.search(model, perplexity, drop=0.1, better="higher", tolerance=0.3).best.numbers["prune.sparsity"] == 0.98
+
+
+def test_search_refuses_a_drop_as_large_as_the_metric():
+    with pytest.raises(ValueError, match=r"drop=5 lets the metric fall from 1 to 0 and below.*pass drop=0\.05"):
+        sc.search(build(), agreement, drop=5)
+    assert sc.search(build(), perplexity, drop=5, better="lower", tolerance=0.3).drop == 5  # a perplexity may rise by 5
+
+
+def test_sensitivity_finds_out_which_metric_is_better():
+    given = {"levels": (0.5, 0.9)}
+    high, low = sc.sensitivity(build(), agreement, **given), sc.sensitivity(build(), perplexity, **given)
+    assert (high.better, low.better) == ("higher", "lower")
+    assert "lower is better" in str(low)
+    assert low.recommend(sparsity=0.6) == pytest.approx(high.recommend(sparsity=0.6), abs=1e-3)
+
+
+def test_search_counts_the_weights_of_compressed_layers():
+    stages = [{"prune": {"sparsity": 0.5}}, {"compress": {"objective": "size"}}]
+    options = {"drop": 0.9, "example_inputs": X[:1], "vary": {"prune.sparsity": (0.8, 0.9)}, "tolerance": 0.6}
+    packed = sc.search(build(), agreement, stages, **options)
+    plain = sc.search(build(), agreement, stages[:1], **options)
+    assert packed.results[1].compressed
+    assert [(one.parameters, one.zeros) for one in packed.tried] == [(one.parameters, one.zeros) for one in plain.tried]
+    assert all(0 < one.left < one.parameters for one in packed.tried)
+
+
+@pytest.mark.parametrize("call", [sc.search, sc.sensitivity])
+@pytest.mark.parametrize(
+    ("evaluate", "message"),
+    [(0.92, "evaluate=0.92 must be a function"), (lambda: 0.92, "called with one argument, the model")],
+    ids=["number", "no argument"],
+)
+def test_evaluate_must_be_a_function_of_a_model(call, evaluate, message):
+    with pytest.raises(TypeError, match=message):
+        call(build(), evaluate)
+
+
+@pytest.mark.parametrize("levels", [0.5, "high"])
+def test_levels_are_several_numbers(levels):
+    with pytest.raises(TypeError, match=r"levels=.* must be several sparsities .*\(0.5, 0.7, 0.9\)"):
+        sc.sensitivity(build(), agreement, levels=levels)
 
 
 def test_search_with_a_recipe_of_the_package_and_data():

@@ -11,7 +11,8 @@ from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import methods
-    from .activations import Gates, gate_
+    from .activations import Gates as Gates
+    from .activations import gate_
     from .budgets import by_loss, erk, owl, uniform
     from .criteria import (
         Criterion,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     )
     from .distill import distill_
     from .execute import bench, compress_, decompress_
+    from .folders import prune_folder
     from .integrations.adapters import merge_lora_
     from .integrations.onnx import to_onnx
     from .io import dense_state_dict, load, save
@@ -54,7 +56,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Criterion",
-    "Gates",
     "Masks",
     "Pattern",
     "Plan",
@@ -93,6 +94,7 @@ __all__ = [
     "owl",
     "plan",
     "prune_",
+    "prune_folder",
     "random",
     "reconstruction",
     "reorder_",
@@ -117,12 +119,13 @@ __all__ = [
 
 # The module that each name comes from.
 _HOMES = {
-    "activations": "Gates gate_",
+    "activations": "gate_",
     "budgets": "by_loss erk owl uniform",
     "criteria": "Criterion criterion fisher grad grad_square input_norm lamp linear_grad magnitude movement random ria snip "
     "synflow taylor wanda weight",
     "distill": "distill_",
     "execute": "bench compress_ decompress_",
+    "folders": "prune_folder",
     "integrations.adapters": "merge_lora_",
     "integrations.onnx": "to_onnx",
     "io": "dense_state_dict load save",
@@ -142,6 +145,7 @@ _HOMES = {
     "tuning": "search sensitivity",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
+_RESULTS = {"Gates": "activations"}  # public, and returned by functions: not listed in __all__
 _MODULES = ("layers", "methods", "ops")  # public modules
 _MOVED = {"input_first": "secateur.layers.input_first"}
 
@@ -152,8 +156,8 @@ after_import("torch", lambda: import_module(".torch_ops", __name__))
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f".{name}", __name__)
-    if name in _HOME:
-        globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    if home := _HOME.get(name) or _RESULTS.get(name):
+        globals()[name] = getattr(import_module(f".{home}", __name__), name)
         return globals()[name]
     hint = f". It is now {_MOVED[name]}." if name in _MOVED else ""
     if f"{name}_" in __all__:

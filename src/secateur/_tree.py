@@ -6,6 +6,7 @@ import difflib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
@@ -123,6 +124,14 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 def bare_name(name: str) -> str:
     """A name in a model without what wrappers (torch.compile, checkpoint_wrapper, FSDP) add to it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def nearest_glob(glob: str, names: Iterable[str]) -> str:
+    """A sentence with the glob that matches the end of names, or the closest names, for a glob that matches none of them."""
+    names = list(names)
+    ends = (f"*.{glob}", f"*.{glob}.*")
+    found = next((end for end in ends if any(fnmatchcase(name, end) for name in names)), None)
+    return f" Globs match whole names; did you mean {found!r}?" if found else nearest(glob, names)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

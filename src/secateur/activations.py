@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ._hints import hints
 from ._layers import features_axis, input_size
-from ._tree import bare_name, nearest
+from ._tree import bare_name, nearest, nearest_glob
 from .arguments import plain_arguments
 from .blocks import repeated_blocks
 from .display import Reported, Table
@@ -149,7 +149,7 @@ class Gates(Reported):
             for one in track(batches, "measure gates"):
                 count += 1
                 args, kwargs, _ = split_batch(one)
-                with _instead(modules, {}):
+                with _instead(modules, {}), on_batch(self.model, args, kwargs):
                     dense = self.model(*args, **kwargs)
                 with _instead(modules, probes):
                     gated = self.model(*args, **kwargs)
@@ -284,7 +284,7 @@ def _hint(glob: str, names: Sequence[str]) -> str:
     """A hint with the nearest names, or else with globs for the layers there are (a star for the number of a block)."""
     known = list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names))
     some = ", ".join(map(repr, known[:_SHOWN])) + (", ..." if len(known) > _SHOWN else "")
-    return nearest(glob, names) or (some and f" Layers with a weight are {some}.")
+    return nearest_glob(glob, names) or (some and f" Layers with a weight are {some}.")
 
 
 def _has_matrix(module: nn.Module) -> bool:

@@ -182,10 +182,15 @@ def as_spread(given: Any) -> Any:
         return given
     if given in _NAMED or given in _MADE:
         return _NAMED[given] if given in _NAMED else _MADE[given]()
-    if given.partition("(")[0].strip() in _MADE:
+    if names_spread(given):
         return read_call(given, _MADE)
     known = [*_NAMED, *_MADE]
     raise ValueError(f"spread={given!r} is not one of {', '.join(map(repr, known))}.{nearest(given, known)}")
+
+
+def names_spread(text: str) -> bool:
+    """Whether a text such as "erk" or "owl(0.1)" names a spread."""
+    return text in _NAMED or text.partition("(")[0].strip() in _MADE
 
 
 def hold(

@@ -183,6 +183,13 @@ def interleaved(
     return [Timing(tuple(each)) for each in seconds]
 
 
+def time_left(found: Sequence[Sequence[float]], spent: float, seconds: float, rounds: tuple[int, int]) -> float:
+    """The estimated time until `after(seconds, rounds)` is enough, with rounds as long as those before."""
+    done = len(found[0])
+    each = spent / done
+    return min(max(seconds * len(found) - spent, (rounds[0] - done) * each), (rounds[1] - done) * each)
+
+
 def after(seconds: float, rounds: tuple[int, int] = (5, 200)) -> Enough:
     """Enough once `seconds` have passed for each run, after at least and at most so many rounds."""
 

@@ -1,8 +1,12 @@
-"""`prune_folder`: prunes the safetensors files of a folder without building the model, a slab of rows at a time."""
+"""`prune_folder`: prunes the safetensors files of a folder, of which only a part has to fit into memory.
+
+Criteria without data read a slab of rows at a time, and the model is not built. Methods that need data run it block by block
+(`folder_walk`).
+"""
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,25 +18,71 @@ import torch
 from torch import Tensor, nn
 
 from . import kernels
+from ._arguments import tensors_of
 from ._dist import Box, Comm, Group
 from ._hints import hints
 from ._layers import Layout
 from .budgets import Spread
 from .criteria import Criterion, magnitude
 from .digits import Part, Pool, find_cuts, keep
+from .display import Table, notes_by_reason
+from .edit import built
 from .evidence import random_scores
-from .folder_walk import prune_blocks
-from .io import Folder, replacing_file
+from .folder_walk import check_blocks, prune_blocks
+from .io import Folder, Journal, as_bytes, replacing_file
 from .methods import STREAMED, Method
 from .patterns import Pattern
+from .plans import Layer
 from .scores import RANKED, Scores, nan_in
 from .select import elements, fold, select
 from .settings import Settings
 from .shards import Facts, budget_of, facts_of
-from .targeting import Globs, globs_of, targets
+from .stats import check_evidence, split_batch
+from .targeting import Globs, Target, globs_of, targets
 
-JOURNAL = "secateur.journal.json"
 _SLAB = 1 << 22  # elements that are read at once
+
+
+@dataclass(frozen=True)
+class PrunedFolder:
+    """The folder that `prune_folder` wrote: the counts of each tensor, what was skipped and why, and notes by name."""
+
+    path: Path
+    recipe: str
+    layers: list[Layer]
+    skipped: dict[str, str]
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def metrics(self) -> dict[str, float]:
+        """The counts as plain numbers."""
+        total, kept = sum(layer.total for layer in self.layers), sum(layer.kept for layer in self.layers)
+        counts = {"total": total, "kept": kept, "pruned": total - kept, "sparsity": 1 - kept / total if total else 0.0}
+        return {"tensors": len(self.layers), **counts, "skipped": len(self.skipped)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values that JSON can hold."""
+        layers = {one.name: {"kept": one.kept, "total": one.total, "sparsity": one.sparsity} for one in self.layers}
+        about = {"path": str(self.path), "recipe": self.recipe}
+        return {**about, **self.metrics(), "layers": layers, "skipped": self.skipped, "notes": self.notes}
+
+    def _table(self) -> Table:
+        rows = [(one.name, "x".join(map(str, one.shape)), f"{one.kept:,}", f"{one.total:,}") for one in self.layers]
+        shares = [f"{one.sparsity:.2%}" for one in self.layers]
+        whole = self.metrics()
+        return Table(
+            ("tensor", "shape", "kept", "of", "sparsity"),
+            [(*row, share) for row, share in zip(rows, shares, strict=True)],
+            [("in all", "", f"{whole['kept']:,}", f"{whole['total']:,}", f"{whole['sparsity']:.2%}")],
+            right=range(2, 5),
+            title=f"{self.path}: {self.recipe}",
+            notes=[*notes_by_reason("note", self.notes), *notes_by_reason("skipped", self.skipped)],
+        )
+
+    def __str__(self) -> str:
+        return str(self._table())
+
+    def _repr_html_(self) -> str:
+        return self._table().html(f"{len(self.skipped)} skipped", self.skipped.items())
 
 
 @hints
@@ -54,87 +104,105 @@ def prune_folder(
     into: Callable[[], nn.Module] | None = None,
     device: str | torch.device | None = None,
     group: Group | None = None,
-) -> Any:
-    """Prunes the safetensors files of a folder into another folder, without building the model. Returns counts.
+) -> PrunedFolder:
+    """Prunes the safetensors files of a folder into another folder, and returns the counts. The files may exceed the memory.
 
-    The weights are those that `prune_` with the same arguments would leave in the loaded model, bit for bit. Files are read in
-    slabs of rows, so the memory does not depend on their size (except for pattern "in", which needs one tensor at a time).
-    All other files of the folder are copied. A run that was stopped goes on with the files that are missing.
+    The weights are those that `prune_` with the same arguments would leave in the loaded model, bit for bit. Without `data`,
+    files are read in slabs of rows and written as they are read (for pattern "in", and weights stored as (in, out), one tensor
+    at a time). With a method that needs `data`, one block of the model at a time is read, solved and written. All other files
+    of the folder are copied. The same call after a crash goes on where it was.
 
     Args:
         source: a folder of Hugging Face, with `model.safetensors` or with several files and `model.safetensors.index.json`.
-        target: the folder to write. It may exist; its old weights are replaced.
+        target: the folder to write. It may exist; its old weights are removed.
         criterion: an expression without data, computed element by element, such as `sc.magnitude` or `sc.random(0)`.
         sparsity, count, pattern, scope, exclude, types, spread: as for `prune_`.
         include: globs over names. Without `into` it is required, because files do not say which tensors are weights.
-        method, data, device: a method that needs calibration data (`sc.methods.sparsegpt()`), with `into=`; the model is then
-            read, solved on the device and written one block at a time.
-        into: a function that builds the model. It is called on the meta device, and says which tensors are weights of which
-            layers, as `prune_` chooses them, and their order among equal scores.
+        method: as for `prune_`. Methods that need data, such as "sparsegpt" and "flow", need `into` and `data`.
+        data: calibration batches, as for `prune_`.
+        into: a function that builds the model; its weights take no memory. It says which tensors are weights of which layers,
+            as `prune_` chooses them, and their order among equal scores.
+        device: where blocks are solved, by default the CPU.
         group: a process group whose processes all call this function and share the files.
     """
     settings = Settings.of(criterion, pattern, scope, sparsity, count, spread, method)
-    if settings.method.needs & STREAMED:
-        if into is None or data is None:
-            raise ValueError(
-                f"{settings.method} runs the model block by block; pass into= (a function that builds it) and data="
-            )
-        which = {"include": include, "exclude": exclude, "types": types}
-        return prune_blocks(Path(source), Path(target), into, data, settings=settings, device=device, **which)
-    _check(settings)
-    written = Path(target)
+    written, blocks = Path(target), bool(settings.method.needs & STREAMED)
+    _check(settings, blocks)
     if written.exists() and (not written.is_dir() or written.resolve() == Path(source).resolve()):
         raise ValueError(f"target={str(target)!r} must be another folder than the source")
+    batches = [] if data is None or not blocks else list(data)
+    if blocks:
+        check_evidence(settings.needs & STREAMED, data if data is None else batches, None, of=str(settings.method))
+        if into is None or group is not None:
+            raise ValueError(
+                f"{settings.method} runs the model block by block, in one process; pass into= (a function that builds the "
+                "model), and no group="
+            )
     comm = Comm() if group is None else Comm([group])
     with Folder(Path(source)) as folder:
-        chosen, skipped = _chosen(folder, into, include, exclude, types)
-        job = _Job(folder, settings, chosen, skipped, comm, _files_of(folder, comm))
-        cuts = job.cuts()
-        written.mkdir(parents=True, exist_ok=True)
-        return _finished(job, _write(job, cuts, written), written)
+        model = None if into is None else built(into).eval()
+        chosen, found, skipped = _chosen(folder, model, include, exclude, types)
+        journal = Journal(written, _run_of(settings, folder, chosen, batches), comm.rank)
+        if blocks:
+            assert model is not None
+            kept, notes = prune_blocks(model, found, folder, journal, batches, settings, torch.device(device or "cpu"))
+            kept = {name: kept[one.name] for name, one in zip(chosen, found, strict=True)}
+        else:
+            job = _Job(folder, settings, chosen, comm, _files_of(folder, comm))
+            kept, notes = _prune_slabs(job, journal), {}
+    layers = [Layer(name, layout.shape, kept[name], layout.rows * layout.cols) for name, layout in chosen.items()]
+    return PrunedFolder(written, settings.describe(), layers, skipped, notes)
 
 
-def _check(settings: Settings) -> None:
+def _check(settings: Settings, blocks: bool) -> None:
+    if settings.scheduled:
+        raise TypeError(f"{settings.scheduled[0]} changes with the step; pass a number to prune once")
+    if blocks:
+        return check_blocks(settings)
     if settings.needs or settings.method.rewrites or settings.method.revives:
         raise NotImplementedError(
             f"{settings.criterion} with {settings.method} needs data or changes weights; prune_folder takes criteria without "
-            "data. Load the model and use prune_."
+            "data, and methods that solve a block at a time. Load the model and use prune_."
         )
     if not settings.criterion.elementwise:
         raise NotImplementedError(f"{settings.criterion} looks at whole tensors, and prune_folder reads slabs; use prune_")
-    if settings.scheduled:
-        raise TypeError(f"{settings.scheduled[0]} changes with the step; pass a number to prune once")
+
+
+def _run_of(settings: Settings, folder: Folder, chosen: Mapping[str, Layout], batches: Sequence[Any]) -> dict[str, Any]:
+    """What a run does, for its journal: a repeated call goes on only if all of this is the same."""
+    names, seen = hashlib.sha256("\n".join(chosen).encode()), hashlib.sha256()
+    for batch in batches:
+        for tensor in tensors_of(split_batch(batch)[:2]):
+            seen.update(as_bytes(tensor))
+    recipe = [settings.describe(), dict(settings.spread) if isinstance(settings.spread, Mapping) else None]
+    source = [str(folder.path.resolve()), folder.stamp()]
+    return {"recipe": recipe, "source": source, "choice of tensors": names.hexdigest(), "data": seen.hexdigest()}
 
 
 def _chosen(
-    folder: Folder,
-    into: Callable[[], nn.Module] | None,
-    include: Globs,
-    exclude: Globs,
-    types: Sequence[type[nn.Module]] | None,
-) -> tuple[dict[str, Layout], dict[str, str]]:
-    """The tensors to prune with their layouts, in the order of the model, and why others are skipped."""
-    if into is None:
+    folder: Folder, model: nn.Module | None, include: Globs, exclude: Globs, types: Sequence[type[nn.Module]] | None
+) -> tuple[dict[str, Layout], list[Target], dict[str, str]]:
+    """The layouts of the tensors to prune, by their names in the folder and in the order of the model; and why not others."""
+    if model is None:
         named, without = globs_of("include", include), globs_of("exclude", exclude)
         if not named:
-            raise ValueError("say which tensors are pruned: into= builds the model on the meta device, or include= names them")
+            raise ValueError("say which tensors are pruned: into= builds the model, or include= names them")
         found = {n: e for n, e in folder.entries.items() if _any(n, named) and not _any(n, without) and e[0] in RANKED}
         flat = {name for name, (_, shape) in found.items() if len(shape) < 2 and name not in named}
-        return {name: Layout(shape) for name, (_, shape) in found.items() if name not in flat}, dict.fromkeys(flat, "a vector")
-    with torch.device("meta"):
-        model = into()
+        layouts = {name: Layout(shape) for name, (_, shape) in found.items() if name not in flat}
+        return layouts, [], dict.fromkeys(flat, "a vector")
     wanted, skipped = targets(model, include=include, exclude=exclude, types=types, meta=True)
     chosen: dict[str, Layout] = {}
     for one in wanted:
         names = [name for name in (one.name, *one.slot.also) if name in folder.entries]
         if not names:
-            raise ValueError(f"the folder holds no {one.name!r}, which the model of into= has")
+            raise ValueError(f"{folder.path} has no tensor {one.name!r}; into= must build the model that was saved there")
         if folder.entries[names[0]][1] != one.layout.shape:
             raise ValueError(f"{names[0]!r} is {folder.entries[names[0]][1]} in the folder and {one.layout.shape} in the model")
         if one.layout.flip and one.layout.groups > 1:
             raise NotImplementedError(f"{names[0]!r} belongs to a transposed convolution in groups; exclude it")
         chosen[names[0]] = one.layout
-    return chosen, skipped
+    return chosen, wanted, skipped
 
 
 def _any(name: str, globs: Sequence[str]) -> bool:
@@ -189,7 +257,6 @@ class _Job:
     folder: Folder
     settings: Settings
     chosen: Mapping[str, Layout]
-    skipped: Mapping[str, str]
     comm: Comm
     mine: Sequence[str]
 
@@ -261,27 +328,41 @@ def _layout_of_rows(layout: Layout, rows: int, pattern: Pattern) -> Layout:
     return Layout((rows, layout.cols // layout.span, layout.span), groups=max(rows * layout.groups // max(layout.rows, 1), 1))
 
 
-def _write(job: _Job, cuts: Mapping[str, tuple[Pool, Facts, int]], target: Path) -> dict[str, int]:
+def _prune_slabs(job: _Job, journal: Journal) -> dict[str, int]:
     """Writes the files of this process that are not written yet. Returns how many elements of each tensor are kept."""
-    journal = target / (JOURNAL if job.comm.size == 1 else f"{JOURNAL}.{job.comm.rank}")
-    told = {"recipe": job.settings.describe(), "source": str(job.folder.path.resolve()), "stamp": job.folder.stamp()}
-    done = _done(journal, told)
+    cuts, target = job.cuts(), journal.target
+    done = {file: kept for part in journal.read() for file, kept in part["done"].items()}
+    if job.comm.rank == 0:
+        journal.begin()
+    job.comm.sum(1)  # the others wait until the folder is ready
     for file in job.mine:
-        if file in done and (target / file).is_file() and (target / file).stat().st_size == job.folder.size(file):
-            continue
-        kept: dict[str, int] = {}
-        with replacing_file(target / file) as out:
-            out.write(job.folder.header(file))
-            for name in job.folder.in_order(file):
-                if name in job.chosen:
-                    kept[name] = _write_pruned(job, name, cuts.get(name), out)
-                else:
-                    for chunk in job.folder.chunks(name):
-                        out.write(chunk)
-        done[file] = kept
-        with replacing_file(journal) as out:
-            out.write(json.dumps({**told, "done": done}).encode())
-    return {name: number for file in job.mine for name, number in done[file].items()}
+        if file not in done or not _same_size(target / file, job.folder.size(file)):
+            with replacing_file(target / file) as out:
+                done[file] = _write_file(job, cuts, file, out)
+            journal.write(done=done)
+    kept = {name: number for file in job.mine for name, number in done[file].items()}
+    _, *every = job.comm.sum(1, *(kept.get(name, 0) for name in job.chosen))  # after this all files are written
+    if job.comm.rank == 0:
+        job.folder.copy_rest(target)
+        journal.remove()
+    job.comm.sum(1)  # the others wait until the folder is whole
+    return dict(zip(job.chosen, every, strict=True))
+
+
+def _same_size(file: Path, size: int) -> bool:
+    return file.is_file() and file.stat().st_size == size
+
+
+def _write_file(job: _Job, cuts: Mapping[str, tuple[Pool, Facts, int]], file: str, out: Any) -> dict[str, int]:
+    kept: dict[str, int] = {}
+    out.write(job.folder.header(file))
+    for name in job.folder.in_order(file):
+        if name in job.chosen:
+            kept[name] = _write_pruned(job, name, cuts.get(name), out)
+        else:
+            for chunk in job.folder.chunks(name):
+                out.write(chunk)
+    return kept
 
 
 def _write_pruned(job: _Job, name: str, cut: tuple[Pool, Facts, int] | None, out: Any) -> int:
@@ -296,41 +377,7 @@ def _write_pruned(job: _Job, name: str, cut: tuple[Pool, Facts, int] | None, out
         if layout.flip:
             whole.append(values)
         else:
-            out.write(_bytes(values))
+            out.write(as_bytes(values))
     if whole:
-        out.write(_bytes(layout.restore(torch.cat(whole))))
+        out.write(as_bytes(layout.restore(torch.cat(whole))))
     return kept
-
-
-def _bytes(values: Tensor) -> Any:
-    return values.contiguous().view(-1).view(torch.uint8).numpy()
-
-
-def _done(journal: Path, told: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """The files that an earlier run with the same arguments has written."""
-    try:
-        found = json.loads(journal.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found["done"] if {key: found.get(key) for key in told} == dict(told) else {}
-
-
-def _finished(job: _Job, kept: Mapping[str, int], target: Path) -> dict[str, Any]:
-    """Copies the other files, takes old weights away, and returns the counts of all processes."""
-    every = dict(zip(job.chosen, job.comm.sum(*(kept.get(name, 0) for name in job.chosen)), strict=True))
-    if job.comm.rank == 0:
-        job.folder.copy_rest(target)
-        for journal in target.glob(f"{JOURNAL}*"):
-            journal.unlink()
-    job.comm.sum(1)  # all wait until the folder is whole
-    sizes = {name: layout.rows * layout.cols for name, layout in job.chosen.items()}
-    total, left = sum(sizes.values()), sum(every.values())
-    return {
-        "tensors": len(every),
-        "total": total,
-        "kept": left,
-        "pruned": total - left,
-        "sparsity": 1 - left / total if total else 0.0,
-        "skipped": dict(job.skipped),
-        "layers": {name: {"kept": every[name], "total": sizes[name]} for name in every},
-    }

@@ -20,6 +20,8 @@ class Masks(Mapping[str, Tensor]):
     """
 
     def __init__(self, masks: Mapping[str, Tensor]):
+        if not isinstance(masks, Mapping):
+            raise TypeError(f"masks are given as a mapping of tensor names to bool tensors, not {type(masks).__name__}")
         for name, mask in masks.items():
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
                 given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__

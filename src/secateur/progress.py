@@ -52,8 +52,9 @@ class Progress:
             for layer in layers:
                 progress(layer.name)
 
-    With `total`, the display counts the calls and estimates the remaining time. `every`: seconds between plain lines. `quiet`
-    shows nothing at all. Without `with`, the display ends when the object is deleted.
+    With `total`, the display counts the calls and estimates the remaining time; `remains` sets it for work that ends by the
+    clock. `every`: seconds between plain lines. `quiet` shows nothing at all. Without `with`, the display ends when the object
+    is deleted.
     """
 
     def __init__(self, task: str, total: int | None = None, *, every: float = 5.0, quiet: bool = False) -> None:
@@ -66,6 +67,10 @@ class Progress:
         """Reports that work on `what` begins."""
         self._row.what = what
         self._row.calls += 1
+
+    def remains(self, seconds: float) -> None:
+        """Reports that the work takes about so many seconds from now."""
+        self._row.end = time.monotonic() + seconds
 
     def __enter__(self) -> Progress:
         return self
@@ -113,6 +118,7 @@ class _Row:
     what: str = ""
     calls: int = 0
     begin: float = field(default_factory=time.monotonic)
+    end: float | None = None  # when the work will be done, where that is known
 
     @property
     def done(self) -> int:
@@ -127,9 +133,17 @@ class _Row:
     def count(self) -> str:
         return f"{self.calls} of {self.total}" if self.total is not None and self.calls else ""
 
+    def reached(self, now: float) -> tuple[float, float | None]:
+        """How far the work is, and what it ends at; None where that is not known."""
+        if self.end is None:
+            return self.done, self.total
+        return min(now, self.end) - self.begin, self.end - self.begin
+
     def times(self, now: float) -> str:
         """The elapsed time, and the remaining time at the mean speed so far."""
         elapsed = now - self.begin
+        if self.end is not None:
+            return f"{_duration(elapsed)}, about {_duration(max(self.end - now, 0.0))} left"
         if self.total is None or not self.done or self.calls > self.total:
             return _duration(elapsed)
         return f"{_duration(elapsed)}, about {_duration(elapsed / self.done * (self.total - self.done))} left"
@@ -201,9 +215,10 @@ class _Bars:
             self._bars.remove_task(self._tasks.pop(row))
         for row in rows:
             shown: dict[str, Any] = {"description": row.name, "count": row.count, "times": row.times(now)}
+            done, total = row.reached(now)
             if row not in self._tasks:
-                self._tasks[row] = self._bars.add_task(total=row.total, completed=row.done, **shown)
-            self._bars.update(self._tasks[row], completed=row.done, **shown)
+                self._tasks[row] = self._bars.add_task(**shown)
+            self._bars.update(self._tasks[row], completed=done, total=total, **shown)
         self._bars.refresh()
 
     def close(self) -> None:
@@ -232,7 +247,8 @@ class _Notebook:
 
 
 def _html(row: _Row, now: float) -> str:
-    value = f' max="{row.total}" value="{row.done}"' if row.total else ""
+    done, total = row.reached(now)
+    value = f' max="{total:g}" value="{done:g}"' if total else ""
     text = html.escape(" ".join(part for part in (row.count, f"({row.times(now)})") if part))
     return f"<div><code>{html.escape(row.name)}</code> <progress{value}></progress> {text}</div>"
 

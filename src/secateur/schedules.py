@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+from ._hints import hints
+
 _SHAPES: dict[str, Callable[[float, float, float], float]] = {
     # (initial, final, x in [0, 1]) -> value
     "linear": lambda a, b, x: a + (b - a) * x,
@@ -176,26 +178,31 @@ def _is_fraction(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= 1
 
 
+@hints
 def cubic(final: float, *, start: int = 0, end: int, every: int = 1, initial: float = 0.0) -> Schedule:
     """Fast at first and slow at the end (Zhu & Gupta, 2017), the usual choice for gradual pruning."""
     return Ramp("cubic", final, initial, start, end, every)
 
 
+@hints
 def linear(final: float, *, start: int = 0, end: int, every: int = 1, initial: float = 0.0) -> Schedule:
     """The same change at each update."""
     return Ramp("linear", final, initial, start, end, every)
 
 
+@hints
 def exponential(final: float, *, start: int = 0, end: int, every: int = 1, initial: float = 0.0) -> Schedule:
     """Prunes the same fraction of the remaining elements at each update, as iterative magnitude pruning does."""
     return Ramp("exponential", final, initial, start, end, every)
 
 
+@hints
 def cosine(final: float, *, start: int = 0, end: int, every: int = 1, initial: float = 0.0) -> Schedule:
     """Half a cosine wave: slow at both ends."""
     return Ramp("cosine", final, initial, start, end, every)
 
 
+@hints
 def one_shot(final: float, *, at: int = 0, initial: float = 0.0) -> Schedule:
     """`initial` before the step `at`, `final` from it on."""
     return Ramp("linear", final, initial, at, at, 1)
@@ -203,7 +210,7 @@ def one_shot(final: float, *, at: int = 0, initial: float = 0.0) -> Schedule:
 
 def join(*parts: tuple[int, Callable[[int], float]]) -> Schedule:
     """`join((0, a), (1000, b))` is `a` until step 1000 and `b` from there on. Steps are those of the whole run."""
-    if not all(callable(part) for _, part in parts):
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 and callable(pair[1]) for pair in parts):
         raise TypeError(f"join takes (step, schedule) pairs; got {parts}. For a constant, use sc.one_shot(number)")
     begins = [begin for begin, _ in parts]
     if not parts or begins != sorted(set(begins)):

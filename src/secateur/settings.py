@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ._dist import Comm
-from ._tree import bare_name, nearest
-from .budgets import Spread, as_spread, by_loss, cap, erk, hold, owl, uniform
-from .criteria import Criterion, criterion, magnitude
-from .methods import Amount, Method, as_method, check_needs, drop_and_grow
+from ._tree import bare_name, nearest_glob
+from .budgets import Spread, as_spread, by_loss, cap, erk, hold, names_spread, owl, uniform
+from .criteria import NAMED, Criterion, criterion, magnitude
+from .methods import Amount, Method, as_method, check_needs, drop_and_grow, names_method
 from .owners import measured
 from .patterns import Pattern
 from .schedules import AnySchedule, Number, as_schedule
@@ -51,6 +51,7 @@ class Settings:
         floor: float = 0.0,
     ) -> Settings:
         """The settings that these arguments describe. Raises where they contradict each other, and says what to do."""
+        _check_place(by)
         shape = Pattern.parse(pattern)
         if scope is not None and scope not in SCOPES:
             raise ValueError(f"scope={scope!r} is not one of {', '.join(map(repr, SCOPES))}")
@@ -250,6 +251,26 @@ def _checked_spread(
     return spread
 
 
+def _check_place(by: object) -> None:
+    """Raises where a number, a pattern, a method or a spread stands in the place of the criterion, and says where it goes."""
+    if isinstance(by, Real) and not isinstance(by, bool):
+        raise TypeError(f"criterion={by!r} is a number; to prune this fraction of the weights pass sparsity={by!r}")
+    if isinstance(by, Method):
+        raise TypeError(f"criterion={by} is a method; pass it as method=")
+    if not isinstance(by, str) or by in NAMED:
+        return
+    kinds = {"method": names_method(by), "spread": names_spread(by), "pattern": _is_pattern(by)}
+    for argument in (name for name, fits in kinds.items() if fits):
+        raise ValueError(f"criterion={by!r} is a {argument} and scores no weights; pass {argument}={by!r}")
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        return bool(Pattern.parse(text))
+    except ValueError:
+        return False
+
+
 def _checked_floor(floor: object) -> float:
     if not isinstance(floor, Real) or isinstance(floor, bool) or not 0 <= float(floor) < 1:
         raise ValueError(f"floor={floor!r} must be a fraction from 0 to below 1: how much of each tensor stays at least")
@@ -264,10 +285,23 @@ def _fraction(name: str, value: object) -> Number:
     if callable(value):
         return as_schedule(value, name)
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be a number from 0 to 1, or a schedule such as sc.cubic(0.9, end=1000)")
+        hint = _number_hint(value) if name == "sparsity" else ""
+        raise TypeError(f"{name}={value!r} must be a number from 0 to 1, or a schedule such as sc.cubic(0.9, end=1000){hint}")
     if not 0 <= float(value) <= 1:  # NaN is outside too
-        raise ValueError(f"{name}={value!r} must be a fraction of the original from 0 to 1; for a number of units use count=")
+        percent = f"; {float(value):g} % is {float(value) / 100:g}" if 1 < float(value) <= 100 else ""
+        raise ValueError(
+            f"{name}={value!r} must be a fraction of the original from 0 to 1{percent}; for a number of units use count="
+        )
     return float(value)
+
+
+def _number_hint(value: object) -> str:
+    """What to pass instead of something that is not a number as `sparsity=`."""
+    if isinstance(value, Mapping):
+        return f"; for numbers by name pass spread={value!r}"
+    if isinstance(value, str) and _is_pattern(value):
+        return f"; pass pattern={value!r}"
+    return ""
 
 
 def _fits_n_of_m(pattern: Pattern, scope: str | None, sparsity: Number | None, count: int | None, spread: object) -> None:
@@ -298,7 +332,7 @@ def _by_name(spread: Mapping[str, float | None], names: list[str], rest: float |
     """A mapping of names or globs to numbers, over the targets; what it does not name gets `rest`."""
     for glob in spread:
         if not any(_names(name, glob) for name in names):
-            raise ValueError(f"spread={{{glob!r}: ...}} matches no tensor that is pruned.{nearest(glob, names)}")
+            raise ValueError(f"spread={{{glob!r}: ...}} matches no tensor that is pruned.{nearest_glob(glob, names)}")
     shares = {}
     for name in names:
         found = [share for glob, share in spread.items() if _names(name, glob)]

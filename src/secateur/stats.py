@@ -77,6 +77,11 @@ def check_evidence(needs: frozenset[str], data: object, loss: object, of: str = 
         raise ValueError(f"{of} needs {_list(needs)}, so pass data= (an iterable of batches)")
     if isinstance(data, Tensor | Mapping | str):
         raise TypeError(f"data= is an iterable of batches, not one {type(data).__name__}; pass [batch]")
+    if not isinstance(data, Iterable) and hasattr(data, "__getitem__"):
+        raise TypeError(
+            f"data= is an iterable of batches, and {type(data).__name__} gives single samples; pass "
+            "torch.utils.data.DataLoader(dataset, batch_size=32)"
+        )
     if not isinstance(data, Iterable):
         raise TypeError(f"data= is an iterable of batches, not {type(data).__name__}")
     if isinstance(data, tuple | list) and _is_one_pair(data):
@@ -111,7 +116,11 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         batch = batch[0]
     if isinstance(batch, Tensor):
         return (batch,), {}, batch
-    raise TypeError(f"a batch is a tensor, a mapping or a pair (inputs, target), not {type(batch).__name__}")
+    given = f"a {type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
+    raise TypeError(
+        f"a batch is a tensor, a mapping or a pair (inputs, target), not {given}. For several inputs pass "
+        "a mapping, or a pair ((first, second), target); text is given as tokens, arrays as tensors"
+    )
 
 
 def warn_of_unused_input(model: nn.Module, batch: Any) -> None:
@@ -331,9 +340,15 @@ def _linearised(model: nn.Module, targets: Sequence[Target], batch: Any, table: 
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     leaves = [state[names[id(target.tensor)]].requires_grad_() for target in targets]
     args, kwargs, _ = split_batch(batch)
-    with torch.enable_grad(), on_batch(model, args, kwargs):
-        output = functional_call(model, state, tuple(map(ones, args)), {key: ones(value) for key, value in kwargs.items()})
-        gradients = torch.autograd.grad(_total(output), leaves, allow_unused=True)
+    with on_batch(model, args, kwargs):
+        try:
+            with torch.enable_grad():
+                output = functional_call(model, state, tuple(map(ones, args)), {k: ones(value) for k, value in kwargs.items()})
+                gradients = torch.autograd.grad(_total(output), leaves, allow_unused=True)
+        except Exception:
+            with torch.no_grad():
+                model(*args, **kwargs)  # if the batch is the reason, this error names its shape and not that of the ones
+            raise
     for target, gradient in zip(targets, gradients, strict=True):
         if gradient is None:
             raise ValueError(f"the output does not depend on {target.name!r}; exclude it")

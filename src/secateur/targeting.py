@@ -12,8 +12,9 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from ._dist import Share, local, refuse_flat, reshard_, share_of
+from ._hints import hints
 from ._layers import DEFAULT_TYPES, Kind, Layout, adapter_parameters, is_experts, is_kind, is_weight, layout_of
-from ._tree import Loose, Prunable, Slot, as_module, bare_name, nearest, packed_layers, slots
+from ._tree import Loose, Prunable, Slot, as_module, bare_name, nearest_glob, packed_layers, slots
 from .scores import RANKED
 
 Globs = str | Iterable[str] | None
@@ -50,6 +51,7 @@ class Target:
         return share_of(self.name, self.tensor, whole)
 
 
+@hints
 def targets(
     model: Prunable,
     *,
@@ -142,7 +144,7 @@ def all_match(model: nn.Module, everything: list[Slot], globs: Iterable[str], wh
     for glob in globs:
         if not any(_matches(slot, [glob]) for slot in everything) and not any(fnmatchcase(m, glob) for m in modules):
             names = [slot.name for slot in everything] + sorted(modules)
-            raise ValueError(f"{which}={glob!r} matches no parameter and no module of the model.{nearest(glob, names)}")
+            raise ValueError(f"{which}={glob!r} matches no parameter and no module of the model.{nearest_glob(glob, names)}")
 
 
 def under(slot: Slot, globs: Sequence[str]) -> bool:

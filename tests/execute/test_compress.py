@@ -366,8 +366,8 @@ def test_storing_halves_is_asked_for_and_rounds():
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"objective": "sped"}, ValueError, "'speed' or 'size', not 'sped'. Did you mean 'speed'"),
-        ({"threads": 0}, ValueError, "an integer of at least 1, not 0"),
+        ({"objective": "sped"}, ValueError, "objective='sped' must be 'speed' or 'size'. Did you mean 'speed'"),
+        ({"threads": 0}, ValueError, "threads=0 must be a whole number of CPU threads, 1 or more"),
         ({"store": torch.int8}, ValueError, "bfloat16 or torch.float16"),
         ({"example_inputs": 3}, TypeError, "must be a tensor, a tuple"),
         ({"model": nn.Linear(4, 4)}, ValueError, "wrap it in nn.Sequential"),

@@ -123,12 +123,20 @@ def test_folder_that_cannot_be_written_costs_only_time(tmp_path, monkeypatch):
 
 def some_of_every_kernel():
     from secateur.execute.native import single, tiled
+    from secateur.execute.native.bitmask import bitmask
 
     rows, planes = tiled.multiply_rows, tiled.multiply_planes
     yield from ((rows, 1, 64, "float32", "float32"), (rows, 1, 16, "bfloat16", "float16"), (rows, 4, 32, "float16", "bfloat16"))
     yield from ((rows, 1, 8, "float32", "pair"), (planes, 1, 64, "float32", 1), (planes, 4, 16, "float16", 0))
-    yield from ((single.gather, "float16"), (single.runs, "float16"), (single.columns, "float16"))
-    yield from ((single.panels, 16, "float16"), (single.bitmask, "bfloat16"))
+    plain = single.PLAIN
+    yield from ((single.gather, "float16", plain), (single.runs, "float16", plain), (single.columns, "float16"))
+    yield from (
+        (single.panels, 16, "float16", plain),
+        (bitmask, "bfloat16", plain),
+        (bitmask, "int8", 0),
+        (bitmask, "int8", 64),
+    )
+    yield from ((single.gather, "int4", 0), (single.runs, "float8_e4m3fn", 64), (single.dense, "int4", 128))
 
 
 @pytest.mark.parametrize("cpu", ["skylake-avx512", "sapphirerapids"])
@@ -174,12 +182,16 @@ def test_halves_are_not_read_by_cpus_that_cannot(built_for):
 @pytest.mark.parametrize("cpu", ["znver4", "sapphirerapids"])
 def test_wide_vectors_are_used_where_the_cpu_has_them(cpu, built_for):
     from secateur.execute.native import single, tiled
+    from secateur.execute.native.bitmask import bitmask
 
     if not build.has("avx2"):
         pytest.skip("not an x86")
     built_for(cpu)
     features = build.target()[1]
-    assert "vpexpandw" in build.assembly(single.bitmask("k", features, "bfloat16"))
+    assert "vpexpandw" in build.assembly(bitmask("k", features, "bfloat16", single.PLAIN))
+    text = build.assembly(bitmask("k", features, "int8", 0))
+    assert "vpexpandb" in text
+    assert "vpdpbusd" in text
     assert "zmm" in build.assembly(tiled.multiply_rows("k", features, 1, 64, "float32", "float32"))
     assert "vdpbf16ps" in build.assembly(tiled.multiply_rows("k", features, 1, 64, "float32", "pair"))
 

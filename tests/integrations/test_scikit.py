@@ -51,5 +51,5 @@ def test_a_regressor_and_a_scorer_of_ones_own(data):
 
 def test_data_of_the_wrong_shape_is_named(data):
     model, _, labels = data
-    with pytest.raises(ValueError, match=r"does not run on a batch.*\(1, 7\)"):
+    with pytest.raises(ValueError, match=r"does not run on a batch.*\(50, 7\)"):
         evaluator("accuracy", torch.randn(50, 7), labels)(model)

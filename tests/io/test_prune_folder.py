@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import secateur as sc
-from secateur.folders import prune_folder
+from secateur import prune_folder
 
 OPERATIONS = {
     "tensor": {"sparsity": 0.5},
@@ -83,8 +83,8 @@ def test_files_hold_what_prune_leaves_in_the_model(tmp_path, operation, files):
     assert found.keys() == model.state_dict().keys()
     for name, tensor in model.state_dict().items():
         assert torch.equal(found[name], tensor), name
-    assert counts["kept"] == plan.metrics()["kept"]
-    assert {name: layer["kept"] for name, layer in counts["layers"].items()} == {x.name: x.kept for x in plan.layers}
+    assert counts.metrics()["kept"] == plan.metrics()["kept"]
+    assert {x.name: x.kept for x in counts.layers} == {x.name: x.kept for x in plan.layers}
     assert {file.name for file in (tmp_path / "sparse").iterdir()} == {file.name for file in (tmp_path / "dense").iterdir()}
 
 
@@ -100,8 +100,8 @@ def test_every_dtype(tmp_path, dtype):
 def test_tensors_can_be_named_instead_of_building_the_model(tmp_path):
     write(tmp_path / "dense", made(), 2)
     counts = prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5, include=["0.weight", "2.*"])
-    assert counts["layers"].keys() == {"0.weight", "2.weight"}
-    assert counts["pruned"] == (24 * 40 + 40 * 33) // 2
+    assert {x.name for x in counts.layers} == {"0.weight", "2.weight"}
+    assert counts.metrics()["pruned"] == (24 * 40 + 40 * 33) // 2
     with pytest.raises(ValueError, match=r"into=.*include="):
         prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5)
 
@@ -154,7 +154,7 @@ def test_a_killed_run_goes_on(tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     code = """
         import resource, signal, sys
-        from secateur.folders import prune_folder
+        from secateur import prune_folder
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, 1 << 17))
         prune_folder(sys.argv[1], sys.argv[2], sparsity=0.5, scope="global", include="*")
@@ -180,11 +180,11 @@ def test_memory_does_not_grow_with_the_files(tmp_path):
         import resource, sys
         import torch
         import secateur as sc
-        from secateur.folders import prune_folder
+        from secateur import prune_folder
         sc.prune_({"warm": torch.randn(64, 64)}, sparsity=0.5)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         counts = prune_folder(sys.argv[1], sys.argv[2], sparsity=0.5, scope="global", include="*")
-        assert counts["pruned"] == counts["total"] // 2
+        assert counts.metrics()["pruned"] == counts.metrics()["total"] // 2
         print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
     """
     done = run(code, str(folder), str(tmp_path / "sparse"))

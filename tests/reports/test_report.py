@@ -70,7 +70,7 @@ def stages(report):
 def test_plan_is_applied_to_a_copy(model, images):
     before = copy.deepcopy(model.state_dict())
     plan = sc.plan(model, sparsity=0.5)
-    report = plan.report(before=model, inputs=images, seconds=0)
+    report = plan.report(before=model, example_inputs=images, seconds=0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     for line in plan.layers:
         assert rows(report)[line.name.removesuffix(".weight")].kept == line.kept
@@ -125,7 +125,7 @@ def test_flops_of_a_tied_weight_are_those_of_all_its_layers():
             return self.head(self.embed(ids))
 
     model = Tied()
-    report = sc.report(before=model, after=copy.deepcopy(model), inputs=torch.zeros(1, 4, dtype=torch.long), seconds=0)
+    report = sc.report(before=model, after=copy.deepcopy(model), example_inputs=torch.zeros(1, 4, dtype=torch.long), seconds=0)
     (row,) = report.document.layers
     assert row.flops_after == report.document.stages[0].flops == 2 * 4 * 8 * 20
 
@@ -155,7 +155,7 @@ def test_gates_are_reported_and_measured_without_them(model, images):
     def count(each):
         return sum(len(module._forward_pre_hooks) for module in each.modules())
 
-    report = gates.report(inputs=images, seconds=0, evaluate=count, metric="gates")
+    report = gates.report(example_inputs=images, seconds=0, evaluate=count, metric="gates")
     assert {name: row.gate is not None for name, row in rows(report).items()} == {"conv1": False, "conv2": True, "head": True}
     assert [stage.metric.value for stage in report.document.stages] == [0, 2]
     assert len(model.conv2._forward_pre_hooks) == 1
@@ -201,7 +201,7 @@ def test_weights_that_are_not_finite_get_no_histogram_or_a_partial_one(model):
 
 def test_compiled_model_is_reported_as_the_model_inside(model, images):
     compiled = torch.compile(copy.deepcopy(model))
-    report = sc.report(before=model, after=compiled, inputs=images, seconds=0)
+    report = sc.report(before=model, after=compiled, example_inputs=images, seconds=0)
     assert report.document.model.kind == "Net"
     assert [stage.flops for stage in report.document.stages] == [report.document.stages[0].flops] * 2
     assert rows(report).keys() == {"conv1", "conv2", "head"}
@@ -226,7 +226,7 @@ def test_results_are_joined_and_undone_step_by_step(model, images, pipeline):
         seen.append(sum(isinstance(module, Compressed) for module in each.modules()))
         return 0.5
 
-    report = sc.report(*results, before=model, after=small, inputs=images, evaluate=evaluate, seconds=0)
+    report = sc.report(*results, before=model, after=small, example_inputs=images, evaluate=evaluate, seconds=0)
     found = stages(report)
     assert list(found) == ["dense", "shrunk", "pruned", "compressed"]
     assert seen[:2] == [0, 0]  # the dense and the pruned model
@@ -267,7 +267,7 @@ def test_copies_that_were_kept_give_every_stage_its_figures(model, images, pipel
     cut_only, _ = sc.shrink(model, images, flops=0.6)
     report = sc.report(
         *results, stages={"dense": model, "cut": cut_only, "pruned": sc.decompress_(copy.deepcopy(small)), "packed": small},
-        inputs=images, other_inputs={"1 image": images[:1]}, evaluate=lambda _: 0.5, seconds=0.01,
+        example_inputs=images, other_inputs={"1 image": images[:1]}, evaluate=lambda _: 0.5, seconds=0.01,
     )  # fmt: skip
     for stage in report.document.stages:
         assert None not in (stage.metric, stage.bytes, stage.flops, stage.nonzero)
@@ -287,7 +287,7 @@ def test_bytes_are_those_that_save_writes(model, images, pipeline, tmp_path):
 def test_models_keep_mode_hooks_and_values(model, images):
     model.train()
     before = copy.deepcopy(model.state_dict())
-    sc.plan(model, sparsity=0.5).report(before=model, inputs=images, evaluate=lambda _: 1.0, seconds=0.01)
+    sc.plan(model, sparsity=0.5).report(before=model, example_inputs=images, evaluate=lambda _: 1.0, seconds=0.01)
     assert all(module.training for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -301,7 +301,7 @@ def test_reasons_that_differ_in_a_name_alone_are_one(model):
 
 
 def test_figure_that_cannot_be_measured_is_missing_with_the_reason(model, images):
-    report = sc.plan(model, sparsity=0.5).report(before=model, inputs=torch.randn(2, 5, 8, 8), seconds=0.01)
+    report = sc.plan(model, sparsity=0.5).report(before=model, example_inputs=torch.randn(2, 5, 8, 8), seconds=0.01)
     stage = report.document.stages[0]
     assert stage.flops is None
     assert not stage.times
@@ -350,7 +350,9 @@ def test_recipe_is_the_one_that_the_model_remembers(model):
 
 
 def test_json_and_page_read_back_and_render_the_same_bytes(model, images, tmp_path):
-    report = sc.plan(model, sparsity=0.5).report(tmp_path / "new" / "out.html", before=model, inputs=images, seconds=0.01)
+    report = sc.plan(model, sparsity=0.5).report(
+        tmp_path / "new" / "out.html", before=model, example_inputs=images, seconds=0.01
+    )
     report.save(tmp_path / "out.json")
     for file in (tmp_path / "new" / "out.html", tmp_path / "out.json"):
         again = Report.load(file)

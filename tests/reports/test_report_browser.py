@@ -80,7 +80,7 @@ def test_page_of_a_real_model_logs_and_requests_nothing(open_page, tmp_path):
     plan = sc.prune_(small, sparsity=0.8)
     packed = sc.compress_(small, image, objective="size")
     report = sc.report(
-        cut, plan, packed, before=model, after=small, inputs=image, evaluate=lambda _: 0.5, samples=100, seconds=0.05
+        cut, plan, packed, before=model, after=small, example_inputs=image, evaluate=lambda _: 0.5, samples=100, seconds=0.05
     )
     page = open_page(report.document)
     for chart in page.locator(".track svg, .masks svg, .multi svg").all():

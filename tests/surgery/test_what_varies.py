@@ -85,3 +85,35 @@ def test_pooling_with_random_windows_per_channel_is_not_exact():
     model = nn.Sequential(conv(3, 8), nn.FractionalMaxPool2d(2, output_size=3), conv(8, 5)).double()
     plan = sc.shrink(model, image().double(), sc.random(0), channels=0.5)[1]
     assert "is drawn at random" in plan.groups[0].why
+
+
+class _AddsNumber(nn.Module):
+    """Adds a number to what the first layer returns, computed from the input."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.first, self.last, self.number = nn.Linear(6, 8), nn.Linear(8, 3), number
+
+    def forward(self, x):
+        return self.last(torch.sigmoid(self.first(x) + self.number(x)))
+
+
+@pytest.mark.parametrize(
+    ("number", "exact"),
+    [
+        (lambda x: torch.ones(x.shape[0]).sum(), False),
+        (lambda x: torch.arange(x.shape[0]).float().mean(), False),
+        (lambda x: len(torch.zeros(x.shape[0], 2)), False),
+        (lambda x: float(x.shape[0]), False),
+        (lambda x: 5.0, True),
+        (lambda x: torch.ones(5).mean(), True),
+        (lambda x: torch.ones(x.shape[0]).mean(), True),
+    ],
+    ids=["ones", "arange", "len", "float", "constant of that size", "tensor of that size", "mean"],
+)
+def test_constants_that_depend_on_the_batch_size_are_not_exact(number, exact):
+    torch.manual_seed(0)
+    model = _AddsNumber(number).eval()
+    _, plan = sc.shrink(model, torch.randn(5, 6), channels=0.5)
+    assert [group.why is None for group in plan.groups] == [exact]
+    assert plan.verify(torch.randn(11, 6)).exact == exact

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from .. import execute, io, reports
 from ..display import Table, notes_by_reason
+from ..folders import prune_folder
 from ..recipes import BadRecipe, Recipe, read_yaml, shipped
 from ..summaries import LayerSummary, summary
 from ..targeting import targets
 from .batches import Asked, evaluation, need_inputs, open_data, open_inputs
-from .models import check_output, imported, open_model, open_models, save
+from .models import check_output, imported, open_folder, open_model, open_models, save
 from .running import Answer, Failure
 
 _DATA = ("inputs", "data", "batch_size", "batches", "size", "length", "tokenizer")
@@ -122,6 +123,16 @@ def _inspection(data: Mapping[str, Any], every: bool) -> str:
 
 def stage(kind: str, names: Sequence[str], options: dict[str, Any]) -> Answer:
     """Runs one stage, whose arguments are the options of these names, and saves the model."""
+    arguments = _arguments(names, options)
+    try:
+        recipe = Recipe.of_stages([{kind: arguments}], "")
+    except BadRecipe as error:
+        raise click.UsageError(str(error).removeprefix(f": stages[0].{kind}").lstrip(": ")) from None
+    return _run(recipe, options, kind)
+
+
+def _arguments(names: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a function that were given as options of these names, and with --set."""
     given = {name: options.pop(name, None) for name in (*names, "exclude", "loss")}
     arguments = {
         name: list(value) if isinstance(value, tuple) else value for name, value in given.items() if value not in (None, ())
@@ -131,11 +142,22 @@ def stage(kind: str, names: Sequence[str], options: dict[str, Any]) -> Answer:
         if not equals:
             raise click.UsageError(f"--set {text}: expected NAME=VALUE")
         arguments[name.strip().replace("-", "_")] = read_yaml(value)
-    try:
-        recipe = Recipe.of_stages([{kind: arguments}], "")
-    except BadRecipe as error:
-        raise click.UsageError(str(error).removeprefix(f": stages[0].{kind}").lstrip(": ")) from None
-    return _run(recipe, options, kind)
+    return arguments
+
+
+def prune_from_disk(names: Sequence[str], options: dict[str, Any]) -> Answer:
+    """Prunes the files of a folder, of which only a part is in memory at a time."""
+    arguments, asked = _arguments(names, options), _asked(options)
+    if wrong := [name for name in ("evaluate", "dry_run") if options[name]]:
+        raise click.UsageError(f"--{wrong[0].replace('_', '-')} needs the whole model in memory; leave out --from-disk")
+    source = open_folder(options["model"], options["checkpoint"])
+    output = check_output(options["output"], options["force"], source, as_file=False)
+    built = source.model if isinstance(source.model, nn.Module) else None
+    data = open_data(asked, source)
+    assert source.path is not None
+    into = None if built is None else lambda: built
+    found = prune_folder(source.path, output, data=data, into=into, **arguments)
+    return Answer(f"{found}\nwritten to {output}, {_on_disk(str(output)):,} bytes", found.to_dict())
 
 
 def run_recipe(name: str, options: dict[str, Any]) -> Answer:
@@ -152,13 +174,13 @@ def _no_loss(name: str) -> Any:
 def _run(recipe: Recipe, options: dict[str, Any], what: str, loss: Any = None) -> Answer:
     asked, dry = _asked(options), options["dry_run"]
     source = open_model(options["model"], options["checkpoint"])
-    output = None if dry else check_output(options["output"], options["force"], source)
+    output = None if dry else check_output(options["output"], options["force"], source, as_file=isinstance(source.model, dict))
     evaluate = _evaluation(options["evaluate"])
     batches = open_data(asked, source)
     runs = {"shrink", "compress"} & {stage.kind for stage in recipe.stages}
     inputs = need_inputs(open_inputs(asked, source, batches), what) if runs else None
     before = evaluate(source.model)
-    ran = recipe.run_(source.model, data=batches, inputs=inputs, loss=loss)  # type: ignore[arg-type]  # a mapping can be pruned
+    ran = recipe.run_(source.model, data=batches, example_inputs=inputs, loss=loss)  # type: ignore[arg-type]  # a mapping can be pruned
     after = evaluate(source.model)
     said = {} if output is None else save(source, source.model, output)
     data = {
@@ -253,7 +275,7 @@ def report(before: str, after: str, checkpoint: str | None, output: str, seconds
         path=output,
         before=first.module,
         after=second.module,
-        inputs=inputs,
+        example_inputs=inputs,
         evaluate=measure,
         metric=options["metric"] or metric,
         samples=options["samples"] or samples,

@@ -130,6 +130,7 @@ def inspect(**options: Any) -> running.Answer:
 @click.option("--method", metavar="METHOD", help="rank, flow, loss, sparsegpt, 'sparsegpt(damp=0.05)', ...")
 @click.option("--spread", metavar="SPREAD", help="uniform, erk, owl, 'owl(0.1)'.")
 @click.option("--include", multiple=True, metavar="GLOB", help="Names to prune. Can be repeated.")
+@click.option("--from-disk", is_flag=True, help="Prune a folder of any size, a part at a time (sc.prune_folder).")
 @stage_options
 @inputs_options
 @evaluate_option
@@ -138,7 +139,8 @@ def prune(**options: Any) -> running.Answer:
     """Set weights to zero (sc.prune_)."""
     from . import actions
 
-    return actions.stage("prune", ("sparsity", "pattern", "criterion", "scope", "method", "spread", "include"), options)
+    names = ("sparsity", "pattern", "criterion", "scope", "method", "spread", "include")
+    return actions.prune_from_disk(names, options) if options.pop("from_disk") else actions.stage("prune", names, options)
 
 
 @command(main)

@@ -69,7 +69,7 @@ def _keep(models: dict[str, nn.Module], folder: Path, images: Tensor, labels: Te
     reports.report(
         path=folder / "report.html",
         stages={name: model for name, model in models.items() if name != "half of the units"},
-        inputs=images[:BATCH],
+        example_inputs=images[:BATCH],
         evaluate=accuracy,
         samples=len(labels),
         name="the network of secateur demo",

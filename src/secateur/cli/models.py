@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import io
 from .._tree import nearest
-from ..edit import Arguments, Step, record_of
+from ..edit import Arguments, Step, built, record_of
 from .running import Failure
 
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model", "preprocessor_config.json")
@@ -79,6 +80,26 @@ def open_models(names: Sequence[str], checkpoint: str | None = None) -> list[Sou
             source = Source(name, open_model(factory, name).model, source.path)
         found.append(source)
     return found
+
+
+def open_folder(name: str, checkpoint: str | None = None) -> Source:
+    """A model whose weights stay in a folder of safetensors files: MODEL, or --checkpoint of module:factory.
+
+    The module is on the meta device. Where nothing says how to build it, there is none.
+    """
+    path = Path(name if checkpoint is None else checkpoint)
+    if not path.is_dir():
+        raise click.UsageError(
+            f"{path} is not a folder; --from-disk prunes one with safetensors files: MODEL, or --checkpoint of module:factory"
+        )
+    config = path / "config.json"
+    if checkpoint is None and not config.is_file():
+        return Source(name, {}, path)
+    described = partial(_from_transformers, path, config, empty=True)
+    model = built(described if checkpoint is None else partial(called, name, "a model"))
+    if not isinstance(model, nn.Module):
+        raise Failure(f"{name} returned {type(model).__name__}; expected a torch.nn.Module")
+    return Source(name, model, path)
 
 
 # --- objects of the user's code -----------------------------------------------------------------------------------------
@@ -187,17 +208,21 @@ def _filled(model: nn.Module, checkpoint: str | None) -> nn.Module:
 # --- saving -------------------------------------------------------------------------------------------------------------
 
 
-def check_output(output: str | None, force: bool, source: Source) -> Path:
-    """The path to write to. Raises before any work is done if it cannot be written."""
+def check_output(output: str | None, force: bool, source: Source, *, as_file: bool) -> Path:
+    """The path to write to, a file or a folder. Raises before any work is done if it cannot be written.
+
+    A folder that an unfinished run of `prune --from-disk` left may be written to.
+    """
     if output is None:
         raise click.UsageError("--output (-o) is missing: where to write the model; or --dry-run")
     path = Path(output)
+    force = force or any(path.glob(f"{io.JOURNAL}.*"))
     if path.exists() and not force and (path.is_file() or any(path.iterdir())):
         raise click.UsageError(f"{output} exists; --force replaces it")
     if source.path is not None and path.exists() and path.samefile(source.path):
         raise click.UsageError(f"{output} is the model itself; write to another place")
-    if isinstance(source.model, dict) != (path.suffix == ".safetensors"):
-        kind = "a .safetensors file" if isinstance(source.model, dict) else "a folder"
+    if as_file != (path.suffix == ".safetensors"):
+        kind = "a .safetensors file" if as_file else "a folder"
         raise click.UsageError(f"{output}: {source.name} is saved as {kind}")
     above = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not os.access(above, os.W_OK):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .tensors import StandIns, owned_tensors, put_
+from .tensors import StandIns, owned_tensors, put_, tensors_inside
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -177,6 +177,26 @@ def run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], unde
 
     with torch.no_grad(), preserve_rng(), fresh_casts(), StandIns(model, stand_in), under or nullcontext():
         return model(*args, **kwargs)
+
+
+def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Runs the model, and raises ValueError with the shapes of these inputs if that fails."""
+    try:
+        with eval_mode(model):
+            run(model, args, kwargs)
+    except Exception as error:
+        raise inputs_error(error, model, args, kwargs) from error
+
+
+def inputs_error(error: Exception, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ValueError:
+    """The error for a model that does not run on example inputs, with their shapes."""
+    tensors = tensors_inside((args, kwargs))
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    return ValueError(
+        f"{type(model).__name__} does not run on the example inputs (tensors of shape {shapes}): "
+        f"{why_failed(error, model, tensors)}. Example inputs are a tensor, a tuple of positional arguments, or a mapping of "
+        "keyword arguments; a target is not among them. The model is unchanged."
+    )
 
 
 def why_failed(error: Exception, model: nn.Module, tensors: Iterable[Tensor]) -> str:

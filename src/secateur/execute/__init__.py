@@ -8,10 +8,11 @@ from .layers import Compressed, why_not
 from .restore import decompress_, places, same_bits, ties
 from .result import Compression
 from .timing import Bench, bench
+from .values import GROUPS, Values
 
 __all__ = [
     "Bench", "Compressed", "Compression", "amx_tiles", "bench", "compress_", "csr", "decompress_", "gpu", "pairs", "single",
     "tiled",
-    "FORMATS", "find_format", "places", "same_bits", "ties", "why_not", "zeros_of",  # for secateur.io
+    "FORMATS", "GROUPS", "Values", "find_format", "places", "same_bits", "ties", "why_not", "zeros_of",  # for secateur.io
     "OPERATORS",  # for secateur.torch_ops
 ]  # fmt: skip

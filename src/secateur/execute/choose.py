@@ -11,18 +11,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .._hints import hints
 from .._layers import DEFAULT_TYPES, is_kind, layout_of
 from .._tree import nearest
 from ..arguments import plain_arguments
 from ..edit import record_
 from ..progress import track
 from .find import Zeros, zeros_of
-from .formats import FORMATS, Format, Use, as_matrix
+from .formats import FORMATS, PLAIN, Format, Use, as_matrix, with_values
 from .gpu.present import why_none
 from .layers import KINDS, Compressed, arguments_of, why_not
 from .restore import places, ties
 from .result import Compression, LayerResult
-from .timing import call, cold_for, for_inference, in_graphs, time_runs
+from .timing import call, check_threads, cold_for, for_inference, in_graphs, time_runs
+from .values import Values, requested
 
 MARGIN = 0.95  # a format is used only if it takes at most this fraction of the dense time (or bytes)
 SHAPES = 4  # distinct input shapes of one layer that are measured
@@ -58,10 +60,12 @@ class Request:
 
     objective: str
     store: torch.dtype | None
+    values: Values | None
     cold: Tensor | None
     twins: dict[Any, FormatChoice] = field(default_factory=dict)
 
 
+@hints
 def compress_(
     model: nn.Module,
     example_inputs: Any,
@@ -69,6 +73,8 @@ def compress_(
     objective: Literal["speed", "size"] = "speed",
     threads: int | None = None,
     store: torch.dtype | None = None,
+    values: Literal["int8", "int4", "float8_e4m3fn"] | None = None,
+    group: Literal[64, 128] | None = None,
 ) -> Compression:
     """Replaces pruned layers, in place, by layers in the sparse format that measures fastest (or smallest) on these inputs.
 
@@ -82,6 +88,10 @@ def compress_(
         threads: the number of CPU threads to measure with. Default: torch's current number.
         store: `torch.bfloat16` or `torch.float16` stores float32 weights in half the bytes, rounded. Default: the weight's
             own dtype.
+        values: "int8", "int4" or "float8_e4m3fn" also measures formats that store the weights of linear layers in these
+            numbers, rounded, with scales. The table shows the relative error of each such layer's output on the example
+            inputs. Layers without zeros are candidates too. Default: weights are not rounded.
+        group: the number of columns that share a scale, 64 or 128. Default: one scale for each row.
 
     Returns:
         A `Compression` with one row per layer: `print` it, or read `metrics()`. `undo_()` puts the dense layers back.
@@ -90,12 +100,13 @@ def compress_(
     says so. If anything raises, the model is left unchanged.
     """
     _check(model, objective, threads, store)
+    small = requested(values, group, store)
     layers = {name: module for name, module in model.named_modules() if _has_row(module)}
     modes = {name: layer.training for name, layer in layers.items()}
     with for_inference(model, threads):
         seen = _record(model, example_inputs, layers)
         large = sum(parameter.nbytes for parameter in model.parameters()) > LARGE
-        request = Request(objective, store, cold_for(model) if large else None)
+        request = Request(objective, store, small, cold_for(model) if large else None)
         choices, built = _choose_all(layers, seen, ties(model), request)
         ignored = _swap(model, {id(layers[name]): new for name, new in built.items()}, example_inputs)
     for name, new in built.items():
@@ -103,7 +114,7 @@ def compress_(
         if id(new) in ignored:
             choices[name] = FormatChoice(choices[name].row.left("the model reads its weight without calling the layer"))
     used = {name: new for name, new in built.items() if id(new) not in ignored}
-    given = {"objective": objective, "threads": threads, "store": store}
+    given = {"objective": objective, "threads": threads, "store": store, "values": values, "group": group}
     text = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
     record_(model, ("compress", text), plain_arguments(compress_, given))
     return _result(model, layers, choices, used, objective, threads or torch.get_num_threads())
@@ -129,7 +140,8 @@ def _choose_all(
         if new is None:
             choices[name] = FormatChoice(choice.row.left("the format cannot hold its values"))
         else:
-            built[name], choices[name] = new, replace(choice, row=replace(choice.row, after=new.bytes()))
+            error = None if choice.form.values is None else _error(layers[name], new, seen[name])
+            built[name], choices[name] = new, replace(choice, row=replace(choice.row, after=new.bytes(), error=error))
     return choices, built
 
 
@@ -156,13 +168,10 @@ def _check(model: Any, objective: str, threads: Any, store: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"compress_ takes a torch.nn.Module, not {type(model).__name__}")
     if objective not in ("speed", "size"):
-        raise ValueError(f"objective is 'speed' or 'size', not {objective!r}.{nearest(str(objective), ['speed', 'size'])}")
-    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
-        raise ValueError(f"threads must be an integer of at least 1, not {threads!r}")
+        raise ValueError(f"objective={objective!r} must be 'speed' or 'size'.{nearest(str(objective), ['speed', 'size'])}")
+    check_threads(threads)
     if store not in (None, torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"store must be torch.bfloat16 or torch.float16, or None to keep the dtype of the weights, not {store!r}"
-        )
+        raise ValueError(f"store={store!r} must be torch.bfloat16 or torch.float16, or None to keep the dtype of the weights")
     if name := next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta), None):
         raise ValueError(f"{name!r} is on the meta device and has no values to pack or to measure with; load its values first")
     if type(model) in KINDS:
@@ -223,7 +232,7 @@ def _choose(name: str, layer: Any, seen: RecordedInputs, tied: tuple[str, ...], 
     if request.objective == "size" and tied:
         return FormatChoice(row.left(f"it shares its weight ({', '.join(tied)}), which stays in memory for the other layers"))
     use = _use_of(layer, seen)
-    if found.sparsity == 0 and use.input_zeros < 0.25:
+    if found.sparsity == 0 and use.input_zeros < 0.25 and (request.values is None or use.kind != "linear"):
         return FormatChoice(row.left("no weight is zero"))
     like = (type(layer), str(arguments_of(layer)), weight.dtype, weight.device, tuple(seen.inputs))
     key = (*like, found.pattern, round(found.sparsity, 2), round(use.input_zeros, 1))
@@ -245,7 +254,7 @@ def _measure(
     row: LayerResult, layer: Any, matrix: Tensor, found: Zeros, use: Use, seen: RecordedInputs, request: Request
 ) -> FormatChoice:
     """Times the candidates in alternation with the dense layer and chooses the best."""
-    candidates = _candidates(layer, matrix, found, use, seen, request.store)
+    candidates = _candidates(layer, matrix, found, use, seen, request)
     if not candidates:
         return FormatChoice(row.left("no format fits" + (why_none(matrix.dtype) if use.device == "cuda" else "")))
     fast = request.objective == "speed"
@@ -256,6 +265,8 @@ def _measure(
     best = min(range(len(candidates)), key=lambda i: times[i] if fast else sizes[i])
     form, options = FORMATS[candidates[best].form], candidates[best].options
     row = row.timed(form.name, options, dense, times[best], sizes[best])
+    if form.values is not None:
+        row = replace(row, error=_error(layer, candidates[best], seen))
     if fast and times[best] > MARGIN * dense:
         return FormatChoice(row.left("dense is faster here"))
     if not fast and sizes[best] > MARGIN * row.before:
@@ -263,16 +274,18 @@ def _measure(
     return FormatChoice(row, form, options)
 
 
-def _candidates(
-    layer: Any, matrix: Tensor, found: Zeros, use: Use, seen: RecordedInputs, store: torch.dtype | None
-) -> list[Compressed]:
-    """Returns the layer in every format that fits and gives the same outputs."""
+def _candidates(layer: Any, matrix: Tensor, found: Zeros, use: Use, seen: RecordedInputs, request: Request) -> list[Compressed]:
+    """Returns the layer in every format that fits and gives the same outputs, with rounded weights if they were asked for."""
+    forms = [(form, use) for form in FORMATS.values() if PLAIN in form.takes]
+    if (values := request.values) is not None and use.kind == "linear" and bool(matrix.isfinite().all()):
+        small = replace(use, values=values)
+        forms += [(with_values(form, values), small) for form in FORMATS.values() if str(values) in form.takes]
     built = (
-        Compressed(layer, form, options, store=store).eval()
-        for form in FORMATS.values()
+        Compressed(layer, form, options, store=request.store).eval()
+        for form, use in forms
         for options in form.fits(matrix, found, use)
     )
-    return [candidate for candidate in built if _agrees(layer, candidate, seen, store)]
+    return [candidate for candidate in built if _agrees(layer, candidate, seen, request.store)]
 
 
 def _without_slow(
@@ -317,8 +330,13 @@ def _without_hooks(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _agrees(layer: nn.Module, candidate: Compressed, seen: RecordedInputs, store: torch.dtype | None) -> bool:
-    """Returns True if the candidate's outputs equal the layer's within the precision of its dtype."""
+    """Returns True if the candidate's outputs equal the layer's within the precision of its dtype.
+
+    Rounded weights (`values=`) are compared with a dense layer of the same rounded weights.
+    """
     half = store is not None or candidate.dtype != torch.float32
+    if FORMATS[candidate.form].values is not None:
+        layer = candidate.restored().eval()
     for x in seen.inputs.values():
         expected, got = _without_hooks(layer, x).float(), _without_hooks(candidate, x).float()
         if expected.shape != got.shape:
@@ -328,6 +346,15 @@ def _agrees(layer: nn.Module, candidate: Compressed, seen: RecordedInputs, store
         if not bool((near | (expected == got) | (expected.isnan() & got.isnan())).all()):
             return False
     return True
+
+
+def _error(layer: nn.Module, candidate: Compressed, seen: RecordedInputs) -> float:
+    """Returns the norm of the change of the outputs over the norm of the outputs, for all recorded inputs together."""
+    change = size = 0.0
+    for x in seen.inputs.values():
+        expected, got = _without_hooks(layer, x).double(), _without_hooks(candidate, x).double()
+        change, size = change + float((got - expected).square().sum()), size + float(expected.square().sum())
+    return (change / size) ** 0.5 if size else 0.0
 
 
 def _seconds(layers: list[nn.Module], seen: RecordedInputs, cold: Tensor | None, seconds: float) -> list[float]:

@@ -1,15 +1,16 @@
 """The `Format` record, the table of all formats, and the functions of the operators (`torch.ops.secateur`) that run them.
 
 A format packs a matrix into named plain tensors and computes with those. The operators, the modules and the chooser know
-formats only through the table `FORMATS`, so adding a format means adding one entry.
+formats only through the table `FORMATS`, so adding a format means adding one entry. Values in fewer bits (`Values`) are an axis
+of every format: `with_values` makes a format that packs the rounded matrix of another one and adds the buffer `scales`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,11 @@ from torch.nn.grad import conv2d_input
 from torch.utils.flop_counter import register_flop_formula
 
 from .find import Zeros
+from .values import Values, parse
 
 Buffers = Sequence[Tensor]
 FormatOptions = Sequence[int]
+PLAIN = ""  # in `Format.takes`: the weights as they are, without scales
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,14 @@ class Use:
     device: str
     rows: tuple[int, ...]  # input rows (output positions of a convolution) of each distinct input shape
     input_zeros: float = 0.0  # fraction of input elements that are zero
+    values: Values | None = None  # how the weights are rounded
+
+
+class Scales(NamedTuple):
+    """The scales of a packed matrix whose values are stored in fewer bits, for the kernels of a format."""
+
+    values: Values
+    bits: Tensor  # the buffer `scales`
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,10 @@ class Format:
     into the tensors named in `buffers`, and `unpack` restores it. `linear` and `conv` return None if no kernel can run the
     call (for example on another device); the caller then unpacks the matrix and uses torch's dense operator. `allowed` lists
     every tuple that `fits` may yield, so that options read from a file can be checked.
+
+    `takes` names the kinds of values that the kernels of `linear` multiply with: `PLAIN`, and the text of `Values` that are
+    stored in fewer bits. For the latter, `linear` gets a `Scales` as its last argument. `base` and `values` are set by
+    `with_values`.
     """
 
     name: str
@@ -65,10 +80,13 @@ class Format:
     fits: Callable[[Tensor, Zeros, Use], Iterable[tuple[int, ...]]]
     pack: Callable[[Tensor, FormatOptions], tuple[Tensor, ...]]
     unpack: Callable[[Buffers, int, int, FormatOptions], Tensor]
-    linear: Callable[[Tensor, Buffers, Tensor | None, int, FormatOptions], Tensor | None]
+    linear: Callable[..., Tensor | None]  # (x, buffers, bias, rows, options) and perhaps scales
     conv: Callable[[Tensor, Buffers, Tensor | None, int, FormatOptions, Window], Tensor | None] | None = None
     embedding: Callable[[Tensor, Buffers, int, FormatOptions], Tensor] | None = None
     allowed: tuple[tuple[int, ...], ...] = ((),)
+    takes: tuple[str, ...] = (PLAIN,)
+    base: Format | None = None
+    values: Values | None = None
 
 
 # Former names of formats, which saved files, exported programs and pickled models may still contain.
@@ -82,12 +100,16 @@ FORMER_NAMES = {
 
 
 class _Formats(dict[str, Format]):
-    """The formats by name. Indexing also accepts former names; iteration yields the current names only."""
+    """The formats by name.
+
+    Indexing also accepts former names and formats with values in fewer bits ("gather int8"); iteration yields neither.
+    """
 
     def __missing__(self, name: str) -> Format:
-        if name not in FORMER_NAMES:
+        found = find_format(name)
+        if found is None:
             raise KeyError(name)
-        return self[FORMER_NAMES[name]]
+        return found
 
 
 FORMATS: dict[str, Format] = _Formats()
@@ -100,8 +122,33 @@ def register(form: Format) -> Format:
 
 
 def find_format(name: str) -> Format | None:
-    """Returns the format with this current or former name, or None if there is none."""
-    return FORMATS.get(FORMER_NAMES.get(name, name))
+    """Returns the format with this current or former name, with values in fewer bits if it names them; None if unknown."""
+    own, _, text = name.partition(" ")
+    form, values = FORMATS.get(FORMER_NAMES.get(own, own)), parse(text) if text else None
+    if form is None or not text:
+        return form
+    return with_values(form, values) if values is not None and str(values) in form.takes else None
+
+
+@cache
+def with_values(form: Format, values: Values) -> Format:
+    """Returns the format with its values in fewer bits. It packs the rounded matrix, and its last buffer holds the scales."""
+
+    def pack(matrix: Tensor, options: FormatOptions) -> tuple[Tensor, ...]:
+        q, scales = values.quantize(matrix)
+        first, *rest = form.pack(q, options)
+        return values.shrink(first), *rest, scales
+
+    def unpack(buffers: Buffers, rows: int, columns: int, options: FormatOptions) -> Tensor:
+        first, *rest, scales = buffers
+        return values.dequantize(form.unpack([values.widen(first), *rest], rows, columns, options), scales)
+
+    def linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions) -> Tensor | None:
+        return form.linear(x, buffers[:-1], bias, rows, options, Scales(values, buffers[-1]))
+
+    name, buffers = f"{form.name} {values}", (*form.buffers, "scales")
+    own = {"conv": None, "embedding": None, "base": form, "values": values}
+    return replace(form, name=name, buffers=buffers, pack=pack, unpack=unpack, linear=linear, **own)
 
 
 # ---------------------------------------------------------------- grouped convolutions
@@ -223,7 +270,8 @@ def _unpack(buffers: Buffers, form: str, rows: int, columns: int, options: Forma
 
 
 def _unpack_fake(buffers: Buffers, form: str, rows: int, columns: int, options: FormatOptions) -> Tensor:
-    return buffers[0].new_empty(rows, columns)
+    dtype = torch.float32 if FORMATS[form].values is not None else buffers[0].dtype
+    return buffers[0].new_empty(rows, columns, dtype=dtype)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -278,6 +326,10 @@ OPERATORS = {
     [getattr(torch.ops.secateur, name) for name in ("linear", "linear_grad", "conv", "conv_grad")], get_raw=True
 )
 def _flops(x: Tensor, buffers: Buffers, bias: Any, form: str, rows: int, *_: Any, out_val: Tensor, **__: Any) -> int:
-    """FLOPs for torch's counter: two for each stored value and output position. Integer buffers hold pairs of values."""
-    pairs = 1 if buffers[0].is_floating_point() else 2
-    return 2 * pairs * buffers[0].numel() * (out_val.numel() // rows)
+    """FLOPs for torch's counter: two for each stored value and output position."""
+    stored, values = buffers[0], FORMATS[form].values
+    if values is not None:
+        each = 8 // values.bits
+    else:
+        each = 1 if stored.is_floating_point() else 2  # integers hold pairs of bfloat16
+    return 2 * each * stored.numel() * (out_val.numel() // rows)

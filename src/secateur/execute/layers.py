@@ -15,6 +15,7 @@ from .._tree import Packed
 from ..masks import unpack_bits
 from .find import negative_zeros
 from .formats import FORMATS, Format, as_matrix, as_weight, conv, linear
+from .values import Values
 
 KINDS: dict[type[nn.Module], str] = {nn.Linear: "linear", nn.Conv1d: "conv", nn.Conv2d: "conv", nn.Embedding: "embedding"}
 HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
@@ -63,7 +64,7 @@ class Compressed(Packed):
         packed = form.pack(as_matrix(weight if store is None else weight.to(store), self.groups).contiguous(), self.options)
         for name, buffer in zip(form.buffers, packed):
             self.register_buffer(name, buffer)
-        self.register_buffer("minus", negative_zeros(weight))
+        self.register_buffer("minus", negative_zeros(weight) if form.values is None else None)
 
     def buffers_in_order(self) -> list[Tensor]:
         """Returns the format's buffers in the order that the format declares."""
@@ -122,13 +123,21 @@ class Compressed(Packed):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, unpacked at each access. Exact, unless the values are stored in a smaller dtype (`store=`)."""
+        """The dense weight, unpacked at each access. Exact, unless values are stored in fewer bits (`store=`, `values=`)."""
         matrix = FORMATS[self.form].unpack(self.buffers_in_order(), self.rows, self.columns, self.options)
         weight = as_weight(matrix, self.shape, self.groups)
         if self.minus is not None:
             where = unpack_bits(self.minus, weight.numel()).view(weight.shape)  # type: ignore[arg-type]
             weight = torch.where(where & (weight == 0), -torch.zeros((), dtype=weight.dtype, device=weight.device), weight)
         return weight
+
+    def rounded(self) -> tuple[Values, Tensor, Tensor] | None:
+        """The weight as the small numbers that are stored and their scales (see `Values`); None if it is not rounded."""
+        form, (first, *rest) = FORMATS[self.form], self.buffers_in_order()
+        if form.values is None or form.base is None:
+            return None
+        packed = [form.values.widen(first), *rest[:-1]]
+        return form.values, form.base.unpack(packed, self.rows, self.columns, self.options), rest[-1]
 
     def restored(self, weight: nn.Parameter | None = None) -> nn.Module:
         """Returns the dense layer, with this weight if given (a tied one)."""
@@ -175,7 +184,7 @@ class Compressed(Packed):
         if tuple(weight.shape) != self.shape:
             raise ValueError(f"{name} has shape {tuple(weight.shape)} in the state dict and {self.shape} in the model")
         old = self.get_buffer(self.names[0])
-        half = old.is_floating_point() and old.dtype != self.dtype
+        half = old.is_floating_point() and old.dtype != self.dtype  # values in fewer bits are integers
         device = weight.device if old.is_meta else old.device  # packing needs values, which meta tensors lack
         try:
             self._hold(weight.detach().to(device, self.dtype), old.dtype if half else None)
@@ -217,7 +226,8 @@ class Compressed(Packed):
         (values, *rest), form, size = given, FORMATS[self.form], (self.rows, self.columns)
         device = values.device if own[0].is_meta else own[0].device
         rest = [each.to(device) for each in rest]
-        if not own[0].is_meta and values.shape == own[0].shape and all(map(torch.equal, rest, own[1:])):
+        same = rest[:-1] if form.values is not None and rest[-1].shape == own[-1].shape else rest  # scales hold no addresses
+        if not own[0].is_meta and values.shape == own[0].shape and all(map(torch.equal, same, own[1:])):
             return True
         if self.names[0] != "values":  # a library's own packed form, of which only the sizes can be checked
             return form.unpack([values.to(device), *rest], *size, self.options).shape == size
@@ -225,9 +235,17 @@ class Compressed(Packed):
 
     def _repacks(self, values: Tensor, rest: list[Tensor], device: torch.device) -> bool:
         """Returns True if unpacking these buffers with ones as values, and packing the result, gives the same buffers."""
-        form, size, pairs = FORMATS[self.form], (self.rows, self.columns), not values.is_floating_point()
-        ones = torch.ones(values.numel() * (2 if pairs else 1), dtype=torch.bfloat16 if pairs else torch.uint8, device=device)
-        places = form.unpack([ones.view(values.dtype) if pairs else ones.view(values.shape), *rest], *size, self.options)
+        form, size = FORMATS[self.form], (self.rows, self.columns)
+        if form.values is not None:
+            *rest, scales = rest
+            form.values.dequantize(torch.zeros(size, dtype=torch.uint8, device=device), scales)  # raises for other shapes
+            form, values = form.base or form, form.values.widen(values)
+            ones = torch.ones_like(values, device=device)
+        elif values.is_floating_point():
+            ones = torch.ones(values.shape, dtype=torch.uint8, device=device)
+        else:  # pairs of bfloat16
+            ones = torch.ones(values.numel() * 2, dtype=torch.bfloat16, device=device).view(values.dtype)
+        places = form.unpack([ones, *rest], *size, self.options)
         again, *others = form.pack(places, self.options)
         return places.shape == size and again.shape == values.shape and all(map(torch.equal, others, rest))
 

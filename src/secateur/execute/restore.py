@@ -15,7 +15,8 @@ from .layers import Compressed
 def decompress_(model: nn.Module) -> nn.Module:
     """Replaces every compressed layer by its dense layer, in place, and returns the model.
 
-    The weights come back bit for bit (rounded, where `compress_` was given `store=`). Weights that were tied are tied again.
+    The weights come back bit for bit (rounded, where `compress_` was given `store=` or `values=`). Weights that were tied are
+    tied again.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"decompress_ takes a torch.nn.Module, not {type(model).__name__}")

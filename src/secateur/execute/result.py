@@ -29,6 +29,7 @@ class LayerResult:
     before: int = 0
     after: int = 0
     reason: str = ""
+    error: float | None = None  # of values in fewer bits: norm of the change of the output over the norm of the output
 
     def found(self, zeros: Zeros) -> LayerResult:
         return replace(self, pattern=zeros.pattern, sparsity=zeros.sparsity)
@@ -36,7 +37,7 @@ class LayerResult:
     def left(self, reason: str) -> LayerResult:
         """Marks the layer as dense, with the reason. It keeps the measured times and names the best format in the reason."""
         best = f" ({self.format} was the best format)" if self.format else ""
-        return replace(self, format=None, reason=reason + best, after=self.before)
+        return replace(self, format=None, reason=reason + best, after=self.before, error=None)
 
     def timed(self, form: str, options: Sequence[int], dense: float | None, sparse: float | None, size: int) -> LayerResult:
         name = form + (f" {'x'.join(map(str, options))}" if options else "")
@@ -113,6 +114,14 @@ class Compression(Reported):
             )
         return restore_(model, self.replaced)
 
+    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """The header and the rows. There is a column for errors only if values were stored in fewer bits."""
+        header, rows = _HEADER, [*map(_cells, self.rows)]
+        if all(row.error is None for row in self.rows):
+            return header, rows
+        shown = [_with_error(cells, "" if row.error is None else f"{row.error:.1e}") for cells, row in zip(rows, self.rows)]
+        return _with_error(header, "error"), shown
+
     def _summary(self) -> str:
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         return (
@@ -129,15 +138,21 @@ class Compression(Reported):
         )
 
     def __str__(self) -> str:
-        notes = [self._summary(), *self._notes()]
-        return str(Table(_HEADER, [*map(_cells, self.rows)], right=_RIGHT, notes=notes, ruled=False))
+        notes, (header, rows) = [self._summary(), *self._notes()], self._table()
+        return str(Table(header, rows, right=_RIGHT | ({10} if "error" in header else set()), notes=notes, ruled=False))
 
     def _repr_html_(self) -> str:
-        return Table(_HEADER, [*map(_cells, self.rows)], title=self._summary(), notes=self._notes()).html("notes")
+        header, rows = self._table()
+        return Table(header, rows, title=self._summary(), notes=self._notes()).html("notes")
 
 
 _HEADER = ("layer", "kind", "zeros", "pattern", "format", "dense", "sparse", "ratio", "bytes", "now", "")
 _RIGHT = {2, 5, 6, 7, 8, 9}  # columns of numbers
+
+
+def _with_error(cells: tuple[str, ...], error: str) -> tuple[str, ...]:
+    """Puts the column for errors in front of the last one, the reason."""
+    return (*cells[:-1], error, cells[-1])
 
 
 def _cells(row: LayerResult) -> tuple[str, ...]:

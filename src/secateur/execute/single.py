@@ -1,7 +1,8 @@
 """Formats for one input row (up to four), where the time is that of reading the weights from memory.
 
 `gather`: any pattern; `bitmask`: up to about 80 % zeros; `runs`: blocks along a row; `panels`: blocks of rows; `columns`: a
-dense weight whose inputs are partly zero (`gate_`). Values may be stored in half precision; sums are always float32.
+dense weight whose inputs are partly zero (`gate_`); `dense`: all weights, in fewer bits. Values may be stored in half precision
+or in fewer bits with scales (`Values`); sums are always float32.
 """
 
 from __future__ import annotations
@@ -15,35 +16,69 @@ from torch import Tensor
 
 from ..masks import pack_bits, unpack_bits
 from .find import Zeros, fill, owners
-from .formats import Buffers, Format, FormatOptions, Use, register
+from .formats import PLAIN, Buffers, Format, FormatOptions, Scales, Use, register
 from .native import build
 from .native.build import Kernel
 from .tiled import DTYPES, as_float, kernels_for, scratch
+from .values import GROUPS, KINDS
 
 FEW = 4  # input rows up to which these formats are tried
+MORE = 32  # the same for values in fewer bits; with more rows, the matrix is unpacked for a dense product
 GROUP = 8  # weights that a vector instruction multiplies at once
 COLUMNS = 1 << 16  # most columns, because column numbers have two bytes
+UNIT = 64  # columns of `dense` that the kernel multiplies together
+SCRATCH = 384  # bytes for 64 inputs as integers (`native.fixed_point`)
+BY_ROW = tuple(KINDS)  # values with one scale for each row
+BY_GROUP = tuple(f"{kind}/{group}" for kind in KINDS for group in GROUPS)
 
 
 def _here(use: Use, *features: str) -> bool:
-    return use.kind == "linear" and use.device == "cpu" and max(use.rows) <= FEW and build.has(*features)
+    few = FEW if use.values is None else MORE
+    return use.kind == "linear" and use.device == "cpu" and max(use.rows) <= few and build.has(*features)
 
 
-def _by_rows(kernel: Kernel, held: Sequence[int], x: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """Runs the kernel on each input row, converted to float32 and padded to whole groups of columns.
+def _padded(x: Tensor, multiple: int = GROUP) -> Tensor:
+    """Returns the inputs as contiguous float32, with zeros up to a multiple of this number of columns."""
+    more = -x.shape[1] % multiple
+    return x if x.dtype == torch.float32 and not more and x.is_contiguous() else F.pad(x.float(), (0, more)).contiguous()
+
+
+def _by_rows(
+    kernel: Kernel, held: Sequence[int], x: Tensor, bias: Tensor | None, rows: int, seen: Tensor | None = None
+) -> Tensor:
+    """Runs the kernel on each row of `seen`, by default the padded inputs, and returns the results in the dtype of x.
 
     `held` are the kernel's arguments after the addresses of inputs, bias and results.
     """
-    (batch, columns), threads = x.shape, torch.get_num_threads()
-    more = -columns % GROUP
-    plain = x.dtype == torch.float32
-    seen = x if plain and not more and x.is_contiguous() else F.pad(x.float(), (0, more)).contiguous()
+    seen, threads = _padded(x) if seen is None else seen, torch.get_num_threads()
+    batch, width = seen.shape
     extra = as_float(bias, rows)
     y = seen.new_empty_strided((batch, rows), (rows, 1))
     one, each, out = seen.data_ptr(), extra.data_ptr(), y.data_ptr()
     for i in range(batch):
-        build.run(kernel, (one + i * (columns + more) * 4, each, out + i * rows * 4, *held), threads)
-    return y if plain else y.to(x.dtype)
+        build.run(kernel, (one + i * width * 4, each, out + i * rows * 4, *held), threads)
+    return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+
+def _stored(x: Tensor, values: Tensor, scales: Scales | None) -> tuple[str, int] | None:
+    """Returns what kernels are generated for: the kind of the values, and the columns of a scale (see `native.single`).
+
+    None if no kernel can multiply these tensors.
+    """
+    if scales is None:
+        return (DTYPES[values.dtype], -1) if kernels_for(x, values) else None
+    here = (
+        len(x) <= MORE
+        and kernels_for(x, x)
+        and values.is_cpu
+        and (scales.values.kind != "float8_e4m3fn" or build.reads_halves())
+    )
+    return (scales.values.kind, scales.values.group) if here else None
+
+
+def _scales_of(scales: Scales | None) -> tuple[int, int]:
+    """Returns the address of the scales and their number in each row, the last arguments of a kernel."""
+    return (0, 0) if scales is None else (scales.bits.data_ptr(), scales.bits.shape[1])
 
 
 def _starts(counts: Tensor) -> Tensor:
@@ -93,16 +128,22 @@ def _gather_unpack(buffers: Buffers, rows: int, columns: int, options: FormatOpt
     return matrix
 
 
-def _gather_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions) -> Tensor | None:
-    values = buffers[0]
-    if not kernels_for(x, values):
+def _gather_linear(
+    x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions, scales: Scales | None = None
+) -> Tensor | None:
+    stored = _stored(x, buffers[0], scales)
+    if stored is None:
         return None
-    return _by_rows(build.kernel("single.gather", DTYPES[values.dtype]), (rows, *map(Tensor.data_ptr, buffers)), x, bias, rows)
+    held = rows, *map(Tensor.data_ptr, buffers), *_scales_of(scales)
+    return _by_rows(build.kernel("single.gather", *stored), held, x, bias, rows)
 
 
 GATHER = register(
-    Format("gather", ("values", "index", "first", "starts"), _gather_fits, _gather_pack, _gather_unpack, _gather_linear)
-)
+    Format(
+        "gather", ("values", "index", "first", "starts"), _gather_fits, _gather_pack, _gather_unpack, _gather_linear,
+        takes=(PLAIN, *BY_ROW),
+    )
+)  # fmt: skip
 
 # ---------------------------------------------------------------- runs
 
@@ -127,14 +168,22 @@ def _runs_unpack(buffers: Buffers, rows: int, columns: int, options: FormatOptio
     return parts.flatten(1)[:, :columns].contiguous()
 
 
-def _runs_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions) -> Tensor | None:
-    values = buffers[0]
-    if not kernels_for(x, values):
+def _runs_linear(
+    x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions, scales: Scales | None = None
+) -> Tensor | None:
+    stored = _stored(x, buffers[0], scales)
+    if stored is None:
         return None
-    return _by_rows(build.kernel("single.runs", DTYPES[values.dtype]), (rows, *map(Tensor.data_ptr, buffers)), x, bias, rows)
+    held = rows, *map(Tensor.data_ptr, buffers), *_scales_of(scales)
+    return _by_rows(build.kernel("single.runs", *stored), held, x, bias, rows)
 
 
-RUNS = register(Format("runs", ("values", "first", "starts"), _runs_fits, _runs_pack, _runs_unpack, _runs_linear))
+RUNS = register(
+    Format(
+        "runs", ("values", "first", "starts"), _runs_fits, _runs_pack, _runs_unpack, _runs_linear,
+        takes=(PLAIN, *BY_ROW, *BY_GROUP),
+    )
+)  # fmt: skip
 
 # ---------------------------------------------------------------- panels
 
@@ -160,18 +209,20 @@ def _panels_unpack(buffers: Buffers, rows: int, columns: int, options: FormatOpt
     return tall.transpose(1, 2).reshape(rows, columns)
 
 
-def _panels_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions) -> Tensor | None:
-    (height,), values = options, buffers[0]
-    if not kernels_for(x, values):
+def _panels_linear(
+    x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions, scales: Scales | None = None
+) -> Tensor | None:
+    (height,), stored = options, _stored(x, buffers[0], scales)
+    if stored is None:
         return None
-    body = build.kernel("single.panels", height, DTYPES[values.dtype])
-    return _by_rows(body, (rows // height, *map(Tensor.data_ptr, buffers)), x, bias, rows)
+    held = rows // height, *map(Tensor.data_ptr, buffers), *_scales_of(scales)
+    return _by_rows(build.kernel("single.panels", height, *stored), held, x, bias, rows)
 
 
 PANELS = register(
     Format(
         "panels", ("values", "index", "starts"), _panels_fits, _panels_pack, _panels_unpack, _panels_linear,
-        allowed=((16,), (8,)),
+        allowed=((16,), (8,)), takes=(PLAIN, *BY_ROW),
     )
 )  # fmt: skip
 
@@ -219,19 +270,24 @@ def _table(kind: str) -> Tensor:
             there = mask >> lane & 1
             if kind == "float32":
                 table[mask, lane] = taken if there else 0x80000000
+            elif kind == "int8":  # three zero bytes, then the value
+                table[mask, lane] = 0x808080 | taken << 24 if there else 0x80808080
             else:  # indices of a byte shuffle: two zero bytes, then the value's two bytes; 0x80 stands for zero
                 table[mask, lane] = 0x8080 | (2 * taken << 16) | (2 * taken + 1 << 24) if there else 0x80808080
             taken += there
     return torch.where(table >= 1 << 31, table - (1 << 32), table).to(torch.int32).contiguous()
 
 
-def _bitmask_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions) -> Tensor | None:
-    values, masks, _ = buffers
-    if not kernels_for(x, values) or values.dtype == torch.float16 or not build.has("avx2"):
+def _bitmask_linear(
+    x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions, scales: Scales | None = None
+) -> Tensor | None:
+    (values, masks, _), stored = buffers, _stored(x, buffers[0], scales)
+    if stored is None or stored[0] not in ("float32", "bfloat16", "int8") or not build.has("avx2"):
         return None
-    kind = DTYPES[values.dtype]
-    held = rows, masks.shape[1], *map(Tensor.data_ptr, (*buffers, _table(kind)))
-    return _by_rows(build.kernel("single.bitmask", kind), held, x, bias, rows)
+    held = rows, masks.shape[1], *map(Tensor.data_ptr, (*buffers, _table(stored[0]))), *_scales_of(scales)
+    room = (masks.shape[1] // 8 + 1) * SCRATCH  # for each thread
+    memory = scratch(torch.get_num_threads() * room // 4) if scales is not None else values
+    return _by_rows(build.kernel("bitmask.bitmask", *stored), (*held, memory.data_ptr(), room), x, bias, rows)
 
 
 def _bitmask_embedding(x: Tensor, buffers: Buffers, columns: int, options: FormatOptions) -> Tensor:
@@ -249,7 +305,7 @@ def _bitmask_embedding(x: Tensor, buffers: Buffers, columns: int, options: Forma
 BITMASK = register(
     Format(
         "bitmask", ("values", "masks", "starts"), _bitmask_fits, _bitmask_pack, _bitmask_unpack, _bitmask_linear,
-        embedding=_bitmask_embedding,
+        embedding=_bitmask_embedding, takes=(PLAIN, "int8", "int8/64", "int8/128"),
     )
 )  # fmt: skip
 
@@ -282,3 +338,33 @@ def _columns_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int,
 
 
 BY_COLUMNS = register(Format("columns", ("values",), _columns_fits, _columns_pack, _columns_unpack, _columns_linear))
+
+# ---------------------------------------------------------------- dense, in fewer bits
+
+
+def _dense_fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
+    if _here(use):
+        yield ()
+
+
+def _dense_pack(matrix: Tensor, options: FormatOptions) -> tuple[Tensor, ...]:
+    return (F.pad(matrix, (0, -matrix.shape[1] % UNIT)).contiguous(),)
+
+
+def _dense_unpack(buffers: Buffers, rows: int, columns: int, options: FormatOptions) -> Tensor:
+    return buffers[0][:, :columns].contiguous()
+
+
+def _dense_linear(
+    x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions, scales: Scales | None = None
+) -> Tensor | None:
+    (values,), stored = buffers, _stored(x, buffers[0], scales)
+    if stored is None:
+        return None
+    held = rows, values.data_ptr(), -(-x.shape[1] // UNIT), *_scales_of(scales)
+    return _by_rows(build.kernel("single.dense", *stored), held, x, bias, rows, _padded(x, UNIT))
+
+
+DENSE = register(
+    Format("dense", ("values",), _dense_fits, _dense_pack, _dense_unpack, _dense_linear, takes=(*BY_ROW, *BY_GROUP))
+)

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..display import Reported, Timing, after, interleaved, thread_time, wall_time
-from ..edit import eval_mode, split_inputs
+from .._hints import hints
+from ..display import Reported, Timing, after, interleaved, thread_time, time_left, wall_time
+from ..edit import eval_mode, inputs_error, split_inputs
 from ..progress import Progress
 
 CACHE_BYTES = 48 << 20  # more than the last-level cache of most machines
 
 
 def time_runs(
-    runs: Sequence[Callable[[], Any]], *, seconds: float = 0.3, rounds: tuple[int, int] = (5, 200), cold: Tensor | None = None
+    runs: Sequence[Callable[[], Any]],
+    *,
+    seconds: float = 0.3,
+    rounds: tuple[int, int] = (5, 200),
+    cold: Tensor | None = None,
+    progress: Progress | None = None,
 ) -> list[Timing]:
-    """Times functions in turn (see `interleaved`), for `seconds` each, within the limits `rounds`.
+    """Times functions in turn (see `interleaved`), for `seconds` each, within the limits `rounds`, and reports to `progress`.
 
     If `cold` is given, it is read before each run to push the weights out of the cache. With one thread, the thread's processor
     time is measured instead of wall-clock time, so that other programs disturb less.
@@ -34,7 +42,14 @@ def time_runs(
             cold.sum()
         return clock(run)
 
-    return interleaved(runs, after(seconds, rounds), once=once)
+    stop = after(seconds, rounds)
+
+    def enough(found: Sequence[Sequence[float]], spent: float) -> bool:
+        if progress is not None:
+            progress.remains(time_left(found, spent, seconds, rounds))
+        return stop(found, spent)
+
+    return interleaved(runs, enough, once=once)
 
 
 def in_graphs(
@@ -109,7 +124,10 @@ def call(model: nn.Module, example_inputs: Any) -> Any:
             f"not {type(example_inputs).__name__}"
         )
     args, kwargs = split_inputs(example_inputs)
-    return model(*args, **kwargs)
+    try:
+        return model(*args, **kwargs)
+    except Exception as error:
+        raise inputs_error(error, model, args, kwargs) from error
 
 
 @dataclass(frozen=True)
@@ -119,11 +137,13 @@ class Bench(Reported):
     timings: dict[str, Timing]
 
     def __getitem__(self, name: str) -> Timing:
+        if name not in self.timings:
+            raise KeyError(f"no model {name!r} was timed, only {', '.join(map(repr, self.timings))}")
         return self.timings[name]
 
     def ratio(self, slow: str, fast: str) -> float:
         """Returns how many times longer the best round of `slow` took than that of `fast`."""
-        return self.timings[slow].best / self.timings[fast].best
+        return self[slow].best / self[fast].best
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.timings)
@@ -135,6 +155,7 @@ class Bench(Reported):
         return "\n".join(lines)
 
 
+@hints
 def bench(
     model: nn.Module | Mapping[str, nn.Module], example_inputs: Any, *, threads: int | None = None, seconds: float = 2.0
 ) -> Bench:
@@ -142,13 +163,32 @@ def bench(
 
     The models run warm, in eval mode and without gradients. `seconds` is the measuring time for each model.
     """
-    models = {"model": model} if isinstance(model, nn.Module) else dict(model)
-    if not models or not all(isinstance(each, nn.Module) for each in models.values()):
-        raise TypeError("bench takes a torch.nn.Module, or a mapping of names to modules")
+    models = _models(model)
+    check_threads(threads)
+    if not isinstance(seconds, Real) or isinstance(seconds, bool) or not 0 <= seconds < math.inf:
+        raise ValueError(f"seconds={seconds!r} must be a number of seconds, 0 or more: the measuring time for each model")
     group = nn.ModuleList(models.values())
     inputs = copy.copy(example_inputs)
     with for_inference(group, threads), Progress("bench") as progress:
         progress(", ".join(models))
+        progress.remains(float(seconds) * len(models))
         runs = [lambda each=each: call(each, inputs) for each in models.values()]
-        timings = time_runs(runs, seconds=seconds, rounds=(5, 500))
+        timings = time_runs(runs, seconds=float(seconds), rounds=(5, 500), progress=progress)
     return Bench(dict(zip(models, timings)))
+
+
+def _models(given: Any) -> dict[str, nn.Module]:
+    """The models to time, by name. Raises TypeError where there are none."""
+    found = {"model": given} if isinstance(given, nn.Module) else {**given} if isinstance(given, Mapping) else {}
+    if found and all(isinstance(name, str) and isinstance(each, nn.Module) for name, each in found.items()):
+        return found
+    raise TypeError(
+        "bench takes a torch.nn.Module, or a mapping of names to modules to compare several, such as "
+        f'{{"dense": model, "pruned": other}}; not {type(given).__name__}'
+    )
+
+
+def check_threads(threads: Any) -> None:
+    """Raises unless this is a number of CPU threads, or None."""
+    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
+        raise ValueError(f"threads={threads!r} must be a whole number of CPU threads, 1 or more")

@@ -18,7 +18,8 @@ def merge_lora_(model: Any) -> nn.Module:
     weight. Here elements that were zero before are zero afterwards. The outputs therefore differ from those of the unmerged
     model by what the adapters add at these elements.
     """
-    layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "get_base_layer")}
+    named = model.named_modules() if hasattr(model, "named_modules") else ()
+    layers = {name: layer for name, layer in named if hasattr(layer, "get_base_layer")}
     if not layers or not hasattr(model, "merge_and_unload"):
         raise TypeError(f"merge_lora_ takes a model of PEFT (get_peft_model), and {type(model).__name__} has no adapters")
     if merged := [name for name, layer in layers.items() if getattr(layer, "merged", False)]:

@@ -68,7 +68,7 @@ def evaluator(scoring: str | Callable[..., float], inputs: Tensor, targets: Tens
     def evaluate(model: nn.Module) -> float:
         if targets.is_floating_point():
             return float(scorer(_Regressor(model, batch_size), inputs, targets.numpy()))
-        with eval_mode(model), torch.no_grad(), on_batch(model, (inputs[:1],), {}):
+        with eval_mode(model), torch.no_grad(), on_batch(model, (inputs,), {}):
             classes = np.arange(model(inputs[:1]).shape[1])
         return float(scorer(_Classifier(model, batch_size, classes), inputs, targets.numpy()))
 

@@ -4,6 +4,7 @@ A saved model is a folder with a safetensors file, which any reader of that form
 
 - `files`: safetensors files, written completely or not at all.
 - `packed`: tensors with many zeros, stored as a bit for each element and the values.
+- `scaled`: weights in fewer bits, with their scales.
 - `compressed`: layers in sparse formats.
 - `manifest`: the list of what the tensor file holds, and the cuts that made the model.
 - `fill`: copies a file into a model.
@@ -44,10 +45,11 @@ from ..execute import Compressed, decompress_, zeros_of
 from ..methods import without_soft_masks
 from ..plans import Plan
 from ..surgery import Shrunk
-from . import compressed, hf, packed
+from . import compressed, hf, packed, scaled
 from .files import (
     CODES,
     DTYPES,
+    MANIFEST,
     BadFile,
     Entry,
     Tensors,
@@ -60,15 +62,16 @@ from .files import (
     write_tensors,
 )
 from .fill import check_kinds, dtype_of, fill_, read
-from .folder import INDEX, Folder, replacing_file, stale_weights
+from .folder import INDEX, JOURNAL, Folder, Journal, replacing_file, stale_weights, write_index
 from .manifest import MAX, TENSOR_FILES, Manifest, Stored, about, check_file, from_text, shapes_of, to_text
 
 __all__ = [
     "save", "load", "dense_state_dict", "BadFile", "MANIFEST", "record_in", "replaced", "write_text",
-    "Entry", "Folder", "Tensors", "as_bytes", "rename", "replacing", "replacing_file", "write_tensors",  # for folders
+    "JOURNAL", "Entry", "Folder", "Journal", "Tensors", "as_bytes", "rename", "replacing", "replacing_file", "write_index",
+    "write_tensors",  # for folders
 ]  # fmt: skip
 
-MANIFEST, CONFIG = "secateur.json", "config.json"
+CONFIG = "config.json"
 _TRIES = 20  # how often a folder is read that others write to meanwhile
 _FEW = 0.01  # a smaller fraction of zeros is taken for chance
 
@@ -228,10 +231,8 @@ def _check_tensor(name: str, tensor: Any) -> None:
         raise TypeError(f"{name!r} is {kind}; a file holds whole strided tensors of {', '.join(sorted(CODES.values()))}")
     if name != name.encode(errors="replace").decode():
         raise ValueError(f"{name!r} has characters that no file can hold (lone surrogates); rename it")
-    if name.endswith(packed.PARTS) or name == "__metadata__":
-        raise ValueError(
-            f"{name!r} means something else in a file, like names that end in {', '.join(packed.PARTS)}; rename it"
-        )
+    if name.endswith(scaled.ALL) or name == "__metadata__":
+        raise ValueError(f"{name!r} means something else in a file, like names that end in {', '.join(scaled.ALL)}; rename it")
 
 
 def _cuts(model: nn.Module, plan: Plan | Shrunk | None) -> list[Cuts]:
@@ -287,8 +288,11 @@ def _described(model: nn.Module, tensors: compressed.State, pack: bool) -> tuple
         again = partial(_whole, held)
         tensor = again()
         values = packed.count_values(tensor)
-        made = packed.entries(name, tensor, values, again) if pack or held is not tensor else None
-        kind = "dense" if made is None else "bitmask"
+        if isinstance(held, Compressed) and held.rounded() is not None:
+            made, kind = scaled.entries(name, held), "scaled"
+        else:
+            made = packed.entries(name, tensor, values, again) if pack or held is not tensor else None
+            kind = "dense" if made is None else "bitmask"
         zeros = tensor.numel() - values
         listed[name] = Stored(CODES[tensor.dtype], tuple(tensor.shape), kind, zeros, _pattern(model, name, tensor, zeros))
         entries |= made or {name: Entry(tensor.dtype, tuple(tensor.shape), again)}
@@ -416,12 +420,15 @@ def _unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 f"{name!r} is a {type(tensor).__name__}; a mapping of names to tensors is expected, as load_file returns"
             )
         base, mark, part = name.rpartition("#")
-        if mark + part not in packed.PARTS:
+        if mark + part not in scaled.ALL:
             found[name] = tensor
             continue
-        if missing := [base + p for p in packed.PARTS if base + p not in tensors]:
+        parts = scaled.ALL if base + scaled.SCALES in tensors else packed.PARTS
+        if missing := [base + p for p in parts if base + p not in tensors]:
             raise BadFile(f"{name!r} has no {names_of(missing)} beside it")
-        if mark + part == packed.BITMASK:
+        if mark + part == scaled.SCALES:
+            found[base] = scaled.read(base, {base + p: tensors[base + p].cpu() for p in parts}).to(tensor.device)
+        if mark + part == packed.BITMASK and parts is packed.PARTS:
             shape, values = tensors[base + packed.SHAPE], tensors[base + packed.VALUES]
             if shape.dtype != torch.int64 or shape.dim() != 1 or bool((shape < 0).any()):
                 raise BadFile(f"{base + packed.SHAPE!r} must hold a shape: one row of int64 from 0 up")

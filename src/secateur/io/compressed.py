@@ -86,9 +86,11 @@ def made_again(model: nn.Module, layers: Mapping[str, Layer], weight: Callable[[
             value, own = weight(path), layer._parameters["weight"]
             assert own is not None
             stand_in = copy.copy(layer)
-            dense = value.to(own.dtype) if own.is_meta else value.to(own)
+            dtype = value.dtype if form.values is not None else own.dtype  # what is rounded again must not be rounded before
+            dense = value.to(dtype) if own.is_meta else value.to(own.device, dtype)
             stand_in._parameters = {**layer._parameters, "weight": nn.Parameter(dense, own.requires_grad)}
             found[id(layer)] = _exact(path, said, stand_in, tied.get(id(own), ()), value)
+            found[id(layer)].dtype = own.dtype
     return found
 
 

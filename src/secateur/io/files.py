@@ -47,6 +47,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+MANIFEST = "secateur.json"
 _CHUNK = 1 << 20
 BESIDE = re.compile(r".+\.secateur-[0-9a-f]{8}\.tmp")  # the names that `replacing` gives its files
 

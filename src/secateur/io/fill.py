@@ -12,14 +12,16 @@ from torch.nn.parameter import is_lazy
 
 from .._dist import sharded
 from .._tree import nearest
-from . import compressed, packed
+from . import compressed, packed, scaled
 from .files import CODES, BadFile, Tensors, names_of
-from .manifest import Layer, Manifest, Stored, shapes_of
+from .manifest import Layer, Manifest, Stored, shapes_of, stored_names
 
 
 def read(file: Tensors, name: str, stored: Stored) -> Tensor:
     if stored.format == "dense":
         return file.read(name)
+    if stored.format == "scaled":
+        return scaled.read(name, {part: file.read(part) for part in stored_names(name, stored)})
     bits, values = (file.read(name + part) for part in (packed.BITMASK, packed.VALUES))
     return packed.unpack(name, bits, values, stored.shape)
 

@@ -1,4 +1,7 @@
-"""Folders of safetensors files as Hugging Face has them: one file, or several with an index. Read a few rows at a time."""
+"""Folders of safetensors files as Hugging Face writes them: one file, or several with an index. Read a few rows at a time.
+
+`Journal` records how far a run is that writes such a folder.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,9 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .files import BESIDE, DTYPES, BadFile, rename, replacing
+from .files import BESIDE, DTYPES, MANIFEST, BadFile, read_json, rename, replacing
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX, JOURNAL = "model.safetensors", "model.safetensors.index.json", "secateur.journal"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack")  # endings of files that hold weights
 _CHUNK = 1 << 22  # bytes that are copied at once
 
 
@@ -62,6 +66,10 @@ class Folder:
         """The tensors of a file in the order of their bytes."""
         return sorted(self._headers[file][1], key=lambda name: self._headers[file][1][name]["data_offsets"])
 
+    def read(self, name: str) -> Tensor:
+        """A whole tensor."""
+        return self._read(name, 0, math.prod(self.entries[name][1])).reshape(self.entries[name][1])
+
     def rows(self, name: str, first: int, last: int, axis: int = 0) -> Tensor:
         """Some indices of an axis of a tensor. A vector is one row."""
         dtype, shape = self.entries[name]
@@ -75,7 +83,7 @@ class Folder:
         return torch.cat([self.rows(name, *part)[:, first:last] for part in parts])
 
     def _read(self, name: str, begin: int, number: int) -> Tensor:
-        """So many elements of a tensor, from the position `begin` of its flat values."""
+        """`number` elements of a tensor, from the position `begin` of its flat values."""
         file, (dtype, _) = self.file_of[name], self.entries[name]
         head, entries = self._headers[file]
         if number == 0:
@@ -104,22 +112,64 @@ class Folder:
                     raise BadFile(f"{self.path / self.file_of[name]} ends within {name!r}; it was cut short")
                 yield chunk
 
-    def copy_rest(self, target: Path) -> None:
-        """Copies the index and the files without tensors, and removes weights of an earlier model from the target."""
-        for left in target.iterdir():
-            if BESIDE.fullmatch(left.name):  # of a run that was killed
-                left.unlink()
-        for old in stale_weights(target) - {*self.files, INDEX}:
-            (target / old).unlink(missing_ok=True)
-        if not (self.path / INDEX).is_file():
-            (target / INDEX).unlink(missing_ok=True)
+    def copy_rest(self, target: Path, index: bool = True) -> None:
+        """Copies the files that hold no weights, except for the manifest, which has the digests of the old weights."""
+        skipped = {MANIFEST} if index else {MANIFEST, INDEX}
         for file in self.path.iterdir():
-            if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack"):
+            if file.is_file() and file.suffix not in _WEIGHTS and file.name not in skipped:
                 shutil.copyfile(file, target / file.name)
 
 
+class Journal:
+    """How far a run is that writes the folder `target`, in a file there until the run is finished.
+
+    `run` describes the run in plain values. Each of several processes writes a part of the journal and reads all parts, so that
+    another number of processes can go on.
+    """
+
+    def __init__(self, target: Path, run: Mapping[str, Any], part: int = 0) -> None:
+        self.target, self.run, self.file = target, dict(run), target / f"{JOURNAL}.{part}.json"
+
+    def read(self) -> list[dict[str, Any]]:
+        """The parts that an unfinished run left. Raises ValueError if that run was another one."""
+        found = [read_json(file.read_bytes(), str(file)) for file in sorted(self.target.glob(f"{JOURNAL}.*.json"))]
+        if other := next((key for part in found for key, value in self.run.items() if part.get(key) != value), None):
+            raise ValueError(
+                f"{self.target} holds an unfinished run with another {other}; repeat that call, give another target, or remove "
+                f"{JOURNAL}.* there to start again"
+            )
+        return found
+
+    def begin(self) -> None:
+        """Makes the folder. A run that does not go on with an earlier one removes the weights of an earlier model first.
+
+        So a run that is stopped leaves no folder that readers take for a whole model.
+        """
+        self.target.mkdir(parents=True, exist_ok=True)
+        if not self.read():
+            for old in {*stale_weights(self.target), MANIFEST}:
+                (self.target / old).unlink(missing_ok=True)
+
+    def write(self, **known: Any) -> None:
+        with replacing_file(self.file) as out:
+            out.write(json.dumps({**self.run, **known}).encode())
+
+    def remove(self) -> None:
+        """Removes all parts, and the unfinished files of runs that were killed."""
+        for file in self.target.iterdir():
+            if file.name.startswith(f"{JOURNAL}.") or BESIDE.fullmatch(file.name):
+                file.unlink()
+
+
+def write_index(folder: Path, file_of: Mapping[str, str], size: int) -> None:
+    """Writes the index of a folder: the file of each tensor, and the bytes of all of them."""
+    text = json.dumps({"metadata": {"total_size": size}, "weight_map": dict(file_of)}, indent=2, sort_keys=True)
+    with replacing_file(folder / INDEX) as out:
+        out.write(text.encode())
+
+
 def stale_weights(folder: Path) -> set[str]:
-    """The weights that a folder of Hugging Face holds: the index, the files that it lists, and the single file."""
+    """The names of the files that hold the weights of a folder: the index, the files that it lists, and the single file."""
     found = {name for name in (SINGLE, INDEX) if (folder / name).is_file()}
     with contextlib.suppress(BadFile, OSError):
         found |= {name for name in _listed(folder).values() if (folder / name).is_file()}

@@ -19,16 +19,20 @@ from ..progress import track
 from .files import DTYPES, BadFile, Tensors, Written, counts, names_of, read_json
 from .packed import BITMASK, PARTS, SHAPE, VALUES
 from .packed import check as check_bits
+from .scaled import ALL as SCALED_PARTS
+from .scaled import read as read_scaled
 
 VERSION = 1
 TENSOR_FILES = ("model.safetensors", "secateur.safetensors")  # the second: a name that transformers does not look for
 MAX = 100_000_000  # bytes
+_PARTS_OF = {"dense": ("",), "bitmask": PARTS, "scaled": SCALED_PARTS}  # what is appended to the name of a tensor
 _TAIL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 
 
 @dataclass
 class Stored:
-    """A tensor in the file, stored as it is (format "dense") or as a bit for each element and values ("bitmask")."""
+    """A tensor in the file, in the format "dense" (as it is), "bitmask" (a bit for each element, and the values) or "scaled"
+    (the same with values in fewer bits, and scales)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -73,7 +77,7 @@ class Manifest:
 
 def stored_names(name: str, stored: Stored) -> tuple[str, ...]:
     """The names of the entries in the file that a tensor is stored in."""
-    return (name,) if stored.format == "dense" else tuple(name + part for part in PARTS)
+    return tuple(name + part for part in _PARTS_OF[stored.format])
 
 
 # --- to JSON --------------------------------------------------------------------------------------------------------
@@ -183,7 +187,7 @@ def _from_data(data: dict[str, Any], sizes: Mapping[str, int]) -> Manifest:
             raise BadFile(f"{name!r} lacks a field of a tensor, or has one too many")
         found = entry.pop("sha256")
         stored = tensors[name] = Stored(**entry)
-        if str(stored.dtype) not in DTYPES or not counts(stored.shape, 64) or stored.format not in ("dense", "bitmask"):
+        if str(stored.dtype) not in DTYPES or not counts(stored.shape, 64) or stored.format not in _PARTS_OF:
             raise BadFile(f"{name!r} has an unknown dtype, shape or format")
         stored.shape = tuple(stored.shape)
         if type(stored.zeros) is not int or not 0 <= stored.zeros <= math.prod(stored.shape):
@@ -305,6 +309,8 @@ def check_file(manifest: Manifest, file: Tensors) -> None:
     if odd := file.entries.keys() ^ written.tensors.keys():
         raise BadFile(f"{where} and its manifest do not list the same tensors: {names_of(odd)}")
     for name, stored in manifest.tensors.items():
+        if stored.format == "scaled":
+            continue
         dtype, shape = file.entries[name + (VALUES if stored.format == "bitmask" else "")]
         if dtype != DTYPES[stored.dtype] or (stored.format == "dense" and shape != stored.shape):
             raise BadFile(f"{name!r} is {dtype} of shape {shape} in {where} and different in the manifest")
@@ -318,6 +324,10 @@ def check_file(manifest: Manifest, file: Tensors) -> None:
             check_bits(name, file.read(name + BITMASK), file.entries[name + VALUES][1][0], stored.shape)
             if file.read(name + SHAPE).tolist() != list(stored.shape):
                 raise BadFile(f"{name!r} has another shape in {where} than in the manifest")
+        if stored.format == "scaled":
+            weight = read_scaled(name, {part: file.read(part) for part in stored_names(name, stored)})
+            if (DTYPES[stored.dtype], stored.shape) != (weight.dtype, tuple(weight.shape)):
+                raise BadFile(f"{name!r} has another dtype or shape in {where} than in the manifest")
 
 
 def _parts_fit(file: Tensors, name: str, stored: Stored) -> bool:

@@ -52,14 +52,19 @@ def _values(tensor: Tensor) -> Tensor:
 
 def check(name: str, mask: Tensor, values: int, shape: tuple[int, ...]) -> None:
     """Raises BadFile unless the bitmask has the length of this shape, and as many bits set as there are values."""
+    ones = count_bits(name, mask, shape)
+    if ones != values:
+        raise BadFile(f"the bitmask of {name!r} keeps {ones} elements and there are {values} values")
+
+
+def count_bits(name: str, mask: Tensor, shape: tuple[int, ...]) -> int:
+    """The number of bits set in a bitmask. Raises BadFile if the bitmask does not have the length of this shape."""
     size = math.prod(shape)
     if mask.dtype != torch.uint8 or mask.dim() != 1 or mask.numel() != -(-size // 8):
         raise BadFile(f"the bitmask of {name!r} should hold {-(-size // 8)} bytes for shape {shape}, not {tuple(mask.shape)}")
     if size % 8 and int(mask[-1]) >> (size % 8):
         raise BadFile(f"the bitmask of {name!r} has bits beyond its {size} elements")
-    ones = sum(int(torch.count_nonzero(unpack_bits(slab, 8 * len(slab)))) for slab in mask.split(_SLAB))
-    if ones != values:
-        raise BadFile(f"the bitmask of {name!r} keeps {ones} elements and there are {values} values")
+    return sum(int(torch.count_nonzero(unpack_bits(slab, 8 * len(slab)))) for slab in mask.split(_SLAB))
 
 
 def unpack(name: str, mask: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:

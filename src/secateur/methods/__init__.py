@@ -12,6 +12,8 @@ from typing import Any
 
 from .._text import read_call
 from .._tree import nearest
+from ..criteria import NAMED as CRITERIA
+from ..criteria import Criterion
 from .admm import ByTheLoss, admm
 from .allocate import greedy_sparsities, squares
 from .contract import check_needs, solve_checked
@@ -31,7 +33,8 @@ from .walk import STREAMED, solve_all, write_
 __all__ = [
     "Amount", "LayerProblem", "Method", "Solution",
     "admm", "drop_and_grow", "flow", "own", "rank", "sparsegpt", "topk",
-    "as_method", "check_needs", "solve_checked", "STREAMED", "error_curves", "solve_all", "write_",  # for plans and recipes
+    "as_method", "names_method", "check_needs", "solve_checked",  # for plans and recipes
+    "STREAMED", "error_curves", "solve_all", "write_",
     "OnDevice", "as_mapping", "from_mapping",  # for folders
     "SoftMasks", "without_soft_masks",  # for pruning and io
     "METHODS", "Gate", "Seen", "Measured", "Probe", "greedy_sparsities", "mean", "ratio", "squares",  # for activations
@@ -49,12 +52,33 @@ def as_method(given: Method | str | Any | None) -> Method:
         return rank()
     if isinstance(given, str) and given in _NAMED:
         return _NAMED[given]()
-    if isinstance(given, str) and given.partition("(")[0].strip() in _CALLS:
+    if isinstance(given, str) and names_method(given):
         return as_method(read_call(given, {**_CALLS, "own": own, "flow": flow}))
-    hint = nearest(given, _NAMED) if isinstance(given, str) else ""
+    shown = _uncalled(given) or repr(given)
     calls = ("rank()", "topk()", "sparsegpt()", "admm()", "drop_and_grow(grow, swap)")
     known = ", ".join(f"sc.methods.{call}" for call in calls)
-    raise (ValueError if isinstance(given, str) else TypeError)(f"method={given!r} is not a method; use {known}.{hint}")
+    raise (ValueError if isinstance(given, str) else TypeError)(
+        f"method={shown} is not a method; use {known} or 'flow'.{_method_hint(given)}"
+    )
+
+
+def names_method(text: str) -> bool:
+    """Whether a text such as "flow" or "sparsegpt(damp=0.05)" names a method."""
+    return text in _NAMED or text.partition("(")[0].strip() in _CALLS
+
+
+def _method_hint(given: Any) -> str:
+    if isinstance(given, Criterion) or (isinstance(given, str) and given in CRITERIA):
+        return f" {given} is a criterion; pass it as criterion="
+    if name := _uncalled(given):
+        return f" Call it: {name}()"
+    return nearest(given, _NAMED) if isinstance(given, str) else ""
+
+
+def _uncalled(given: Any) -> str:
+    """The name of a function that makes a method, if one was given itself; else ""."""
+    made = (rank, topk, sparsegpt, admm, drop_and_grow)
+    return next((f"sc.methods.{each.__name__}" for each in made if given is each), "")
 
 
 def __dir__() -> list[str]:

@@ -7,6 +7,7 @@ of the layer's squared output error, when every later column i of that row moves
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -29,8 +30,8 @@ class SparseGPT(Method):
     rewrites = True
 
     def __post_init__(self) -> None:
-        if not self.damp >= 0 or type(self.width) is not int or self.width < 1:
-            raise ValueError(f"sparsegpt takes damp= from 0 and width= from 1, not damp={self.damp}, width={self.width}")
+        if not isinstance(self.damp, Real) or not self.damp >= 0 or type(self.width) is not int or self.width < 1:
+            raise ValueError(f"sparsegpt takes damp= from 0 and width= from 1, not damp={self.damp!r}, width={self.width!r}")
 
     def solve(self, problem: LayerProblem, pattern: Pattern, amount: Amount, previous: Tensor | None) -> Solution:
         assert problem.H is not None

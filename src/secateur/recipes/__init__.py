@@ -4,7 +4,8 @@
 package.
 """
 
-from .recipe import Ran, Recipe, Stage, shipped
+from .ran import Ran
+from .recipe import Recipe, Stage, shipped
 from .schema import BadRecipe
 from .yaml12 import read_yaml
 

@@ -6,14 +6,17 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from time import perf_counter
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from .._hints import hints
 from .._tree import nearest
 from ..edit import copied, record_of
 from ..io import record_in, write_text
 from ..stats import Loss, split_batch
+from .ran import Ran
 from .schema import KINDS, VERSION, BadRecipe, checked, fields_of, resolved
 from .yaml12 import read_yaml
 
@@ -26,13 +29,6 @@ class Stage:
 
     kind: str
     arguments: Mapping[str, Any]
-
-
-class Ran(NamedTuple):
-    """What `Recipe.run` returns: the new model, and the result of each stage (`Plan`, `Shrunk`, `Gates`, `Compression`)."""
-
-    model: nn.Module
-    results: list[Any]
 
 
 @dataclass(frozen=True)
@@ -50,11 +46,20 @@ class Recipe:
 
     stages: tuple[Stage, ...]
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.stages, tuple) or not all(isinstance(stage, Stage) for stage in self.stages):
+            raise TypeError(
+                "Recipe(...) takes stages that were checked; use Recipe.load(path), Recipe.parse(text) or "
+                'Recipe.of_stages([{"prune": {"sparsity": 0.5}}])'
+            )
+
     @staticmethod
     def parse(text: str, where: str = "recipe") -> Recipe:
         """The recipe in a YAML text. `where` names it in errors."""
         import yaml
 
+        if not isinstance(text, str):
+            raise TypeError(f"Recipe.parse reads a YAML text, not {type(text).__name__}; Recipe.of_stages takes plain data")
         try:
             data = read_yaml(text)
         except yaml.YAMLError as error:
@@ -64,11 +69,15 @@ class Recipe:
     @staticmethod
     def of_stages(stages: Sequence[Mapping[str, Any]], where: str = "recipe") -> Recipe:
         """The recipe of stages as plain data, such as `[{"prune": {"sparsity": 0.5}}]`."""
+        if isinstance(stages, Mapping | str):
+            raise TypeError(f'stages are a list such as [{{"prune": {{"sparsity": 0.5}}}}], not one {type(stages).__name__}')
         return Recipe(tuple(Stage(*stage) for stage in checked({"version": VERSION, "stages": list(stages)}, where)))
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Recipe:
         """The recipe in a file, the recipe that made the model in a folder of `sc.save`, or a recipe of the package by name."""
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"Recipe.load takes a path or a name, not {type(path).__name__}; Recipe.of_stages takes plain data")
         file = Path(path)
         if file.is_dir():
             return _from_record(record_in(file), str(path))
@@ -84,6 +93,7 @@ class Recipe:
     @staticmethod
     def of(model: nn.Module) -> Recipe:
         """The recipe that made a model, through all its stages. Raises ValueError where a stage cannot be written down."""
+        _check_model(model)
         return _from_record(record_of(model), type(model).__name__)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -119,19 +129,27 @@ class Recipe:
         why = "names several stages" if len(places) > 1 else "is no field of this recipe"
         raise ValueError(f"{path!r} {why}.{nearest(path, known)}")
 
-    def run(self, model: nn.Module, *, data: Iterable[Any] | None = None, inputs: Any = None, loss: Loss | None = None) -> Ran:
+    @hints
+    def run(
+        self, model: nn.Module, *, data: Iterable[Any] | None = None, example_inputs: Any = None, loss: Loss | None = None
+    ) -> Ran:
         """Runs the stages on a copy of the model, and returns the copy and the result of each stage. The model is unchanged.
 
         `data` (batches) goes to every stage whose function takes it, unless the stage says `data: null`; `loss` likewise.
-        `inputs` are the example inputs of `shrink` and `compress_`; by default those of the first batch. The teacher of
+        `example_inputs` are those of `shrink` and `compress_`; by default the inputs of the first batch. The teacher of
         `distill_` is the model as it is given.
         """
-        return self._run_(copied(model), model, data, inputs, loss)
+        _check_model(model)
+        return self._run_(copied(model), model, data, example_inputs, loss)
 
-    def run_(self, model: nn.Module, *, data: Iterable[Any] | None = None, inputs: Any = None, loss: Loss | None = None) -> Ran:
+    @hints
+    def run_(
+        self, model: nn.Module, *, data: Iterable[Any] | None = None, example_inputs: Any = None, loss: Loss | None = None
+    ) -> Ran:
         """`run` in place: the model itself is changed. If a stage fails, the stages before it stay done."""
+        _check_model(model)
         distills = any(stage.kind == "distill" for stage in self.stages)
-        return self._run_(model, copied(model) if distills else None, data, inputs, loss)
+        return self._run_(model, copied(model) if distills else None, data, example_inputs, loss)
 
     def _run_(
         self, model: nn.Module, teacher: nn.Module | None, data: Iterable[Any] | None, inputs: Any, loss: Loss | None
@@ -140,14 +158,21 @@ class Recipe:
         if inputs is None and batches is not None:
             inputs = _inputs_of(batches)
         given = {"data": batches, "loss": loss, "example_inputs": inputs, "teacher": teacher}
-        results = []
+        results, seconds = [], []
         for place, stage in enumerate(self.stages):
+            begin = perf_counter()
             try:
                 results.append(_run_stage(stage, model, given))
             except Exception as error:
                 error.add_note(f"in stages[{place}].{stage.kind} of the recipe")
                 raise
-        return Ran(model, results)
+            seconds.append(perf_counter() - begin)
+        return Ran(model, results, tuple(stage.kind for stage in self.stages), tuple(seconds))
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module | Mapping | Tensor):
+        raise TypeError(f"a recipe runs on a torch.nn.Module, not {type(model).__name__}")
 
 
 def shipped() -> dict[str, str]:
@@ -164,7 +189,9 @@ def _run_stage(stage: Stage, model: nn.Module, given: Mapping[str, Any]) -> Any:
     kind = KINDS[stage.kind]
     arguments = {name: given[name] for name in kind.gets if given[name] is not None}
     if "example_inputs" in kind.gets and "example_inputs" not in arguments:
-        raise ValueError(f"{stage.kind} runs the model, so pass inputs= (example inputs) or data= (batches)")
+        raise ValueError(
+            f"{stage.kind} runs the model, so pass example_inputs= (a tensor, a tuple or a mapping) or data= (batches)"
+        )
     result = kind.call(model, **{**arguments, **resolved(stage.arguments)})
     return result[1] if isinstance(result, tuple) else result
 

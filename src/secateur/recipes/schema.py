@@ -40,21 +40,48 @@ class BadRecipe(ValueError):
 
 @dataclass(frozen=True)
 class StageKind:
-    """A kind of stage: the function whose arguments it takes, the one that it calls on the model, which it changes, and the
-    arguments that are given when the recipe runs."""
+    """A kind of stage: the function whose arguments it takes, the one that it calls on the model, which it changes, the
+    arguments that are given when the recipe runs, and a line about the metrics of its result."""
 
     signature: Callable[..., Any]
     call: Callable[..., Any]
     gets: tuple[str, ...]
+    line: str
+
+    def describe(self, metrics: Mapping[str, Any]) -> str:
+        return self.line.format_map(metrics)
 
 
 KINDS = {
-    "shrink": StageKind(shrink, shrink_, ("example_inputs", "data", "loss")),
-    "reorder": StageKind(reorder_, reorder_, ("data", "loss")),
-    "prune": StageKind(prune_, prune_, ("data", "loss")),
-    "distill": StageKind(distill_, distill_, ("teacher", "data")),
-    "gate": StageKind(gate_, gate_, ("data",)),
-    "compress": StageKind(compress_, compress_, ("example_inputs",)),
+    "shrink": StageKind(
+        shrink,
+        shrink_,
+        ("example_inputs", "data", "loss"),
+        "{params_after:,.0f} of {params_before:,.0f} parameters remain ({params:.1%}), and {flops:.1%} of the FLOPs",
+    ),
+    "reorder": StageKind(
+        reorder_,
+        reorder_,
+        ("data", "loss"),
+        "{groups} groups of channels have another order; the pattern keeps {kept_after:.1%} of the score instead of "
+        "{kept_before:.1%}",
+    ),
+    "prune": StageKind(
+        prune_, prune_, ("data", "loss"), "{pruned:,} of {total:,} weights in {tensors} tensors are pruned ({sparsity:.1%})"
+    ),
+    "distill": StageKind(
+        distill_,
+        distill_,
+        ("teacher", "data"),
+        "the loss on held-out batches is {after:.4g}, and was {before:.4g} before; {kept_step} steps of training were kept",
+    ),
+    "gate": StageKind(gate_, gate_, ("data",), "{sparsity:.1%} of the inputs of {gates} layers are zeroed"),
+    "compress": StageKind(
+        compress_,
+        compress_,
+        ("example_inputs",),
+        "{compressed} of {layers} layers have a sparse format; {bytes_before:,} bytes of weights are now {bytes_after:,}",
+    ),
 }
 
 # --- from signatures to fields ------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .._hints import hints
 from .._tree import nearest
 from ..activations import Gates
 from ..distill import Distilled
@@ -44,13 +45,14 @@ from .measure import (
 from .output import Report
 
 
+@hints
 def report(
     *results: Result,
     path: str | os.PathLike[str] | None = None,
     before: nn.Module | None = None,
     after: nn.Module | None = None,
     stages: Mapping[str, nn.Module] | None = None,
-    inputs: Any = None,
+    example_inputs: Any = None,
     other_inputs: Mapping[str, Any] | None = None,
     evaluate: Evaluate | None = None,
     metric: str = "accuracy",
@@ -73,8 +75,8 @@ def report(
     step that cannot be undone has no measurements of its own; keep copies and pass them as `stages`, a mapping of names to
     models from first to last, to have all of them. No model that is passed is changed.
 
-    `inputs`: example inputs, as for `shrink`, for FLOPs and times; `other_inputs` maps words such as "16 images" to further
-    inputs that are timed. `evaluate(model)` returns the `metric`: a number, or (value, low, high). An accuracy may be a share
+    `example_inputs`: as for `shrink`, for FLOPs and times; `other_inputs` maps words such as "16 images" to further inputs
+    that are timed. `evaluate(model)` returns the `metric`: a number, or (value, low, high). An accuracy may be a share
     or in percent, and gets a 95 % interval if `samples`, the number of test samples, is given. `better`: "higher" or "lower";
     by default lower is better for perplexity, loss and error.
 
@@ -84,12 +86,13 @@ def report(
     time to measure each model; 0 measures none. `disk=False` does not save the models to learn their size.
     """
     _check(results, before, after, stages)
+    _check_types(example_inputs, other_inputs, evaluate, sweep, data, seconds)
     actions = [result for result in results if not isinstance(result, Bench)]
     if stages is not None:
         found = history.named(stages, actions)
     else:
         found = history.versions(actions, before, after)
-    given = _example(inputs, actions)
+    given = _example(example_inputs, actions)
     timing = {words_for(given): given} if given is not None and seconds > 0 else {}
     timing |= dict(other_inputs or {}) if seconds > 0 else {}
     measured = _measured(found, None if given is None else split_inputs(given))
@@ -132,7 +135,9 @@ def _check(results: Sequence[Any], before: Any, after: Any, stages: Any) -> None
                 "report takes what plan, prune_, shrink, compress_, gate_, distill_ and bench return, not a "
                 f"{type(result).__name__}; models are passed as before= and after="
             )
-    for key, model in (("before", before), ("after", after), *(dict(stages or {})).items()):
+    if stages is not None and not isinstance(stages, Mapping):
+        raise TypeError(f"stages= maps names to models, from first to last; it is a {type(stages).__name__}")
+    for key, model in (("before", before), ("after", after), *(stages or {}).items()):
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"{key}= must be a torch.nn.Module, not {type(model).__name__}")
     if stages is not None and (before is not None or after is not None):
@@ -143,6 +148,25 @@ def _check(results: Sequence[Any], before: Any, after: Any, stages: Any) -> None
     if isinstance(last, Compression | Distilled | Reordering) and after is None and stages is None:
         how = history.NAMES[type(last)][0]
         raise ValueError(f"pass after= (the model that {how} changed); its result does not hold the model")
+
+
+def _check_types(example_inputs: Any, other_inputs: Any, evaluate: Any, sweep: Any, data: Any, seconds: Any) -> None:
+    if other_inputs is not None and not isinstance(other_inputs, Mapping):
+        raise TypeError('other_inputs= maps words to further inputs, such as {"16 images": images}')
+    if evaluate is not None and not callable(evaluate):
+        raise TypeError(f"evaluate={evaluate!r} must be a function of a model that returns its metric")
+    if sweep is not None and not isinstance(sweep, Mapping):
+        hint = f"; pass sweep=result.sweep() of this {type(sweep).__name__}" if hasattr(sweep, "sweep") else ""
+        raise TypeError(f"sweep= is a mapping with lines of points{hint}")
+    if not isinstance(data, str):
+        raise TypeError(f'data= is the name of the data, such as "CIFAR-10", not {type(data).__name__}; evaluate= measures')
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds >= 0:
+        raise ValueError(f"seconds={seconds!r} must be a number of seconds, 0 or more: the measuring time for each model")
+    if example_inputs is not None and not isinstance(example_inputs, Tensor | Mapping | tuple | list):
+        raise TypeError(
+            "example_inputs must be a tensor, a tuple of arguments or a mapping of keyword arguments, "
+            f"not {type(example_inputs).__name__}"
+        )
 
 
 def _example(inputs: Any, actions: Sequence[Action]) -> Any:

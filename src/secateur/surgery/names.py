@@ -9,7 +9,7 @@ from glob import escape
 
 from torch import nn
 
-from .._tree import nearest
+from .._tree import nearest, nearest_glob
 from ..axes import Group, Member
 from ..edit import owned_tensors, without
 from ..trace import Trace
@@ -49,7 +49,7 @@ def check_globs(trace: Trace, argument: str, globs: Iterable[str], groups: Itera
     known = (*trace.dims, *modules, *groups)
     for glob in globs:
         if not any(glob == name or fnmatchcase(name, glob) for name in known):
-            raise ValueError(f"{argument}={glob!r} matches no tensor and no module.{nearest(glob, known)}")
+            raise ValueError(f"{argument}={glob!r} matches no tensor and no module.{nearest_glob(glob, known)}")
 
 
 def excluded(trace: Trace, globs: Iterable[str]) -> dict[Group, str]:

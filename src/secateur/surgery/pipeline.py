@@ -50,7 +50,7 @@ from .notes import outside_config, sizes_in_formulas
 from .optimizers import cut_pruners, dropped, follow_, move_pruners_, sliced_state
 from .request import AnyCriterion, ShrinkOptions, ShrinkRequest, check_model, check_request
 from .result import GroupCut, Shrunk
-from .runs import check_runs
+from .runs import check_runs, depends_on_batch
 from .search import ChosenCounts, keep_of
 from .sizes import SizeModel, flops_of, params_of
 from .verify import tied
@@ -316,6 +316,8 @@ def _cut_units(
         if counting:
             why = f"every run changes {', '.join(counting)}, so later runs may compute something else than the traced one"
             made.reasons.update({g: why for g in scores if g.atom in keep and g not in made.reasons})
+        one_size = depends_on_batch(traced, made, keep, inputs, bias=request.bias)
+        made.reasons.update({g: why for g, why in one_size.items() if g not in made.reasons})
         inexact = [g for g in scores if g in made.reasons] if request.exact_only else []
         if inexact:
             left |= {g: f"exact_only: {made.reasons[g]}" for g in inexact}

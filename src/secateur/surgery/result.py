@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..display import Reported, Table, notes_by_reason
-from ..edit import UNKNOWN, Arguments, Cuts, Inputs, split_inputs
+from ..edit import UNKNOWN, Arguments, Cuts, Inputs, check_inputs, split_inputs
 from .verify import Verified, verify
 
 
@@ -68,7 +68,12 @@ class Shrunk(Reported):
             raise ValueError(
                 "the model was cut in place, so there is nothing to compare with; pass original= (a copy made before the cut)"
             )
-        found = verify(dense, self.small, self.cuts, self.inputs if inputs is None else split_inputs(inputs), groups=groups)
+        given = self.inputs if inputs is None else split_inputs(inputs)
+        try:
+            found = verify(dense, self.small, self.cuts, given, groups=groups)
+        except Exception:
+            check_inputs(dense, *given)
+            raise
         self.errors = found.groups
         return found
 

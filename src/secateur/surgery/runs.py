@@ -1,4 +1,7 @@
-"""Runs a cut model before it is returned: on the example inputs and on twice the batch, in eval and in training mode."""
+"""Runs a cut model before it is returned: on the example inputs and on twice the batch, in eval and in training mode.
+
+Also tells whether the constants that were folded into it are those of one batch size alone.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..axes import atoms
+from ..axes import Group, atoms
 from ..edit import Inputs, copied
-from ..trace import GIVEN, Trace
+from ..ops import lookup
+from ..trace import GIVEN, Step, Trace, trace
 from .cut import Keep
-from .masked import mask_
+from .masked import CutModel, make, mask_
 from .sizes import outline
 
 Shapes = list[tuple[int, ...]]
@@ -35,6 +39,50 @@ def check_runs(traced: Trace, small: nn.Module, inputs: Inputs, flops: int, keep
         raise _failure("on twice the batch", twice)
     _check_training(traced.model, small, [inputs] if doubled is None else [inputs, doubled])
     return counted
+
+
+def depends_on_batch(traced: Trace, made: CutModel, keep: Keep, inputs: Inputs, *, bias: bool = True) -> dict[Group, str]:
+    """The groups whose folded constants are right for this batch size alone, with the reason.
+
+    Only where the code of the model uses a number that is the batch size: it is traced on twice the batch then, and cut again.
+    Which group a constant comes from is not known, so that all of them count.
+    """
+    number = _batch_size(inputs)
+    if not made.folded or number is None or not any(_may_hold(step, number) for step in traced.steps):
+        return {}
+    cut = [g for g in traced.groups if g.atom in keep and not bool(keep[g.atom].all())]
+    twice = _doubled(traced, inputs)
+    try:
+        same = twice is not None and _cut_alike(traced, trace(traced.model, *twice), made, keep, bias)
+    except Exception:  # it does not run there, or runs otherwise
+        same = False
+    why = f"the model computes with the batch size ({number}), and constants of removed units may depend on it"
+    return {} if same else dict.fromkeys(cut, why)
+
+
+def _batch_size(inputs: Inputs) -> int | None:
+    sizes = {v.shape[0] for v in (*inputs[0], *inputs[1].values()) if isinstance(v, Tensor) and v.dim()}
+    return max(sizes, default=None)
+
+
+def _may_hold(step: Step, number: int) -> bool:
+    """Whether a step makes values from the batch size: a new tensor of that size, or a number beside a tensor."""
+    numbers = {v for v in (*step.args, *step.kwargs.values()) if isinstance(v, int | float) and not isinstance(v, bool)}
+    sizes = {n for v in step.args if isinstance(v, tuple) for n in v if isinstance(n, int)}
+    if not step.inputs:
+        return number in numbers | sizes
+    return number in numbers and lookup(step.func).values == "elementwise"
+
+
+def _cut_alike(one: Trace, other: Trace, made: CutModel, keep: Keep, bias: bool) -> bool:
+    """Whether the same cut of two traces of a model gives the same weights."""
+    if [g.members for g in one.groups] != [g.members for g in other.groups]:
+        return False
+    kept = {b.atom: keep[a.atom] for a, b in zip(one.groups, other.groups, strict=True) if a.atom in keep}
+    again, weights = (cut.small.state_dict() for cut in (make(one.model, other, kept, bias=bias), made))
+    return weights.keys() == again.keys() and all(
+        torch.allclose(weights[name], again[name], 1e-6, 1e-12, equal_nan=True) for name in weights
+    )
 
 
 def _check_training(model: nn.Module, small: nn.Module, batches: list[Inputs]) -> None:

@@ -19,7 +19,17 @@ from torch.utils._pytree import tree_map
 
 from .. import _dist
 from ..axes import atoms, bound_axes, build_groups, closed, constraints, flag_sizes_in_formulas, freeze, is_literal
-from ..edit import Slot, StandIns, owned_tensors, plain_kernels, preserve_rng, split_inputs, states, tensors_inside, why_failed
+from ..edit import (
+    Slot,
+    StandIns,
+    inputs_error,
+    owned_tensors,
+    plain_kernels,
+    preserve_rng,
+    split_inputs,
+    states,
+    tensors_inside,
+)
 from ..ops import Axes
 from .constructor import blueprint, uses_of_compared_attributes
 from .layer_sizes import replace_size_attributes_
@@ -103,12 +113,7 @@ def _plain_run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         try:
             model(*_cloned(args), **_cloned(kwargs))
         except Exception as error:
-            tensors = tensors_inside((args, kwargs))
-            shapes = [tuple(t.shape) for t in tensors]
-            raise ValueError(
-                f"{type(model).__name__} does not run on the example inputs (tensors of shape {shapes}): "
-                f"{why_failed(error, model, tensors)}. The model is as it was."
-            ) from error
+            raise inputs_error(error, model, args, kwargs) from error
 
 
 def _cloned(values: Any) -> Any:

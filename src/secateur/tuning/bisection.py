@@ -6,18 +6,22 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from time import perf_counter
 from typing import Any, NoReturn
 
 from torch import nn
 
+from .._hints import hints
+from .._tree import packed_layers
 from ..display import Table, format_seconds
 from ..edit import copied
+from ..execute import decompress_
 from ..progress import Progress
 from ..recipes import Recipe
 from ..stats import Loss
 from ..summaries import summary
-from .measuring import Evaluate, Journal, check_better, fingerprint, loss_of, measured
+from .measuring import Evaluate, Journal, check_evaluate, fingerprint, loss_of, measured
 
 # The numbers that a search may vary, from hardly any pruning to the most: sparsities rise, fractions that remain fall.
 RANGES = {
@@ -109,7 +113,7 @@ class SearchResult:
             (*names, "metric", "drop", "weights left", "time", ""),
             rows,
             right=range(len(names) + 4),
-            title=f"{len(self.tried)} tried, drop of at most {self.drop:g} from {self.dense:.6g}",
+            title=f"{len(self.tried)} tried, drop of at most {self.drop:g} from {self.dense:.6g} ({self.better} is better)",
         )
 
     def __str__(self) -> str:
@@ -124,6 +128,7 @@ def _strength(one: Tried) -> float:
     return sum(value if name.endswith("sparsity") else -value for name, value in one.numbers.items())
 
 
+@hints
 def search(
     model: nn.Module,
     evaluate: Evaluate,
@@ -133,41 +138,45 @@ def search(
     vary: Mapping[str, tuple[float, float]] | Iterable[str] | str | None = None,
     tolerance: float = 0.01,
     data: Iterable[Any] | None = None,
-    inputs: Any = None,
+    example_inputs: Any = None,
     loss: Loss | None = None,
-    better: str = "higher",
+    better: str | None = None,
     journal: str | os.PathLike[str] | None = None,
 ) -> SearchResult:
     """Finds the smallest model whose metric is at most `drop` worse than that of the model given, which is unchanged.
 
-    `evaluate(model)` returns the metric, one number. `recipe`: a `Recipe`, its file or name, or its stages as plain data; by
-    default the smallest weights of the whole model are pruned. `vary` names the numbers to search for: "prune.sparsity" or
-    "shrink.flops"; by default every sparsity and target in the recipe. With a mapping of names to (mildest, strongest) the
-    search stays within these. Several numbers move together, in proportion.
+    `evaluate(model)` returns the metric, one number, and `drop` is in its unit. `recipe`: a `Recipe`, its file or name, or its
+    stages as plain data; by default the smallest weights of the whole model are pruned. `vary` names the numbers to search for:
+    "prune.sparsity" or "shrink.flops"; by default every sparsity and target in the recipe. With a mapping of names to
+    (mildest, strongest) the search stays within these. Several numbers move together, in proportion.
 
     The strongest setting is tried first, then the middle of the range that is left, until it is smaller than `tolerance` of
-    the whole: about eight attempts. This takes for granted that more pruning does not improve the metric. `data`, `inputs` and
-    `loss` go to `Recipe.run`. `better`: "higher" for accuracy, "lower" for perplexity. `journal`: a file to which every
-    attempt is written; a search that was killed goes on from it.
+    the whole: about eight attempts. This takes for granted that more pruning does not improve the metric. `data`,
+    `example_inputs` and `loss` go to `Recipe.run`. `better`: "higher" for accuracy (the default), "lower" for perplexity or a
+    loss. `journal`: a file to which every attempt is written; a search that was killed goes on from it.
 
-    Raises ValueError if even the mildest attempt drops too much.
+    Raises ValueError if even the mildest attempt drops too much, if `drop` is as large as the metric itself, or if `better` is
+    left out and the strongest setting raises the metric.
     """
-    check_better(better)
-    if not drop >= 0:
-        raise ValueError(f"drop={drop!r} must be 0 or more: how much worse the metric may be")
+    check_evaluate(evaluate, better)
+    _check_drop(drop)
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance={tolerance!r} must be a fraction of the range, above 0 and below 1")
     base = _recipe(recipe)
     ranges = _ranges(base, vary)
     batches = list(data) if data is not None and iter(data) is data else data
-    settings = {"recipe": base.to_dict(), "vary": ranges, "better": better}
+    settings = {"recipe": base.to_dict(), "vary": ranges, "better": better or "higher"}
     kept = Journal(journal, {"call": "search", "model": fingerprint(model), "settings": settings})
     dense = kept.get("dense", lambda: {"value": measured(evaluate, model)})["value"]
+    if math.isnan(dense):
+        raise ValueError("evaluate returned NaN for the model as it is given, so no drop can be measured; check evaluate")
+    _check_drop(drop, dense, better)
     tried: list[Tried] = []
     best: tuple[float, nn.Module | None, list[Any]] | None = None
 
     def run(strength: float) -> tuple[nn.Module, list[Any]]:
-        return _at(base, ranges, strength).run_(copied(model), data=batches, inputs=inputs, loss=loss)
+        made = _at(base, ranges, strength).run_(copied(model), data=batches, example_inputs=example_inputs, loss=loss)
+        return made.model, made.results
 
     def attempt(strength: float) -> bool:
         nonlocal best
@@ -183,7 +192,9 @@ def search(
             return {"value": measured(evaluate, new), "seconds": perf_counter() - begin, **_size(new)}
 
         found = kept.get(f"{strength!r}", measure)
-        away = loss_of(found.get("value", math.nan), dense, better)
+        if better is None:
+            _check_direction(found.get("value", math.nan), dense, tried)
+        away = loss_of(found.get("value", math.nan), dense, better or "higher")
         fields = {name: value for name, value in found.items() if name != "key"}
         tried.append(Tried(_numbers(ranges, strength), drop=away, within=away <= drop, **fields))
         if away <= drop and (best is None or strength > best[0]):
@@ -192,19 +203,44 @@ def search(
 
     _bisect(attempt, tolerance, ", ".join(ranges))
     if best is None:
-        _raise_nothing_found(min(tried, key=_strength), dense, drop)
+        _raise_nothing_found(min(tried, key=_strength), dense, drop, better)
     strength, found, results = best
     if found is None:  # it was measured in an earlier run
         found, results = run(strength)
-    return SearchResult(found, _at(base, ranges, strength), results, dense, drop, tried, _size(model)["parameters"], better)
+    return SearchResult(
+        found, _at(base, ranges, strength), results, dense, drop, tried, _size(model)["parameters"], better or "higher"
+    )
 
 
-def _raise_nothing_found(mildest: Tried, dense: float, drop: float) -> NoReturn:
+def _check_drop(drop: Any, dense: float | None = None, better: str | None = None) -> None:
+    """Raises unless `drop` is a number that the metric of the dense model can drop by."""
+    if not isinstance(drop, Real) or isinstance(drop, bool) or not float(drop) >= 0:
+        raise ValueError(f"drop={drop!r} must be a number, 0 or more: how much worse the metric may be, in its own unit")
+    if dense is None or better == "lower" or not 0 < dense <= float(drop):
+        return
+    share = f"; for {float(drop):g} points of a metric from 0 to 1 pass drop={float(drop) / 100:g}" if 0 < dense <= 1 else ""
+    raise ValueError(
+        f"drop={drop!r} lets the metric fall from {dense:.6g} to 0 and below, so any model would do{share}. If lower is better "
+        "(perplexity, a loss), pass better='lower'"
+    )
+
+
+def _check_direction(value: float, dense: float, tried: Sequence[Tried]) -> None:
+    """Raises if the first attempt, which prunes most, raises a metric of which nobody said that higher is better."""
+    if not tried and value > dense:
+        raise ValueError(
+            f"the strongest setting raises the metric from {dense:.6g} to {value:.6g}. If lower is better (perplexity, a loss) "
+            "pass better='lower', and if higher is better pass better='higher'"
+        )
+
+
+def _raise_nothing_found(mildest: Tried, dense: float, drop: float, better: str | None) -> NoReturn:
     if mildest.why:
         raise ValueError(f"even {_shown(mildest.numbers)} cannot be run: {mildest.why}")
+    turned = "; if lower is better (perplexity, a loss), pass better='lower'" if better is None else ""
     raise ValueError(
         f"even {_shown(mildest.numbers)} drops the metric by {mildest.drop:.4g}, from {dense:.6g} to {mildest.value:.6g}, and "
-        f"drop={drop:g} was allowed; allow more, or search with another recipe"
+        f"drop={drop:g} was allowed; allow more, or search with another recipe{turned}"
     )
 
 
@@ -251,6 +287,8 @@ def _ranges(recipe: Recipe, vary: Any) -> dict[str, tuple[float, float]]:
         place, field_name = recipe.place(name)
         kind = recipe.stages[place].kind
         span = vary[name] if isinstance(vary, Mapping) else RANGES.get(kind, {}).get(field_name)
+        if span is not None and not (isinstance(span, tuple | list) and len(span) == 2):
+            raise TypeError(f"vary={{{name!r}: {span!r}}} must give the range as (mildest, strongest)")
         if span is None:
             raise ValueError(f"vary={name!r}: say its range, as vary={{{name!r}: (mildest, strongest)}}")
         found[_path(recipe, place, field_name)] = (float(span[0]), float(span[1]))
@@ -278,5 +316,6 @@ def _shown(numbers: Mapping[str, float]) -> str:
 
 
 def _size(model: nn.Module) -> dict[str, int]:
-    """Parameters, and the zeros in weights."""
-    return {"parameters": sum(p.numel() for p in model.parameters()), "zeros": int(summary(model).metrics()["zeros"])}
+    """Parameters, and the zeros in weights. Compressed layers count as the dense ones that they stand for."""
+    dense = decompress_(copied(model)) if packed_layers(model) else model
+    return {"parameters": sum(p.numel() for p in dense.parameters()), "zeros": int(summary(dense).metrics()["zeros"])}

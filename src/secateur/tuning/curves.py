@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import pairwise, takewhile
+from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
 
-from .._tree import nearest
+from .._hints import hints
+from .._tree import nearest, nearest_glob
 from ..blocks import repeated_blocks
 from ..criteria import Criterion, magnitude
 from ..display import Table
@@ -25,7 +27,7 @@ from ..progress import Progress
 from ..stats import Loss
 from ..surgery import UnitCriterion, shrink
 from ..targeting import Globs
-from .measuring import Evaluate, Journal, check_better, fingerprint, loss_of, measured
+from .measuring import Evaluate, Journal, check_evaluate, fingerprint, loss_of, measured
 
 AnyCriterion = Criterion | UnitCriterion | Callable[..., Tensor] | str
 
@@ -73,6 +75,7 @@ class Sensitivity:
             found.append((level, drop))
         return found
 
+    @hints
     def recommend(self, *, sparsity: float | None = None, drop: float | None = None) -> dict[str, float]:
         """A budget by name, for `spread=` of `prune_` or `channels=` of `shrink` (then the fractions that remain).
 
@@ -150,7 +153,7 @@ class Sensitivity:
             ("group", "weights", *(f"{level:.0%}" for level in levels)),
             rows,
             right=range(1, len(levels) + 2),
-            title=f"metric with one group at a time ({what}); {self.dense:.6g} before{others}",
+            title=f"metric with one group at a time ({what}); {self.dense:.6g} before{others}; {self.better} is better",
         )
 
     def __str__(self) -> str:
@@ -205,6 +208,7 @@ def _cell(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
+@hints
 def sensitivity(
     model: nn.Module,
     evaluate: Evaluate,
@@ -219,7 +223,7 @@ def sensitivity(
     data: Iterable[Any] | None = None,
     loss: Loss | None = None,
     example_inputs: Any = None,
-    better: str = "higher",
+    better: str | None = None,
     journal: str | os.PathLike[str] | None = None,
 ) -> Sensitivity:
     """Measures the metric with one layer or group pruned at a time, at several sparsities. The model is unchanged.
@@ -228,12 +232,13 @@ def sensitivity(
     `by`: "tensor" (every weight alone), "block" (the repeated blocks of the model), or a mapping of labels to globs. With
     `example_inputs`, units are removed by `shrink` instead of weights set to zero, and the groups are those of `shrink`.
     `around`: a sparsity that all other groups have meanwhile (by default they are whole), near the total that is wanted;
-    it must be one of `levels`. `better`: "higher" for accuracy, "lower" for perplexity or a loss. `journal`: a file to which
-    every measurement is written; a run that was killed goes on from it. The other arguments are those of `prune_`.
+    it must be one of `levels`. `better`: "higher" for accuracy, "lower" for perplexity or a loss; by default the one by which
+    the highest level, over all groups, makes the metric worse. `journal`: a file to which every measurement is written; a run
+    that was killed goes on from it. The other arguments are those of `prune_`.
 
     `result.recommend(sparsity=0.6)` is a budget by name: `prune_(model, spread=result.recommend(sparsity=0.6))`.
     """
-    check_better(better)
+    check_evaluate(evaluate, better)
     levels = _checked_levels(levels)
     data = list(data) if data is not None and iter(data) is data else data
     if example_inputs is None:
@@ -264,10 +269,19 @@ def sensitivity(
                     curve[level] = base
                 else:
                     curve[level] = kept.get(f"{group} {level!r}", partial(measure, group, level))["value"]
+    better = better or _worse_way(dense if base is None else base, curves, variants.levels[-1])
     return Sensitivity(dense, curves, variants.members, variants.sizes, better, example_inputs is not None, around, base)
 
 
+def _worse_way(start: float, curves: Mapping[str, Mapping[float, float]], level: float) -> str:
+    """The direction of a metric that pruning makes worse: "higher" is better if it falls at this level, over all groups."""
+    changes = [curve[level] - start for curve in curves.values()]
+    return "lower" if sum(change for change in changes if math.isfinite(change)) > 0 else "higher"
+
+
 def _checked_levels(levels: Sequence[float]) -> tuple[float, ...]:
+    if not isinstance(levels, Iterable) or not all(isinstance(level, Real) for level in levels):
+        raise TypeError(f"levels={levels!r} must be several sparsities above 0 and below 1, such as (0.5, 0.7, 0.9)")
     found = tuple(sorted({float(level) for level in levels}))
     if not found or not all(0 < level < 1 for level in found):
         raise ValueError(f"levels={levels!r} must be sparsities above 0 and below 1, such as (0.5, 0.7, 0.9)")
@@ -329,7 +343,7 @@ def _groups(model: nn.Module, by: str | Mapping[str, Globs], sizes: Mapping[str,
         return {name: (name,) for name in sizes}
     if by == "block":
         return {_label(block.names): tuple(block.names) for block in repeated_blocks(model, sizes)}
-    if not isinstance(by, Mapping):
+    if not isinstance(by, Mapping) or not by:
         hint = nearest(str(by), ["tensor", "block"])
         raise ValueError(f"by={by!r} must be 'tensor', 'block' or a mapping of labels to globs.{hint}")
     found = {}
@@ -337,7 +351,8 @@ def _groups(model: nn.Module, by: str | Mapping[str, Globs], sizes: Mapping[str,
         globs = [globs] if isinstance(globs, str) else list(globs or ())
         found[label] = tuple(name for name in sizes if any(fnmatchcase(name, glob) for glob in globs))
         if not found[label]:
-            raise ValueError(f"by={{{label!r}: ...}} matches no tensor that is pruned.{nearest(str(globs[:1]), sizes)}")
+            hint = nearest_glob(globs[0], sizes) if globs else ""
+            raise ValueError(f"by={{{label!r}: ...}} matches no tensor that is pruned.{hint}")
     return found
 
 

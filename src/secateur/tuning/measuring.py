@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -30,9 +31,20 @@ def measured(evaluate: Evaluate, model: nn.Module) -> float:
     return float(found)
 
 
-def check_better(better: str) -> None:
-    """Raises unless this says which metric is better."""
-    if better not in ("higher", "lower"):
+def check_evaluate(evaluate: object, better: str | None) -> None:
+    """Raises unless `evaluate` can be called with a model, and `better` says which metric is better, or is left out."""
+    if not callable(evaluate):
+        raise TypeError(
+            f"evaluate={evaluate!r} must be a function: it is called with a model, several times, and returns the metric"
+        )
+    try:
+        inspect.signature(evaluate).bind(None)
+    except TypeError as error:
+        name = getattr(evaluate, "__name__", type(evaluate).__name__)
+        raise TypeError(f"evaluate={name} is called with one argument, the model, and does not take it: {error}") from None
+    except ValueError:  # some functions written in C have no signature
+        pass
+    if better not in (None, "higher", "lower"):
         raise ValueError(f"better={better!r} must be 'higher' (accuracy) or 'lower' (perplexity, loss)")
 
 

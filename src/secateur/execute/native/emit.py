@@ -12,7 +12,7 @@ from typing import Any, Union
 
 from llvmlite import ir
 
-I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+I1, I4, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 4, 8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 
 
@@ -31,7 +31,15 @@ class BFloat(ir.Type):
         return hash("bfloat")
 
 
-BF16 = BFloat()
+class Float8(ir.Type):
+    """The type float8_e4m3fn, which LLVM does not define. Only `Code.load_float` knows it."""
+
+    def _to_string(self) -> str:
+        return "i8"
+
+
+BF16, F8 = BFloat(), Float8()
+F8_FACTOR = 256.0  # what `Code.load_float` has divided numbers of type F8 by
 Operand = Union[int, "Value"]
 
 
@@ -60,7 +68,7 @@ class Value:
     def __rsub__(self, other: Operand) -> Value:
         return self._apply("sub", other, swapped=True)
 
-    def __mul__(self, other: Operand) -> Value:
+    def __mul__(self, other: Operand | float) -> Value:
         return self._apply("mul", other)
 
     def __rmul__(self, other: Operand) -> Value:
@@ -77,6 +85,9 @@ class Value:
 
     def __or__(self, other: Operand) -> Value:
         return self._apply("or_", other)
+
+    def __xor__(self, other: Operand) -> Value:
+        return self._apply("xor", other)
 
     def __lshift__(self, other: Operand) -> Value:
         return self._apply("shl", other)
@@ -174,6 +185,15 @@ class Code:
     def widen(self, value: Value, to: ir.Type) -> Value:
         return Value(self, self.builder.zext(value.raw, to))
 
+    def signed(self, value: Value) -> Value:
+        """Converts integers with a sign to float32."""
+        lanes = value.raw.type.count if isinstance(value.raw.type, ir.VectorType) else 1
+        return Value(self, self.builder.sitofp(value.raw, F32 if lanes == 1 else self.vector(lanes)))
+
+    def shift_signed(self, vector: Value, bits: int) -> Value:
+        """Shifts integers to the right and repeats their sign."""
+        return Value(self, self.builder.ashr(vector.raw, ir.Constant(vector.raw.type, [bits] * vector.raw.type.count)))
+
     def narrow(self, value: Value, to: ir.Type) -> Value:
         return Value(self, self.builder.trunc(value.raw, to))
 
@@ -239,15 +259,33 @@ class Code:
         return Value(self, self.builder.load(place, typ=kind, align=size_of(kind)))
 
     def load_float(self, address: Value, stored: ir.Type, lanes: int = 1) -> Value:
-        """Loads float32, bfloat16 or float16 as one float32 or as a vector of them."""
+        """Loads float32, bfloat16, float16 or int8 as one float32 or as a vector of them, and int4 and float8 as a vector.
+
+        Numbers of type F8 come divided by `F8_FACTOR`, because they are read as float16, which has another range.
+        """
+        if stored == I4:
+            return self._load_int4(address, lanes)
+        if isinstance(stored, Float8):
+            bits = self.widen(self.load(address, ir.VectorType(I8, lanes)), ir.VectorType(I16, lanes))
+            half = self.cast((bits & 0x80) << 8 | (bits & 0x7F) << 7, ir.VectorType(F16, lanes))
+            return Value(self, self.builder.fpext(half.raw, self.vector(lanes)))
         kind = stored if lanes == 1 else ir.VectorType(stored, lanes)
         if stored == F32:
             return self.load(address, kind)
         wide = F32 if lanes == 1 else self.vector(lanes)
+        if stored == I8:
+            return self.signed(self.load(address, kind))
         if isinstance(stored, BFloat):  # the upper half of a float32
             bits = self.load(address, I16 if lanes == 1 else ir.VectorType(I16, lanes))
             return self.cast(self.widen(bits, I32 if lanes == 1 else ir.VectorType(I32, lanes)) << 16, wide)
         return Value(self, self.builder.fpext(self.load(address, kind).raw, wide))
+
+    def _load_int4(self, address: Value, lanes: int) -> Value:
+        """Loads int4, of which eight are in a word, the first in the lowest bits."""
+        words = self.load(address, ir.VectorType(I32, lanes // 8), align=1)
+        spread = self.shuffle(words, words, [lane // 8 for lane in range(lanes)])
+        up = spread << self.constant([28 - 4 * (lane % 8) for lane in range(lanes)], I32)
+        return self.signed(self.shift_signed(up, 28))
 
     def load_splat(self, address: Value, stored: ir.Type, lanes: int) -> Value:
         """Loads one number and returns a float32 vector with it in all lanes."""
@@ -333,5 +371,10 @@ class Code:
         return str(self.module)
 
 
+def bytes_of(kind: ir.Type, count: int) -> int:
+    """Returns the bytes of `count` stored numbers; int4 are stored two in a byte."""
+    return count // 2 if kind == I4 else count * size_of(kind)
+
+
 def size_of(kind: ir.Type) -> int:
-    return {I8: 1, I16: 2, I32: 4, I64: 8, F32: 4, F16: 2, BF16: 2}[kind]
+    return 1 if isinstance(kind, Float8) else {I8: 1, I16: 2, I32: 4, I64: 8, F32: 4, F16: 2, BF16: 2}[kind]

@@ -12,10 +12,11 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from .emit import BF16, F16, F32, I8, I16, I32, I64, Code, Value, Variable, size_of
+from .emit import BF16, F8, F16, F32, I4, I8, I16, I32, I64, Code, Value, Variable, size_of
 
 # "pair": two neighbouring bfloat16, which are multiplied with two neighbouring inputs
 STORED: dict[str, ir.Type] = {"float32": F32, "bfloat16": BF16, "float16": F16, "pair": I32}
+STORED |= {"int8": I8, "int4": I4, "float8_e4m3fn": F8}  # values with scales, which kernels for one row take
 PACK_WIDTH = 64  # input columns that are repacked together, so that the output stays in the cache
 
 

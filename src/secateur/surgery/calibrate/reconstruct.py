@@ -78,9 +78,9 @@ def unit_errors(
         else:
             readers[group] = found
     with eval_mode(model):
+        inputs = _inputs(trace, readers, batches, repair)
         few = _few(model, batches[0])
         whole = _answer(model, few)
-        inputs = _inputs(trace, readers, batches, repair)
         for group, found in readers.items():
             known = [inputs[r.module] for r in found]
             order = eliminate([_state(r, known, repair) for r, known in zip(found, known)], group.size)
