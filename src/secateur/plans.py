@@ -386,9 +386,9 @@ def make_plan(
 
         solutions = solve_all(model, found, recipe.method.needs, data, solve, notes)
     masks = Masks({t.name: like(solutions[t.name].mask, t.tensor) for t in found})
-    if recipe.needs:
-        _check_replicas(model, masks)
     weights = {name: solution.weight for name, solution in solutions.items() if solution.weight is not None}
+    if recipe.needs:
+        _check_replicas(model, masks, weights)
     made = Plan(masks, skipped, recipe.describe(step), weights=weights, solved=solved, notes=notes)
     _warn_of_collapse(made, to_be_empty, previous)
     return made
@@ -406,12 +406,13 @@ def _warn_of_collapse(made: Plan, asked: Set[str], previous: Masks | None) -> No
         )
 
 
-def _check_replicas(model: nn.Module, masks: Masks) -> None:
-    """Raises on every process unless all replicas of a model in DistributedDataParallel have the same masks."""
-    plain = {name: mask for name, mask in masks.items() if not sharded(mask)}
-    same = replicas_of(model).same([digest(mask.cpu().numpy().tobytes()) for mask in plain.values()])
-    if odd := [name for name, equal in zip(plain, same, strict=True) if not equal]:
+def _check_replicas(model: nn.Module, masks: Masks, weights: Mapping[str, Tensor]) -> None:
+    """Raises on every process unless all replicas of a model in DistributedDataParallel have the same masks and weights."""
+    comm = replicas_of(model)
+    plain = [] if comm.alone else [*weights.items(), *((name, mask) for name, mask in masks.items() if not sharded(mask))]
+    same = comm.same([digest(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()) for _, tensor in plain])
+    if odd := [name for (name, _), equal in zip(plain, same, strict=True) if not equal]:
         raise ValueError(
-            f"the processes of DistributedDataParallel made different masks for {odd[:3]}, because each of them gave its own "
+            f"the processes of DistributedDataParallel made different masks or weights for {odd[:3]}, because each has its own "
             "data=. Give all of them the same batches. The model is unchanged."
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,21 @@ class Comm:
                 "the processes that share this model do not do the same: their tensors, recipes or steps differ. This one has: "
                 f"{text[:400]}"
             )
+
+
+@contextmanager
+def together(comm: Comm, what: str) -> Iterator[None]:
+    """Raises on all processes if the block raises on one, so that none waits for another. The block has no collectives."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as found:
+        error = found
+    (failed,) = comm.sum(int(error is not None))
+    if error is not None:
+        raise error
+    if failed:
+        raise RuntimeError(f"another process could not {what}, and says why; this one changed nothing")
 
 
 def digest(data: bytes) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._dist import Comm, mesh_comm, reshard_
+from .._dist import Comm, mesh_comm, reshard_, together
 from .._tree import nearest
 from ..edit import (
     Arguments,
@@ -67,7 +67,7 @@ from .fill import check_kinds, dtype_of, fill_, read
 from .folder import INDEX, JOURNAL, Folder, Journal, index_text, replacing_file, stale_weights, write_index
 from .manifest import TENSOR_FILES, File, Manifest, about, shapes_of, to_text
 from .opening import NEXT, earlier_files, opened
-from .shared import together, write_shared
+from .shared import write_shared
 
 __all__ = [
     "save", "load", "dense_state_dict", "BadFile", "MANIFEST", "record_in", "replaced", "write_text",

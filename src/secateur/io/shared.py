@@ -10,26 +10,10 @@ import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
-from .._dist import Comm
+from .._dist import Comm, together
 from .files import Entry, Tensors, Written, as_bytes, header_of, write_tensors
-
-
-@contextmanager
-def together(comm: Comm, what: str) -> Iterator[None]:
-    """Raises on all processes if the block raises on one. The block has no collectives."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as found:
-        error = found
-    (failed,) = comm.sum(int(error is not None))
-    if error is not None:
-        raise error
-    if failed:
-        raise RuntimeError(f"another process could not {what}, and says why; the folder is as it was before")
 
 
 def write_shared(path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str], comm: Comm) -> Written:
