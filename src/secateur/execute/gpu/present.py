@@ -49,6 +49,13 @@ def kernels() -> Any:
     return triton_kernels
 
 
+@cache
+def staged_kernels() -> Any:
+    from . import staged_kernels as found
+
+    return found
+
+
 def runs(x: Tensor, values: Tensor) -> bool:
     """Returns True if the kernels can compute with these tensors: both on one GPU and in the same half precision."""
     return x.device.type == "cuda" and x.device == values.device and x.dtype == values.dtype in HALVES and missing() is None

@@ -2,7 +2,10 @@
 
 The matrix is stored in tiles of 16 rows by 256 columns, which are eight steps of the instruction (m16n8k32; the layout of its
 fragments: NVIDIA, PTX ISA). Values and two-bit indices are stored in the order in which the threads of a warp read them. That
-takes 9 bits per weight in half precision.
+takes 9 bits per weight in half precision, 5 with values of 8 bits, 3 with values of 4 bits.
+
+The option is the number of bits of a value, for the kernel that stages inputs in shared memory (bfloat16 inputs). Without an
+option, the first kernel is used, which also takes float16.
 """
 
 from __future__ import annotations
@@ -15,12 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..find import Zeros
-from ..formats import Buffers, Format, FormatOptions, Use, register
-from .present import kernels, runs, suits
+from ..formats import PLAIN, Buffers, Format, FormatOptions, Scales, Use, register
+from .present import kernels, missing, runs, staged_kernels, suits
 
 ROWS, COLUMNS = 16, 256  # of a tile
 TOGETHER = 32  # rows that one Triton program computes
 FEW, TOKENS = 16, 1024  # most tokens for which it is measured, and for which it runs; every 16 tokens read the weights again
+# By bits of a value: the eight steps as [parts, steps of a part], and the order in which a lane's values are stored. A part is
+# what a lane loads at once, 16 bytes. Dimensions: tile down, half, row, tile across, part, step, part of a step, group, value.
+LAYOUTS = {
+    16: ((8, 1), (0, 3, 4, 2, 7, 5, 6, 1, 8)),
+    8: ((4, 2), (0, 3, 4, 2, 7, 5, 6, 8, 1)),
+    4: ((2, 4), (0, 3, 4, 2, 7, 5, 8, 6, 1)),
+}
 
 
 @cache
@@ -64,8 +74,18 @@ def is_two_of_four(matrix: Tensor, zeros: Zeros) -> bool:
 
 
 def _fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
-    if suits(matrix, use) and max(use.rows) <= FEW and is_two_of_four(matrix, zeros):
-        yield ()
+    if not suits(matrix, use) or max(use.rows) > FEW or not is_two_of_four(matrix, zeros):
+        return
+    if use.values is None:
+        yield from ((), (16,)) if matrix.dtype == torch.bfloat16 else ((),)
+    elif matrix.dtype == torch.bfloat16 and len(matrix) % TOGETHER == 0 and matrix.shape[1] % COLUMNS == 0:
+        yield (use.values.bits,)
+
+
+def _layout(options: FormatOptions, down: int, across: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shape of the values before they are put in order, and the order."""
+    steps, order = LAYOUTS[options[0] if options else 16]
+    return (down, 2, 8, across, *steps, 2, 4, 2), order
 
 
 def _pack(matrix: Tensor, options: FormatOptions) -> tuple[Tensor, ...]:
@@ -74,8 +94,8 @@ def _pack(matrix: Tensor, options: FormatOptions) -> tuple[Tensor, ...]:
     down, across = len(padded) // ROWS, padded.shape[1] // COLUMNS  # tiles
     values, places = two_of_four(padded)
     # row = 16 * down + 8 * half + lane // 4; column = 256 * across + 32 * step + 16 * part + 4 * (lane % 4) + place
-    cut = values.view(down, 2, 8, across, 8, 2, 4, 2)  # down, half, row, across, step, part, group, value
-    ordered = cut.permute(0, 3, 4, 2, 6, 5, 1, 7).reshape(down, across, 8, 32, 8)
+    shape, order = _layout(options, down, across)
+    ordered = values.view(shape).permute(order).reshape(down, across, shape[4], 32, 8 * shape[5])
     codes = (places[..., 0] | places[..., 1] << 2).view(down, 2, 8, across, 4, 2, 2, 4)  # ..., word, step, part, group
     shifts = 16 * torch.arange(2, device=matrix.device)[:, None] + 4 * torch.arange(4, device=matrix.device)
     words = (codes.permute(0, 3, 2, 5, 6, 4, 1, 7) << shifts).sum((-1, -2)).to(torch.int32)  # the top bit wraps to the sign
@@ -85,7 +105,8 @@ def _pack(matrix: Tensor, options: FormatOptions) -> tuple[Tensor, ...]:
 def _unpack(buffers: Buffers, rows: int, columns: int, options: FormatOptions) -> Tensor:
     values, words = buffers
     down, across = values.shape[:2]
-    cut = values.view(down, across, 8, 8, 4, 2, 2, 2).permute(0, 6, 3, 1, 2, 5, 4, 7)
+    shape, order = _layout(options, down, across)
+    cut = values.view([shape[d] for d in order]).permute([order.index(d) for d in range(len(order))])
     shifts = 16 * torch.arange(2, device=words.device)[:, None] + 4 * torch.arange(4, device=words.device)
     codes = (words.view(down, across, 8, 2, 2, 4, 1, 1) >> shifts).to(torch.uint8) & 15
     codes = codes.permute(0, 6, 2, 1, 5, 3, 4, 7).reshape(down * ROWS, -1)
@@ -93,11 +114,29 @@ def _unpack(buffers: Buffers, rows: int, columns: int, options: FormatOptions) -
     return spread(cut.reshape(down * ROWS, -1, 2), places)[:rows, :columns].contiguous()
 
 
-def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions) -> Tensor | None:
+def _linear(
+    x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions, scales: Scales | None = None
+) -> Tensor | None:
     values, words = buffers
-    if len(x) > TOKENS or not runs(x, values):
+    if len(x) > TOKENS or not (runs(x, values) if scales is None else _runs_scaled(x, values, rows)):
         return None
-    return kernels().sparse24_mma(x.contiguous(), values, words, bias, rows)
+    if not options:
+        return kernels().sparse24_mma(x.contiguous(), values, words, bias, rows)
+    if x.dtype != torch.bfloat16:
+        return None
+    held, group = (None, 0) if scales is None else (scales.bits, scales.values.group)
+    return staged_kernels().staged(x, values, words, held, bias, rows, options[0], group)
 
 
-SPARSE24_MMA = register(Format("sparse24_mma", ("values", "words"), _fits, _pack, _unpack, _linear))
+def _runs_scaled(x: Tensor, values: Tensor, rows: int) -> bool:
+    """Returns True if the kernel can multiply bfloat16 inputs with these values, whose rows and columns fill whole tiles."""
+    whole = rows % TOGETHER == 0 and x.shape[1] % COLUMNS == 0
+    return whole and x.dtype == torch.bfloat16 and x.is_cuda and x.device == values.device and missing() is None
+
+
+SPARSE24_MMA = register(
+    Format(
+        "sparse24_mma", ("values", "words"), _fits, _pack, _unpack, _linear, allowed=((), (16,), (8,), (4,)),
+        takes=(PLAIN, "int8", "int8/64", "int8/128", "int4/64", "int4/128"),
+    )
+)  # fmt: skip

@@ -156,7 +156,7 @@ def _by_64(own: _Rows, inputs: Inputs) -> tuple[Value, list[Value]]:
     sums = [[Variable(code, first) for first in inputs.corrections()] for _ in own.at] if not grouped else []
     totals = [Variable(code, code.zero(16)) for _ in own.at] if grouped else []
     with code.loop(0, inputs.units) as unit:
-        for line in (0, 64):
+        for line in (0, 64, 128):
             code.prefetch(own.soon.get() + line)
         code.prefetch(own.masks + unit * 8 * count + AHEAD // 2)
         own.soon.set(own.soon.get() + own.pace * 8)

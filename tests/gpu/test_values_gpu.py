@@ -1,0 +1,101 @@
+"""2:4 weights in fewer bits on a GPU: every column of the weight exactly, products against float64, and compressed models."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import secateur as sc
+from secateur.execute import Compressed, compress_
+from secateur.execute.formats import FORMATS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+SCALED = ("int8", "int8/128", "int8/64", "int4/128", "int4/64")
+BF16 = torch.bfloat16
+
+
+def two_of_four(rows: int, columns: int) -> Tensor:
+    keep = (torch.rand(rows, columns // 4, 4, device="cuda").argsort(-1) < 2).view(rows, columns)
+    return torch.randn(rows, columns, device="cuda").masked_fill(~keep, 0).to(BF16)
+
+
+def packed(text: str, matrix: Tensor):
+    """The format, its options, its buffers, and the weight that they stand for in float32."""
+    form = FORMATS[f"sparse24_mma {text}" if text else "sparse24_mma"]
+    options = (form.values.bits,) if form.values is not None else (16,)
+    buffers = form.pack(matrix, options)
+    return form, options, buffers, form.unpack(buffers, *matrix.shape, options).float()
+
+
+@pytest.mark.parametrize("text", ["", *SCALED])
+@pytest.mark.parametrize(("rows", "columns"), [(32, 256), (96, 1280), (192, 2048)])
+def test_unit_vectors_give_every_column_exactly(text, rows, columns):
+    torch.manual_seed(0)
+    form, options, buffers, weight = packed(text, two_of_four(rows, columns))
+    ones = torch.eye(columns, device="cuda", dtype=BF16)
+    for many in (1, 3, 8, 16, 40):
+        for first in range(0, columns, 16 * many):
+            y = form.linear(ones[first : first + many], buffers, None, rows, options)
+            assert torch.equal(y, weight[:, first : first + many].t().to(BF16))
+
+
+@pytest.mark.parametrize("text", ["", *SCALED])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9, 16, 17, 100])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products_equal_those_in_float64_up_to_the_rounding_of_the_result(text, tokens, with_bias):
+    torch.manual_seed(tokens)
+    rows, columns = 320, 1280
+    form, options, buffers, weight = packed(text, two_of_four(rows, columns))
+    x = torch.randn(tokens, 2 * columns, device="cuda", dtype=BF16)[:, columns:]  # rows with a stride
+    bias = torch.randn(rows, device="cuda", dtype=BF16) if with_bias else None
+    y = form.linear(x, buffers, bias, rows, options)
+    extra = 0 if bias is None else bias.double()
+    exact, size = F.linear(x.double(), weight.double()) + extra, F.linear(x.double().abs(), weight.double().abs())
+    assert bool(((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * size).all())
+
+
+def test_plain_values_may_have_any_size():
+    torch.manual_seed(0)
+    matrix = two_of_four(100, 520)
+    form, options, buffers, weight = packed("", matrix)
+    x = torch.randn(7, 520, device="cuda", dtype=BF16)
+    y, exact = form.linear(x, buffers, None, 100, options), F.linear(x.double(), weight.double())
+    assert bool(((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-3).all())
+
+
+@pytest.mark.parametrize("values", [("int8", None), ("int8", 64), ("int4", 64), ("int4", 128)])
+def test_models_are_compressed_saved_and_replayed_in_graphs(values, tmp_path):
+    torch.manual_seed(0)
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512, bias=False)).to("cuda", BF16).eval()
+
+    model = build()
+    for i in (0, 2):
+        model[i].weight.data.copy_(two_of_four(*model[i].weight.shape))
+    x, dense = torch.randn(4, 512, device="cuda", dtype=BF16), copy.deepcopy(model)
+    result = compress_(model, x, values=values[0], group=values[1], objective="size")
+    assert all(row.format.startswith("sparse24_mma int") and row.error < 0.2 for row in result.rows)
+    assert isinstance(model[0], Compressed)
+    sc.save(model, tmp_path)
+    again = sc.load(tmp_path, build)
+    with torch.no_grad():
+        y = model(x)
+        assert torch.equal(again(x), y)
+        assert float((y - dense(x)).norm() / dense(x).norm()) < 0.2
+        assert torch.equal(torch.compile(model, fullgraph=True)(x), y)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            model(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            held = model(x)
+        for _ in range(3):  # kernels that start early must not read inputs that are not written yet
+            x.normal_()
+            graph.replay()
+            assert torch.equal(held, model(x))
