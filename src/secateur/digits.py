@@ -47,13 +47,16 @@ class Part:
         cols = self.scores.layout.cols
         return (at // cols + (first + self.origin[0])) * self.cols + at % cols + self.origin[1]
 
-    def keys(self, bits: int) -> Iterator[tuple[Tensor, int, int, bool]]:
-        """The scores as integers of the same order, slab by slab: (keys, first row, end, whether there is NaN)."""
+    def keys(self, bits: int, check: bool = False) -> Iterator[tuple[Tensor, int, int, bool]]:
+        """The scores as integers of the same order, slab by slab: (keys, first row, end, whether there is NaN).
+
+        NaN is looked for with `check`.
+        """
         for first, last in self.scores.slabs():
             values = self.scores.rows(first, last)
             if self.allowed is not None:
                 values = values.masked_fill(~self.allowed[first:last], 0)  # NaN does not matter where nothing is left
-            nan = bool(values.sum().isnan()) and bool(values.isnan().any())  # infinities can make the sum NaN
+            nan = check and bool(values.sum().isnan()) and bool(values.isnan().any())  # infinities can make the sum NaN
             key = ordered(values, bits)
             if self.allowed is not None:
                 key.masked_fill_(~self.allowed[first:last], -(1 << (bits - 1)))
@@ -184,8 +187,12 @@ def _count(pool: Pool, bits: int, digit: _Digit) -> tuple[Tensor, int]:
     for part in pool.parts:
         if not part.counted or (digit.kind == "index" and part.number != pool.number):
             continue
-        for key, first, last, nan in part.keys(bits):
+        for key, first, last, nan in part.keys(bits, check=digit.leads):
             nans += nan
+            if digit.kind == "number" and not pool.weighted:
+                bins = torch.zeros(1 << digit.bits, dtype=torch.int64, device=key.device) if bins is None else bins
+                bins[part.number] += torch.count_nonzero(key == pool.prefix).to(bins.device)
+                continue
             found, at = _digits(pool, part, key, first, digit)
             if not pool.weighted:
                 now = torch.bincount(found, minlength=1 << digit.bits)

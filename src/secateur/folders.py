@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -230,8 +231,17 @@ class _Rows:
     layout: Layout
     step: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    held: tuple[int, int, Tensor] | None = None  # rows that were read already: the first, the end, and their values
+
+    def hold(self, first: int, last: int) -> Tensor:
+        """Reads rows and keeps them until others are held."""
+        self.held = None
+        self.held = first, last, self.rows("weight", first, last).contiguous()
+        return self.held[2]
 
     def rows(self, leaf: str, first: int, last: int) -> Tensor:
+        if self.held is not None and self.held[0] <= first and last <= self.held[1]:
+            return self.held[2][first - self.held[0] : last - self.held[0]]
         part = self.folder.rows(self.name, first, last, axis=1 if self.layout.flip else 0)
         part = part.transpose(0, 1) if self.layout.flip else part
         return part.reshape(last - first, self.layout.cols)
@@ -308,10 +318,12 @@ class _Job:
         sizes = None if pattern.elementwise else pattern.sizes(_layout_of_rows(layout, last - first, pattern))
         return Part(own, number, down * across, across, (top, 0), sizes=sizes)
 
-    def mask(self, name: str, first: int, last: int, cut: tuple[Pool, Facts, int] | None) -> Tensor:
+    def mask(self, weight: _Rows, first: int, last: int, cut: tuple[Pool, Facts, int] | None) -> Tensor:
         """The mask of some rows of a tensor."""
-        settings, layout = self.settings, self.chosen[name]
-        whole = _Rows(self.folder, name, layout).scores(settings.criterion)
+        settings, layout, name = self.settings, weight.layout, weight.name
+        whole = weight.scores(settings.criterion)
+        if cut is not None and settings.pattern.elementwise:
+            return keep(cut[0], self.part(name, whole, cut[2], (first, last)), cut[1].bits)
         slab = Scores.of(whole.rows(first, last), _layout_of_rows(layout, last - first, settings.pattern))
         if cut is None:
             share = settings.shares({name: slab}, 0) if not settings.pattern.keep else None
@@ -319,7 +331,7 @@ class _Job:
             return select({name: slab}, settings.pattern, **how)[name]
         pool, facts, number = cut
         kept = keep(pool, self.part(name, whole, number, (first, last)), facts.bits)
-        return kept if settings.pattern.elementwise else elements(name, slab, settings.pattern, kept)
+        return elements(name, slab, settings.pattern, kept)
 
 
 def _layout_of_rows(layout: Layout, rows: int, pattern: Pattern) -> Layout:
@@ -370,9 +382,9 @@ def _write_pruned(job: _Job, name: str, cut: tuple[Pool, Facts, int] | None, out
     weight, (height, _) = _Rows(job.folder, name, layout), job.settings.pattern.block(layout)
     whole: list[Tensor] = []  # columns of a weight that is stored as (in, out), which is written when all of them are there
     for first, last in weight.slabs(height):
-        mask = job.mask(name, first, last, cut)
-        kept += int(mask.sum())
-        values = weight.rows("weight", first, last).contiguous()
+        values = weight.hold(first, last)
+        mask = job.mask(weight, first, last, cut)
+        kept += int(np.count_nonzero(mask.numpy()))  # faster than the sum of a mask
         kernels.zero_(values, mask)
         if layout.flip:
             whole.append(values)
