@@ -158,6 +158,46 @@ def test_the_table_has_a_line_for_each_tensor_the_whole_and_what_was_left_alone(
     assert len({len(line) for line in lines if line.endswith("%")}) == 1
 
 
+def test_zeros_that_were_there_before_are_shown():
+    model = net()
+    sc.prune_(model, sparsity=0.8, include="4")
+    plan = sc.plan(model, sparsity=0.5)
+    sc.prune_(model, sparsity=0.5)
+    found = sc.summary(model)
+    total = plan.metrics()["total"]
+    assert plan.metrics()["zeros"] == found.metrics()["zeros"] == 0.5 * (total - 160) + 0.8 * 160
+    assert plan.to_dict()["layers"]["4.weight"] == {"kept": 80, "total": 160, "sparsity": 0.5, "zeros": 128}
+    lines = str(plan).splitlines()
+    assert lines[1].split() == ["tensor", "shape", "kept", "of", "sparsity", "zeros"]
+    assert any(line.split() == ["4.weight", "10x16", "80", "160", "50.00%", "80.00%"] for line in lines)
+    assert any(line.startswith("0.weight") and line.endswith("50.00%  50.00%") for line in lines)
+    assert any(line.startswith("in all") and line.endswith(f"{plan.metrics()['zeros'] / total:.2%}") for line in lines)
+    assert any(line.startswith("zeros: ") and "48 that were zero before" in line for line in lines)
+    assert "<td>80.00%</td>" in plan._repr_html_()
+
+
+def test_a_plan_of_a_dense_model_has_no_column_of_zeros():
+    plan = sc.plan(net(), sparsity=0.5)
+    assert "zeros" not in str(plan)
+    assert "zeros" not in plan.metrics()
+
+
+def test_new_weights_of_a_sparse_model_are_counted_as_they_are():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    sc.prune_(model, sparsity=0.75)
+    plan = sc.prune_(model, sparsity=0.5, method="sparsegpt", data=[torch.randn(64, 8)])
+    assert plan.metrics().get("zeros", plan.metrics()["pruned"]) == sc.summary(model).metrics()["zeros"]
+
+
+def test_too_few_tokens_are_noted():
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    few = sc.plan(model, sparsity=0.5, method="flow", data=[torch.randn(9, 8)])
+    assert list(few.notes) == ["2.weight"]
+    assert few.notes["2.weight"] == "9 tokens of data= for 16 inputs do not determine its weights; pass more"
+    assert few.notes["2.weight"] in str(few)
+    assert not sc.plan(model, sparsity=0.5, method="flow", data=[torch.randn(16, 8)]).notes
+
+
 def test_metrics_are_plain_numbers():
     metrics = sc.plan(net(), sparsity=0.5).metrics()
     assert metrics["tensors"] == 3

@@ -38,7 +38,8 @@ class Curvature:
     `G` holds a matrix (outputs, outputs), or a vector where only the diagonal is kept. `H` holds a matrix (inputs, inputs), or
     a vector of the diagonal, with a leading axis for layers whose groups of rows read different inputs; layers that read the
     same tensor share one. Both are means over `tokens` (positions, for a convolution). `notes` says what was done differently
-    for a layer, and why.
+    for a layer, and why. Of kind "inputs", `G` holds W'GW (inputs, inputs) instead, the covariance of the gradients that reach
+    the inputs of the layer through its weight W.
     """
 
     G: dict[str, Tensor]
@@ -59,13 +60,14 @@ def curvature(
 ) -> Curvature:
     """Runs the model forward and backward once on every batch, and returns G and H of the targets. The model is unchanged.
 
-    `kind="diag"` keeps the diagonal of G only, and `kind="none"` computes no G and takes no backward pass. `gram` is "full",
-    "diag" or "none", for H. Without `loss`, the output of the
-    model must hold logits on its last axis (a tensor, or the `logits` of a mapping or an output object); labels are then drawn
-    from the model's own distribution, which gives the true Fisher matrix. With `loss`, a function of the output and the
-    target, its gradients are used. Positions that a two-dimensional `attention_mask` of the batch excludes count nowhere.
+    `kind="diag"` keeps the diagonal of G only, `kind="inputs"` returns W'GW, which is smaller than G for layers with many
+    outputs, and `kind="none"` computes no G and takes no backward pass. `gram` is "full", "diag" or "none", for H. Without
+    `loss`, the output of the model must hold logits on its last axis (a tensor, or the `logits` of a mapping or an output
+    object); labels are then drawn from the model's own distribution, which gives the true Fisher matrix. With `loss`, a
+    function of the output and the target, its gradients are used. Positions that a two-dimensional `attention_mask` of the
+    batch excludes count nowhere.
     """
-    if kind not in KINDS:
+    if kind not in (*KINDS, "inputs"):
         raise ValueError(f"curvature is one of {', '.join(map(repr, KINDS))}, not {kind!r}")
     check_evidence(frozenset({"curvature"}), batches, loss, of="this method")
     if isinstance(model, Loose):
@@ -247,7 +249,10 @@ class _Sums:
 
     def _gradient(self, target: Target, rows: slice, g: Tensor) -> None:
         g, name, height = _wide(self._rows(g, -1)), target.name, target.layout.rows
-        whole = self.kind == "fisher" and height <= _WIDEST
+        if self.kind == "inputs":
+            matrix = _wide(target.layout.matrix(target.weight))[rows]
+            g, rows, height = g @ matrix, slice(None), matrix.shape[1]
+        whole = self.kind == "inputs" or (self.kind == "fisher" and height <= _WIDEST)
         if name not in self._G:
             self._G[name] = g.new_zeros((height, height) if whole else (height,))
             self._fourth[name] = g.new_zeros(2, dtype=torch.float64)

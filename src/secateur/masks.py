@@ -113,6 +113,19 @@ class Masks(Mapping[str, Tensor]):
         return f"Masks({len(self)} tensors, {self.kept:,} of {self.total:,} elements kept, {self.sparsity:.2%} sparse)"
 
 
+def zeros_kept(masks: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """How many of the kept elements are zero already, for each tensor that has such elements. Sharded tensors have no entry."""
+    whole = {name: tensor for name, tensor in tensors.items() if not sharded(masks[name]) and not tensor.is_meta}
+    devices = {tensor.device for tensor in whole.values()}
+    holed: list[str] = []
+    for device in devices:  # one transfer for each device
+        here = [name for name, tensor in whole.items() if tensor.device == device]
+        filled = torch.stack([torch.count_nonzero(whole[name]) for name in here]).tolist()
+        holed += [name for name, number in zip(here, filled, strict=True) if number < whole[name].numel()]
+    counted = {name: int(((whole[name] == 0) & masks[name]).sum()) for name in whole if name in holed}
+    return {name: number for name, number in counted.items() if number}
+
+
 def _unbits(bits: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
     size = math.prod(shape)
     if bits.dtype != torch.uint8 or bits.numel() != -(-size // 8):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ._dist import DataRanks
 from ._layers import Layout, features_axis, is_product
 from .input_squares import bare_layer, is_float
 from .reads import listen
@@ -181,7 +182,8 @@ class Moments:
             target.name: {kind: _Sums(target.layout.groups, _is_half(target)) for kind in needs - {"residual"}}
             for target in targets
         }
-        self._streams: dict[str, Products] = {}
+        self._streams: dict[str, Any] = {}
+        self._devices = {target.name: target.weight.device for target in targets}
         self._inputs: dict[str, list[_Before]] = {target.name: [] for target in targets}
         self._tokens = dict.fromkeys(self._sums, 0)
 
@@ -203,6 +205,37 @@ class Moments:
         else:
             assert seen.layer is not None
             self._called(seen.target, seen.attribute, seen.layer, seen.args, dict(seen.kwargs), seen.streams, seen.picked)
+
+    def add_up(self, ranks: DataRanks, counts: bool = True) -> None:
+        """Adds up the sums of all processes, so that each has those of all. `counts`: whether those of this process count.
+
+        An expert may have seen inputs on some processes alone; the others add zeros.
+        """
+        here: dict[tuple[str, str, int, int], Any] = {
+            (name, kind, *groups): part
+            for name, own in self._sums.items()
+            for kind, sums in own.items()
+            for groups, part in sums.parts.items()
+        }
+        here |= {(name, "residual", 0, 0): products for name, products in self._streams.items()}
+        totals = {key: part.total() for key, part in here.items()}
+        told = {key: (tuple(total.shape), total.dtype, counts * here[key].number) for key, total in totals.items()}
+        every = ranks.comm.gather((told, self._tokens if counts else {}))
+        shapes = {key: found for others, _ in every for key, found in others.items()}
+        anywhere = next(iter(self._devices.values()))  # for layers that are not targets here
+        for key in sorted(shapes):
+            shape, dtype, _ = shapes[key]
+            if key not in totals or not counts:
+                totals[key] = torch.zeros(shape, dtype=dtype, device=self._devices.get(key[0], anywhere))
+        for dtype in (torch.float64, torch.float32):
+            ranks.add_([totals[key] for key in sorted(shapes) if shapes[key][1] == dtype])
+        for key in shapes:
+            (name, kind, *groups), number = key, sum(others[key][2] for others, _ in every if key in others)
+            if kind == "residual":
+                self._streams[name] = _Fixed(totals[key], number)
+            elif number:
+                self._sums[name][kind].parts[groups[0], groups[1]] = _Fixed(totals[key], number)
+        self._tokens = {name: sum(tokens.get(name, 0) for _, tokens in every) for name in self._tokens}
 
     def table(self) -> dict[str, dict[str, Any]]:
         """The sums, by layer and kind, and the number of inputs ("tokens"); the collector holds them no longer.
@@ -356,9 +389,10 @@ class _Before(NamedTuple):
 
 @dataclass
 class _Fixed:
-    """A sum that is known already."""
+    """A sum that is known already, of so many inputs."""
 
     sum: Tensor
+    number: int = 0
 
     @property
     def parts(self) -> bool:

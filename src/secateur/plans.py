@@ -23,7 +23,7 @@ from .curvature import Curvature
 from .display import Reported, Table, format_seconds, notes_by_reason
 from .edit import UNKNOWN, Arguments, forget_, record_
 from .evidence import TensorEvidence
-from .masks import Masks
+from .masks import Masks, zeros_kept
 from .measuring import find_order, measure, measures, move_order_, reordered, with_curves
 from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, solve_checked, write_
 from .owners import scores_of
@@ -75,7 +75,8 @@ class Plan(Reported):
     (`weights`), and what was skipped, with the reason. `print` shows a table.
 
     `solved` says how each layer was solved, for methods that measure their errors, and `notes` what was done differently for a
-    layer or a block, and why. `order` is a new order of channels, in which the masks and weights are, or None.
+    layer or a block, and why. `order` is a new order of channels, in which the masks and weights are, or None. `zeros` counts
+    the kept weights that were zero before, by tensor: the masks keep them, and the table shows them.
     """
 
     masks: Masks
@@ -87,6 +88,7 @@ class Plan(Reported):
     solved: dict[str, Solved] = field(default_factory=dict, repr=False, compare=False)
     notes: dict[str, str] = field(default_factory=dict, repr=False)
     order: Reordering | None = field(default=None, repr=False, compare=False)
+    zeros: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
     _changed: Prunable | None = field(default=None, init=False, repr=False, compare=False)  # the model that `undo_` restores
 
     def apply_(self, model: Prunable, *, keep_dense: bool = False) -> Plan:
@@ -194,6 +196,7 @@ class Plan(Reported):
             "kept": kept,
             "pruned": total - kept,
             "sparsity": 1 - kept / total if total else 0.0,
+            **({"zeros": total - kept + sum(self.zeros.values())} if self.zeros else {}),
             "skipped": len(self.skipped),
             "rewritten": len(self.weights),
             **{f"sparsity/{layer.name}": layer.sparsity for layer in layers},
@@ -206,33 +209,47 @@ class Plan(Reported):
         totals = {key: value for key, value in self.metrics().items() if "/" not in key}
         for name, one in self.solved.items():
             layers[name] |= asdict(one)
+        for name, number in self.zeros.items():
+            layers[name]["zeros"] = layers[name]["total"] - layers[name]["kept"] + number
         return {"recipe": self.recipe, **totals, "layers": layers, "skipped": dict(self.skipped), "notes": dict(self.notes)}
 
     def _table(self) -> Table:
         empty = self.empty
 
         def row(layer: Layer) -> tuple[str, ...]:
-            counts = f"{layer.kept:,}", f"{layer.total:,}", f"{layer.sparsity:.2%}"
+            counts = f"{layer.kept:,}", f"{layer.total:,}", f"{layer.sparsity:.2%}", *self._share_of_zeros(layer)
             flag = ("empty" if layer.name in empty else "",) if empty else ()
             return layer.name, "x".join(map(str, layer.shape)), *counts, *self._how_solved(layer.name), *flag
 
         whole = self.metrics()
         more = ("asked", "tokens", "stage", "before", "error", "time") if self.solved else ()
-        total = ("in all", "", f"{whole['kept']:,}", f"{whole['total']:,}", f"{whole['sparsity']:.2%}", *("" for _ in more))
+        zeros = (f"{whole['zeros'] / whole['total']:.2%}",) if self.zeros else ()
+        counted = f"{whole['kept']:,}", f"{whole['total']:,}", f"{whole['sparsity']:.2%}", *zeros
+        total = ("in all", "", *counted, *("" for _ in more))
         flags = notes_by_reason("empty", dict.fromkeys(empty, "nothing is left (layer collapse); floor= prevents it"))
         changed = [f"the weights that stay were changed too, in {len(self.weights)} tensors"] if self.weights else []
         if self.order is not None and self.order.orders:
             changed.append(f"channels inside the model get another order first, in {len(self.order.orders)} groups")
+        if self.zeros:
+            changed.append(
+                f"zeros: of the weights after pruning; {sum(self.zeros.values()):,} that were zero before are not pruned here, "
+                "and count as kept. sc.Pruner.hold(model) keeps such zeros in training"
+            )
         if self.solved:
             changed.append("before, error: of the outputs, relative to them, with the mask alone and with the new weights")
         return Table(
-            ("tensor", "shape", "kept", "of", "sparsity", *more, *([""] if empty else [])),
+            ("tensor", "shape", "kept", "of", "sparsity", *(["zeros"] if zeros else []), *more, *([""] if empty else [])),
             [row(layer) for layer in self.layers],
             [(*total, *([""] if empty else []))],
-            right=range(2, 5 + len(more)),
+            right=range(2, 5 + len(zeros) + len(more)),
             title=self.recipe,
             notes=[*flags, *changed, *notes_by_reason("note", self.notes), *notes_by_reason("skipped", self.skipped)],
         )
+
+    def _share_of_zeros(self, layer: Layer) -> tuple[str, ...]:
+        """The cell with the zeros of a weight after pruning, where some weights had zeros before."""
+        zeros = layer.total - layer.kept + self.zeros.get(layer.name, 0)
+        return (f"{zeros / layer.total:.2%}",) if self.zeros else ()
 
     def _how_solved(self, name: str) -> tuple[str, ...]:
         """The cells of a layer that say how it was solved; empty ones where the method did not measure its errors."""
@@ -291,6 +308,7 @@ def plan(
             measured = order.of(measured, found)
         table = collect(model, found, once, data, loss)
         made = make_plan(model, recipe, found, skipped, table, data=data, loss=loss, measured=measured, group=group)
+        made.zeros = zeros_kept(made.masks, {target.name: made.weights.get(target.name, target.weight) for target in found})
     made.arguments, made.order = arguments, order
     made.notes |= notes
     return made
@@ -356,6 +374,10 @@ def make_plan(
                 step=step,
             )
             amount = amounts.pop(name)
+            tokens, inputs = problem.tokens, problem.W.shape[-1]
+            if tokens is not None and tokens < inputs:
+                few = f"{tokens:,} tokens of data= for {inputs:,} inputs do not determine its weights; pass more"
+                notes[name] = f"{notes[name]}; {few}" if name in notes else few
             found = solve_checked(recipe.method, problem, recipe.pattern, amount, held[name] if held else None)
             if isinstance(found, Solution) and found.before is not None and found.error is not None:
                 asked, took = amount.asked(problem.W.numel(), recipe.pattern), time.perf_counter() - begin
@@ -364,9 +386,9 @@ def make_plan(
 
         solutions = solve_all(model, found, recipe.method.needs, data, solve, notes)
     masks = Masks({t.name: like(solutions[t.name].mask, t.tensor) for t in found})
-    if recipe.needs:
-        _check_replicas(model, masks)
     weights = {name: solution.weight for name, solution in solutions.items() if solution.weight is not None}
+    if recipe.needs:
+        _check_replicas(model, masks, weights)
     made = Plan(masks, skipped, recipe.describe(step), weights=weights, solved=solved, notes=notes)
     _warn_of_collapse(made, to_be_empty, previous)
     return made
@@ -384,12 +406,13 @@ def _warn_of_collapse(made: Plan, asked: Set[str], previous: Masks | None) -> No
         )
 
 
-def _check_replicas(model: nn.Module, masks: Masks) -> None:
-    """Raises on every process unless all replicas of a model in DistributedDataParallel have the same masks."""
-    plain = {name: mask for name, mask in masks.items() if not sharded(mask)}
-    same = replicas_of(model).same([digest(mask.cpu().numpy().tobytes()) for mask in plain.values()])
-    if odd := [name for name, equal in zip(plain, same, strict=True) if not equal]:
+def _check_replicas(model: nn.Module, masks: Masks, weights: Mapping[str, Tensor]) -> None:
+    """Raises on every process unless all replicas of a model in DistributedDataParallel have the same masks and weights."""
+    comm = replicas_of(model)
+    plain = [] if comm.alone else [*weights.items(), *((name, mask) for name, mask in masks.items() if not sharded(mask))]
+    same = comm.same([digest(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()) for _, tensor in plain])
+    if odd := [name for (name, _), equal in zip(plain, same, strict=True) if not equal]:
         raise ValueError(
-            f"the processes of DistributedDataParallel made different masks for {odd[:3]}, because each of them gave its own "
+            f"the processes of DistributedDataParallel made different masks or weights for {odd[:3]}, because each has its own "
             "data=. Give all of them the same batches. The model is unchanged."
         )

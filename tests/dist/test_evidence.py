@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from layouts import bare, build, spread
-from torch import Tensor
+from torch import Tensor, nn
 
 import secateur as sc
 
@@ -53,6 +53,68 @@ def test_masks_are_those_of_one_process_with_all_the_data(four, layout, numbers)
         for got, masks, (criterion, _) in zip(found, wanted, CRITERIA, strict=True):
             for name, mask in masks.items():
                 assert torch.equal(got[name], mask), (str(criterion), name)
+
+
+# --- Gram matrices, block by block ----------------------------------------------------------------------------------
+
+
+def decoder(kind: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(2)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}
+    if kind == "experts":
+        config = transformers.MixtralConfig(num_key_value_heads=2, num_local_experts=6, num_experts_per_tok=1, **sizes)
+        return transformers.MixtralForCausalLM(config).eval()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **sizes)).eval()
+
+
+def texts(rank: int, numbers: list[int], kind: str) -> list[dict[str, Tensor]]:
+    """Batches of different lengths, some with padding."""
+    found = []
+    for n in range(sum(numbers[:rank]), sum(numbers[: rank + 1])):
+        tokens = torch.randint(40, (2, 2 if kind == "experts" else 12 + n), generator=torch.Generator().manual_seed(n))
+        mask = torch.ones_like(tokens)
+        mask[0, : n % 3] = 0 if kind == "llama" else 1
+        found.append({"input_ids": tokens, "attention_mask": mask})
+    return found
+
+
+def solved(rank: int, kind: str, method: str, numbers: list[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = nn.parallel.DistributedDataParallel(decoder(kind))
+    plan = sc.plan(model, sparsity=0.5, method=method, data=iter(texts(rank, numbers, kind)), exclude="*lm_head")
+    return bare(plan.masks), bare(plan.weights)
+
+
+@pytest.mark.parametrize("numbers", [[2, 2], [3, 0]], ids=["equal", "one without"])
+@pytest.mark.parametrize(("kind", "method"), [("llama", "sparsegpt"), ("llama", "flow"), ("experts", "sparsegpt")])
+def test_methods_that_solve_blocks_use_the_data_of_all_processes(pair, kind, method, numbers):
+    """Sums are added in another order, so the weights are equal to rounding; the processes have the same bits."""
+    data = [batch for rank in range(2) for batch in texts(rank, numbers, kind)]
+    plan = sc.plan(decoder(kind), sparsity=0.5, method=method, data=data, exclude="lm_head")
+    alone = sc.plan(decoder(kind), sparsity=0.5, method=method, data=texts(0, [1], kind), exclude="lm_head")
+    assert any(not torch.equal(alone.masks[name], mask) for name, mask in plan.masks.items())  # the data do matter
+    (masks, weights), other = pair.both(solved, kind, method, numbers)
+    for mine, theirs in zip((masks, weights), other, strict=True):
+        assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
+    assert masks.keys() == plan.masks.keys()
+    for name, mask in plan.masks.items():
+        assert torch.equal(masks[name], mask), name
+        torch.testing.assert_close(weights[name], plan.weights[name])
+
+
+def with_nan(rank: int) -> str:
+    data = [torch.randn(4, 32), torch.full((4, 32), torch.nan)][: 1 + rank]
+    try:
+        sc.plan(nn.parallel.DistributedDataParallel(build()), sparsity=0.5, method="sparsegpt", data=data)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_batch_with_nan_on_one_process_is_refused_on_all(pair):
+    other, own = pair.both(with_nan)
+    assert "batch 2" in own
+    assert "another process" in other
 
 
 def without_data(rank: int, layout: str) -> str:

@@ -244,6 +244,22 @@ def test_results_are_joined_and_undone_step_by_step(model, images, pipeline):
     assert any(isinstance(module, Compressed) for module in small.modules())
 
 
+def test_formats_that_were_chosen_for_their_size_are_not_called_fast(model, images, pipeline):
+    small, results = pipeline
+    text = str(sc.report(*results, before=model, after=small, example_inputs=images, seconds=0))
+    assert "layers were packed in sparse formats that take fewer bytes" in text
+    assert "faster" not in text
+    assert "smaller on disk when packed" in text
+
+
+def test_zeros_of_a_model_that_is_gone_are_not_made_up(model):
+    sc.prune_(model, sparsity=0.5)
+    report = sc.prune_(model, sparsity=0.8).report(after=model, seconds=0)
+    gone, left = stages(report)["dense"], stages(report)["pruned"]
+    assert gone.parameters == left.parameters
+    assert gone.nonzero is None
+
+
 def test_training_after_pruning_is_a_step_of_its_own(model, images):
     teacher = copy.deepcopy(model)
     plan = sc.prune_(model, sparsity=0.5)

@@ -11,13 +11,15 @@ from documents import UGLY, bare, document, large, layer, metric, stage
 from secateur.reports import Report, read
 from secateur.reports.charts import mask_path, network
 from secateur.reports.curves import curve
-from secateur.reports.document import Line, Mask, Metric, Point, StageFigures, Sweep, Time
-from secateur.reports.words import headline, notes, tiles
+from secateur.reports.document import Call, Line, Mask, Metric, Point, StageFigures, Sweep, Time
+from secateur.reports.words import headline, how_measured, lede, notes, tiles
 
 
 def ends(before: StageFigures, after: StageFigures, **changes):
     return document(stages=[before, after], **changes)
 
+
+SLOWER = stage("", "", 1.5, 0).times
 
 # --- sentences --------------------------------------------------------------------------------------------------------------
 
@@ -26,16 +28,22 @@ def ends(before: StageFigures, after: StageFigures, **changes):
     ("before", "after", "expected"),
     [
         (stage("a", "", 1.0, 93.4), stage("b", "", 0.5, 90.3),
-         "Half the FLOPs, half the size on disk, half the time on one image. Accuracy 93.4 → 90.3 %."),
+         "Half the FLOPs, half the size on disk when packed, half the time on one image. Accuracy 93.4 → 90.3 %."),
         (stage("a", "", 1.0, 93.4), stage("b", "", 0.4, 90.3),
-         "2.5× fewer FLOPs, 2.5× smaller on disk, 2.5× faster on one image. Accuracy 93.4 → 90.3 %."),
+         "2.5× fewer FLOPs, 2.5× smaller on disk when packed, 2.5× faster on one image. Accuracy 93.4 → 90.3 %."),
         (StageFigures("a", flops=100), StageFigures("b", flops=90), "1.1× fewer FLOPs. Accuracy not measured."),
         (StageFigures("a", bytes=100, metric=metric(90)), StageFigures("b", bytes=97, metric=metric(10)),
-         "Nothing got smaller or faster; accuracy 90.0 → 10.0 %."),
-        (StageFigures("a", bytes=100), StageFigures("b", bytes=200), "Nothing got smaller or faster; accuracy not measured."),
+         "Nothing that was measured got smaller or faster; accuracy 90.0 → 10.0 %."),
+        (StageFigures("a", bytes=100), StageFigures("b", bytes=200), "2.0× larger on disk when packed. Accuracy not measured."),
+        (stage("a", "", 1.0, 93.4), replace(stage("b", "", 0.4, 90.3), bytes=None, times=SLOWER),
+         "2.5× fewer FLOPs, but 1.5× slower on one image. Accuracy 93.4 → 90.3 %."),
+        (stage("a", "", 1.0, 93.4), replace(stage("b", "", 0.4, 90.3), flops=None, times=SLOWER),
+         "2.5× smaller on disk when packed, but 1.5× slower on one image. Accuracy 93.4 → 90.3 %."),
+        (StageFigures("a", times=stage("a", "", 1.0, 0).times), StageFigures("b", times=SLOWER),
+         "1.5× slower on one image. Accuracy not measured."),
         (StageFigures("a", bytes=300, metric=Metric("perplexity", 12.0, better="lower")),
          StageFigures("b", bytes=100, metric=Metric("perplexity", 13.5, better="lower")),
-         "3.0× smaller on disk. Perplexity 12 → 13.5."),
+         "3.0× smaller on disk when packed. Perplexity 12 → 13.5."),
         (StageFigures("a", flops=9), StageFigures("b", flops=9, metric=metric(90)),
          "21.2 % of the weights are zero. Accuracy 90.0 %."),
     ],
@@ -46,7 +54,7 @@ def test_headline_says_what_was_gained_and_ends_with_the_metric(before, after, e
 
 
 def test_tiles_have_fixed_places_and_a_loss_of_accuracy_is_no_gain():
-    names = ["Accuracy", "Parameters", "FLOPs for one image", "On disk", "Time, one image"]
+    names = ["Accuracy", "Parameters", "FLOPs for one image", "On disk, packed", "Time, one image"]
     found = tiles(document())
     assert [tile.name for tile in found] == names
     assert [tile.gain for tile in found] == [False, True, True, True, True]
@@ -78,7 +86,7 @@ def test_notes_follow_rules():
         ),
         "The cut is not exact in 2 of 8 groups.": replace(calm, steps=document().steps[:1]),
         "8 of 40 layers stay dense.": replace(calm, steps=document().steps[2:]),
-        "No measurable loss of accuracy.": replace(
+        "No measurable change of accuracy.": replace(
             calm, stages=[calm.stages[0], replace(calm.stages[-1], metric=metric(92.9))]
         ),
         "FLOPs were not measured.": replace(
@@ -96,6 +104,60 @@ def test_time_is_compared_with_flops_on_the_inputs_where_they_differ_most():
     (note,) = notes(made)
     assert note.title == "50 % fewer FLOPs, but 10 % less time for 16 images."
     assert note.text.endswith("It is 50 % less time for one image.")
+
+
+def packing(objective):
+    return Call("compress_", f"objective={objective}, 1 thread", {"compressed": 3, "layers": 4})
+
+
+@pytest.mark.parametrize(("objective", "says"), [("speed", "measured faster"), ("size", "take fewer bytes")])
+def test_the_text_says_by_what_the_formats_were_chosen(objective, says):
+    made = document(steps=[packing(objective)], reasons=[])
+    assert lede(made).startswith(f"3 of 4 layers were packed in sparse formats that {says}. ")
+    assert next(note for note in notes(made) if "stay dense" in note.title).text.endswith(f"only in formats that {says}.")
+
+
+def test_weights_remain_only_after_a_cut():
+    prune = Call("prune_", "", {"sparsity": 0.5})
+    cut = Call("shrink", "", {"params": 0.7, "groups": 2})
+    again = "50 % of the weights were set to zero"
+    assert lede(document(steps=[prune, prune])).startswith(f"{again}; then {again}.")
+    assert "; then 50 % of the remaining weights were set to zero." in lede(document(steps=[cut, prune]))
+    assert lede(document(steps=[Call("shrink", "", {"groups": 2})])).startswith("Channels were cut. ")
+
+
+def test_the_text_counts_zeros_that_were_there_before():
+    prune = Call("prune_", "", {"sparsity": 0.5, "kept": 50, "total": 100, "zeros": 80})
+    assert lede(document(steps=[prune])).startswith("80 % of the weights are zero, some of them from before.")
+
+
+def test_zeros_that_were_there_before_are_no_gain():
+    a, b = StageFigures("a", parameters=100, nonzero=20), StageFigures("b", parameters=100, nonzero=20)
+    tile = tiles(ends(a, b))[1]
+    assert (tile.word, tile.gain) == ("unchanged", False)
+
+
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        ([StageFigures("a", bytes=9), StageFigures("b", bytes=8)], "Every model was saved with packed=True."),
+        (
+            [StageFigures("a"), StageFigures("b", bytes=8)],
+            "The models were saved with packed=True. – is what was not measured.",
+        ),
+    ],
+    ids=["all", "some"],
+)
+def test_the_page_says_how_the_models_were_measured(stages, says):
+    stages = [replace(one, nonzero=5) for one in stages]
+    assert how_measured(document(stages=stages)) == says
+
+
+@pytest.mark.parametrize(("device", "says"), [("cpu", "on 1 thread"), ("cuda", "on A GPU"), ("", "on A GPU")])
+def test_the_page_names_the_device_that_held_the_model(device, says):
+    made = document()
+    made = replace(made, model=replace(made.model, device=device), machine=replace(made.machine, gpu="A GPU"))
+    assert f"timed in turn {says}:" in how_measured(made)
 
 
 def test_half_a_digit_is_rounded_up():

@@ -41,6 +41,21 @@ class DataRanks:
                     one.copy_(part.view(one.shape))
                 bucket = []
 
+    def filled(self, batches: list[Any]) -> tuple[list[Any], bool]:
+        """The batches of this process, and True. A process without any gets the first batch of another, and False."""
+        have = self.flags(bool(batches))
+        if all(have) or not any(have):
+            return batches, bool(batches)
+        batch = self._from_first(batches[0] if batches else None, have)
+        return (batches, True) if batches else ([batch], False)
+
+    def _from_first(self, value: Any, have: list[bool]) -> Any:
+        """The value of the first process that has one."""
+        first = have.index(True)
+        box = [value if self.rank == first else None]
+        dist.broadcast_object_list(box, dist.get_global_rank(self.group, first), group=self.group)
+        return box[0]
+
     def batches(self, data: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         """The batches of this process, and whether each counts.
 
@@ -59,9 +74,8 @@ class DataRanks:
                 return
             filler = batch if filler is none else filler
             if not all(self.flags(filler is not none)):
-                box = [filler if self.rank == have.index(True) else None]
-                dist.broadcast_object_list(box, dist.get_global_rank(self.group, have.index(True)), group=self.group)
-                filler = box[0] if filler is none else filler
+                given_first = self._from_first(filler, have)
+                filler = given_first if filler is none else filler
             yield (filler, False) if batch is none else (batch, True)
 
 

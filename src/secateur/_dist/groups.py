@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from .._layers import Layout
 from .guards import instances
-from .shares import Share, local, share_of
+from .shares import Share, local, sharded, share_of
 
 Group = dist.ProcessGroup
 
@@ -106,10 +107,14 @@ class Comm:
 
     def gather_stages(self, value: Any) -> list[Any]:
         """The values (names, shapes, numbers) of all processes of `group=`, in order."""
-        if self.stages is None:
+        return [value] if self.stages is None else Comm([self.stages]).gather(value)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The plain values of all processes of a comm of one group, in order."""
+        if not self.groups:
             return [value]
-        found = [None] * dist.get_world_size(self.stages)
-        dist.all_gather_object(found, value, group=self.stages)
+        found = [None] * self.size
+        dist.all_gather_object(found, value, group=self.groups[0])
         return found
 
     def same(self, values: Sequence[int]) -> list[bool]:
@@ -128,6 +133,21 @@ class Comm:
                 "the processes that share this model do not do the same: their tensors, recipes or steps differ. This one has: "
                 f"{text[:400]}"
             )
+
+
+@contextmanager
+def together(comm: Comm, what: str) -> Iterator[None]:
+    """Raises on all processes if the block raises on one, so that none waits for another. The block has no collectives."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as found:
+        error = found
+    (failed,) = comm.sum(int(error is not None))
+    if error is not None:
+        raise error
+    if failed:
+        raise RuntimeError(f"another process could not {what}, and says why; this one changed nothing")
 
 
 def digest(data: bytes) -> int:
@@ -155,6 +175,18 @@ def comm_of(shares: Mapping[str, Share], group: Any = None) -> Comm:
     ranks = _closed(largest, ranks)
     one = next((share for share in spread.values() if set(share.ranks) == ranks), None)
     return Comm([group_of_ranks(sorted(ranks)) if one is None else group_of(one), *stages], min(ranks), *stages)
+
+
+def mesh_comm(tensors: Iterable[Tensor]) -> Comm:
+    """All processes of the mesh over which these tensors are sharded or replicated. Alone if none of them is a DTensor."""
+    meshes = [tensor.device_mesh for tensor in tensors if sharded(tensor)]  # type: ignore[attr-defined]
+    if not meshes:
+        return Comm()
+    ranks = [set(mesh.mesh.reshape(-1).tolist()) for mesh in meshes]
+    largest = max(ranks, key=len)
+    if not all(each <= largest for each in ranks):
+        raise ValueError("the tensors of this model are sharded over processes that no mesh has together")
+    return Comm([group_of_ranks(sorted(largest))], min(largest))
 
 
 def _closed(mesh: Any, ranks: set[int]) -> set[int]:

@@ -24,6 +24,13 @@ def reshard_(model: nn.Module) -> None:
             module.reshard()
 
 
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module. FSDP2 gives modules a class of its own, which follows in the order of resolution."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded = fsdp is not None and isinstance(module, fsdp.FSDPModule)
+    return type(module).__mro__[2] if sharded else type(module)
+
+
 def refuse_flat(model: nn.Module) -> None:
     """Raises for parameters that other libraries replaced by slices of a flat buffer, which have lost their rows."""
     fsdp = sys.modules.get("torch.distributed.fsdp")

@@ -153,6 +153,19 @@ def share_of(name: str, tensor: Tensor, layout: Layout) -> Share:
     return Share(layout, box, tuple(ranks), me, mesh, tuple(axes), tuple(by_rank[rank] for rank in ranks), placements)
 
 
+def held(name: str, tensor: Tensor, first: int | None = None) -> tuple[list[Range], bool]:
+    """The range of each axis that this process holds of a sharded tensor, and whether it is the first of its replicas.
+
+    Where a tensor lies on a part of the mesh of its model, the other parts hold replicas of it. The first is that with the rank
+    `first`.
+    """
+    mesh, placements = tensor.device_mesh, tuple(tensor.placements)  # type: ignore[attr-defined]
+    axes, here = sharded_axes(name, tensor), tuple(mesh.get_coordinate())
+    ranges = _ranges(tuple(tensor.shape), tuple(mesh.mesh.shape), placements, here)
+    chosen = first is None or bool((mesh.mesh == first).any())
+    return ranges, chosen and all(at == 0 for axis, at in enumerate(here) if axis not in axes)
+
+
 def by_rows(share: Share, multiple: int = 1) -> tuple[list[Box], tuple[Any, ...]]:
     """The parts of a matrix if its rows were sharded, in multiples that divide them, over the same axes of the mesh.
 

@@ -8,24 +8,25 @@ A saved model is a folder with a safetensors file, which any reader of that form
 - `compressed`: layers in sparse formats.
 - `manifest`: the list of what the tensor file holds, and the cuts that made the model.
 - `fill`: copies a file into a model.
+- `entries`: the tensors of a model as entries of files.
 - `hf`: configs for Hugging Face models.
 - `folder`: folders of one or several safetensors files, read a few rows at a time.
+- `opening`: opens the folder of a model, every byte checked.
+- `shared`: files that several processes write together.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._dist import sharded
-from .._layers import layout_of
+from .._dist import Comm, mesh_comm, reshard_, together
 from .._tree import nearest
 from ..edit import (
     Arguments,
@@ -41,11 +42,12 @@ from ..edit import (
     remember_,
     restore_record_,
 )
-from ..execute import Compressed, decompress_, zeros_of
+from ..execute import decompress_
 from ..methods import without_soft_masks
 from ..plans import Plan
 from ..surgery import Shrunk
 from . import compressed, hf, packed, scaled
+from .entries import described, names_of_files, split, tensors_to_save
 from .files import (
     CODES,
     DTYPES,
@@ -53,17 +55,19 @@ from .files import (
     BadFile,
     Entry,
     Tensors,
+    Written,
     alone,
     as_bytes,
     names_of,
-    read_json,
     rename,
     replacing,
     write_tensors,
 )
 from .fill import check_kinds, dtype_of, fill_, read
-from .folder import INDEX, JOURNAL, Folder, Journal, replacing_file, stale_weights, write_index
-from .manifest import MAX, TENSOR_FILES, Manifest, Stored, about, check_file, from_text, shapes_of, to_text
+from .folder import INDEX, JOURNAL, Folder, Journal, index_text, replacing_file, stale_weights, write_index
+from .manifest import TENSOR_FILES, File, Manifest, about, shapes_of, to_text
+from .opening import NEXT, earlier_files, opened
+from .shared import write_shared
 
 __all__ = [
     "save", "load", "dense_state_dict", "BadFile", "MANIFEST", "record_in", "replaced", "write_text",
@@ -71,13 +75,14 @@ __all__ = [
     "write_tensors",  # for folders
 ]  # fmt: skip
 
-CONFIG = "config.json"
-_TRIES = 20  # how often a folder is read that others write to meanwhile
-_FEW = 0.01  # a smaller fraction of zeros is taken for chance
-
 
 def save(
-    model: nn.Module, path: str | os.PathLike[str], *, packed: bool = False, plan: Plan | Shrunk | None = None
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    packed: bool = False,
+    plan: Plan | Shrunk | None = None,
+    max_file_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Writes the model to the folder `path`, and returns the entry `about` of the manifest (model, history, versions).
 
@@ -89,6 +94,12 @@ def save(
     The entry "history" lists what was done to the model, the first thing first: `["shrink", recipe]`, `["prune", recipe]`.
     "recipe" is that of `plan`, or the last one. `load` restores the history, and `sc.summary` shows it. "arguments" holds the
     arguments of each step, and `sc.Recipe.load(path)` returns them as a recipe that makes such a model again.
+
+    With `max_file_bytes`, tensors are spread over files of at most that many bytes (larger only for a tensor that is larger
+    itself), with `model.safetensors.index.json`. Weights of an earlier model in the folder are removed.
+
+    A sharded model (FSDP2, tensor parallel) is saved by all processes of its mesh, which all call `save`. Each writes the parts
+    that it holds to the same files, on a disk that all of them reach. The files are those of the gathered model.
 
     For a Hugging Face model, `config.json` is written with the sizes of the small model. If a config can describe it (all
     layers cut alike), plain `from_pretrained(path)` loads the folder. The entry "from_pretrained" of the result is True then;
@@ -102,28 +113,30 @@ def save(
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; save() writes a folder with {TENSOR_FILES[0]} and {MANIFEST} in it")
+    if max_file_bytes is not None and (type(max_file_bytes) is not int or max_file_bytes < 1):
+        raise ValueError(f"max_file_bytes={max_file_bytes!r} must be a positive integer, or None for one file")
     model = without_soft_masks(model)
-    tensors, tied = _tensors(model)
+    reshard_(model)
+    comm = mesh_comm([*model.parameters(), *model.buffers()])
+    tensors, tied = tensors_to_save(model)
     cuts = _cuts(model, plan)
     layers = compressed.listed(model)
-    listed, entries = _described(model, tensors, packed)
+    listed, entries = described(model, tensors, packed, comm)
     said = about(model, None if plan is None else plan.recipe, _record(model, plan))
     against = "is packed; save it without packed=True" if packed else "has compressed layers; decompress_ it first"
     extra, note = hf.files(model, against if packed or layers else None)
     if note is not None:
         said["from_pretrained"] = note
     data = TENSOR_FILES[isinstance(note, str)]  # without a config, from_pretrained would fill a model of default size from it
-    if taken := [name for name in (data, MANIFEST, *extra) if (folder / name).is_dir()]:
-        raise ValueError(f"{folder / taken[0]} is a folder; save() writes a file of that name. Nothing was written.")
-    folder.mkdir(parents=True, exist_ok=True)
-    with alone(folder):
-        with ExitStack() as stack:
-            new = {name: stack.enter_context(replacing(folder / name)) for name in (*extra, data, MANIFEST)}
-            written = write_tensors(new[data], entries, {"format": "pt"})
-            new[MANIFEST].write_bytes(to_text(Manifest(listed, tied, cuts, written, said, layers, data)))
-            for name, text in extra.items():
-                new[name].write_text(text, encoding="utf-8")
-        _put(folder, new)
+    parts = split(listed, entries, max_file_bytes)
+
+    def manifest(written: Mapping[str, Written]) -> bytes:
+        files = {name: File(each.size, each.header) for name, each in written.items()}
+        digests = {name: digest for each in written.values() for name, digest in each.tensors.items()}
+        return to_text(Manifest(listed, tied, cuts, files, digests, said, layers))
+
+    with ExitStack() as stack:
+        _write(folder, data, parts, extra, manifest, comm, stack)
     return said
 
 
@@ -134,15 +147,26 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
     cut already. The model is cut as the saved one was, and all names, shapes and dtypes must match. Every byte is checked
     first: if anything is wrong, `BadFile` (a ValueError) is raised and the model is as it was. Compressed layers are
     compressed again, in the format that was saved; `as_="dense"` loads plain layers instead.
+
+    A folder that `save_pretrained` or `prune_folder` wrote is loaded too; it has no digests. A sharded model (FSDP2, tensor
+    parallel) is loaded by all processes of its mesh, which all call `load` and read the parts that they hold.
     """
     if as_ not in (None, "dense"):
         raise ValueError(f"as_={as_!r} must be 'dense' or left out.{nearest(str(as_), ['dense'])}")
-    with _opened(Path(path)) as (manifest, file):
-        given = into if isinstance(into, nn.Module) or not callable(into) else into()
-        model = getattr(given, "_orig_mod", given)  # the module under torch.compile
-        if not isinstance(given, nn.Module) or not isinstance(model, nn.Module):
-            raise TypeError(f"into= must be a model or a function that builds one; this gave a {type(given).__name__}")
-        check_kinds(model)
+    given = into if isinstance(into, nn.Module) or not callable(into) else into()
+    model = getattr(given, "_orig_mod", given)  # the module under torch.compile
+    if not isinstance(given, nn.Module) or not isinstance(model, nn.Module):
+        raise TypeError(f"into= must be a model or a function that builds one; this gave a {type(given).__name__}")
+    check_kinds(model)
+    reshard_(model)
+    comm = mesh_comm([*model.parameters(), *model.buffers()])
+    with opened(Path(path), comm) as (manifest, file):
+        if not manifest.files:
+            manifest.tied = _ties_of(model, manifest)
+        if not comm.alone and (manifest.layers or any(stored.format != "dense" for stored in manifest.tensors.values())):
+            raise ValueError(f"{path} holds packed tensors, which are not read into shards; load it before sharding the model")
+        if not comm.alone and not _fits(model, manifest) and manifest.cuts:
+            raise ValueError(f"{path} holds a model that was cut; load it before sharding the model, or shard one cut alike")
         with all_or_nothing(model):
             if compressed.layers_of(model):
                 decompress_(model)
@@ -170,7 +194,7 @@ def dense_state_dict(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> d
         )
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"dense_state_dict reads a folder that sc.save wrote, or a state dict, not {type(source).__name__}")
-    with _opened(Path(source)) as (manifest, file):
+    with opened(Path(source)) as (manifest, file):
         found = {name: read(file, name, stored) for name, stored in manifest.tensors.items()}
         found |= {other: found[name] for other, name in manifest.tied.items()}
         return {name: tensor.to(DTYPES[dtype_of(name, manifest)]) for name, tensor in found.items()}
@@ -178,7 +202,7 @@ def dense_state_dict(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> d
 
 def record_in(folder: Path) -> list[tuple[Step, Arguments]]:
     """What was done to the model in a folder that `save` wrote: each step, and its arguments for a recipe."""
-    with _opened(folder) as (manifest, _):
+    with opened(folder) as (manifest, _):
         return manifest.record
 
 
@@ -203,36 +227,47 @@ def replaced(path: Path) -> Iterator[Path]:
 # --- saving ---------------------------------------------------------------------------------------------------------
 
 
-def _tensors(model: nn.Module) -> tuple[compressed.State, dict[str, str]]:
-    """The state dict with each tied tensor once, and {other name: name in the state dict} for the tied ones."""
-    found: compressed.State = {}
-    first: dict[Any, str] = {}
-    state, tied = compressed.dense_view(model)
-    names = sorted(state, key=lambda name: hf.is_tied_copy(model, name))  # transformers expects certain names in the file
-    for name in names:
-        held = state[name]
-        tensor = held.get_buffer(held.names[0]) if isinstance(held, Compressed) else held
-        _check_tensor(name, tensor)
-        views = (tensor.is_conj(), tensor.is_neg())  # lazily conjugated or negated: the same memory, other values
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, str(tensor.device), views)
-        if held is tensor and tensor.numel() and key in first:
-            tied[name] = first[key]
-        else:
-            first[key] = name
-            found[name] = held
-    return found, {other: tied.get(name, name) for other, name in tied.items()}
+def _write(
+    folder: Path,
+    data: str,
+    parts: Sequence[Mapping[str, Entry]],
+    extra: Mapping[str, str],
+    manifest: Callable[[Mapping[str, Written]], bytes],
+    comm: Comm,
+    locked: ExitStack,
+) -> None:
+    """Writes the files beside the old ones, and renames them when all are whole.
 
-
-def _check_tensor(name: str, tensor: Any) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name!r} in the state dict is a {type(tensor).__name__}; only tensors can be saved without pickle")
-    if sharded(tensor) or tensor.layout != torch.strided or tensor.dtype not in CODES or tensor.is_meta:
-        kind = "sharded" if sharded(tensor) else "on the meta device" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
-        raise TypeError(f"{name!r} is {kind}; a file holds whole strided tensors of {', '.join(sorted(CODES.values()))}")
-    if name != name.encode(errors="replace").decode():
-        raise ValueError(f"{name!r} has characters that no file can hold (lone surrogates); rename it")
-    if name.endswith(scaled.ALL) or name == "__metadata__":
-        raise ValueError(f"{name!r} means something else in a file, like names that end in {', '.join(scaled.ALL)}; rename it")
+    The first process makes the files, and all write their parts of the tensors to them.
+    """
+    files: list[str] = []
+    new: dict[str, Path] = {}
+    with ExitStack() as stack:
+        with together(comm, f"make files in {folder}"):
+            if comm.rank == 0:
+                files = names_of_files(data, len(parts), folder)
+                index = [INDEX] if len(files) > 1 and data == TENSOR_FILES[0] else []
+                if taken := [name for name in (*extra, *files, *index, MANIFEST) if (folder / name).is_dir()]:
+                    raise ValueError(
+                        f"{folder / taken[0]} is a folder; save() writes a file of that name. Nothing was written."
+                    )
+                folder.mkdir(parents=True, exist_ok=True)
+                locked.enter_context(alone(folder))
+                new = {name: stack.enter_context(replacing(folder / name)) for name in (*extra, *files, *index, MANIFEST)}
+        files, new = comm.gather((files, new))[0]
+        written = {name: write_shared(new[name], part, {"format": "pt"}, comm) for name, part in zip(files, parts, strict=True)}
+        with together(comm, f"write {MANIFEST}"):
+            if comm.rank == 0:
+                new[MANIFEST].write_bytes(manifest(written))
+                for name, text in extra.items():
+                    new[name].write_text(text, encoding="utf-8")
+                if INDEX in new:
+                    size = sum(entry.bytes for part in parts for entry in part.values())
+                    file_of = {name: file for file, part in zip(files, parts, strict=True) for name in part}
+                    new[INDEX].write_text(index_text(file_of, size), encoding="utf-8")
+    with together(comm, "rename the files"):
+        if comm.rank == 0:
+            _put(folder, new)
 
 
 def _cuts(model: nn.Module, plan: Plan | Shrunk | None) -> list[Cuts]:
@@ -280,47 +315,13 @@ def _without(model: nn.Module, path: str, cuts: Cuts) -> bool:
     return len(modules) == cuts.lengths[path] and all(isinstance(modules[place], Passing) for place in gone)
 
 
-def _described(model: nn.Module, tensors: compressed.State, pack: bool) -> tuple[dict[str, Stored], dict[str, Entry]]:
-    """For each tensor, its description in the manifest and the entries to write for it."""
-    listed: dict[str, Stored] = {}
-    entries: dict[str, Entry] = {}
-    for name, held in tensors.items():
-        again = partial(_whole, held)
-        tensor = again()
-        values = packed.count_values(tensor)
-        if isinstance(held, Compressed) and held.rounded() is not None:
-            made, kind = scaled.entries(name, held), "scaled"
-        else:
-            made = packed.entries(name, tensor, values, again) if pack or held is not tensor else None
-            kind = "dense" if made is None else "bitmask"
-        zeros = tensor.numel() - values
-        listed[name] = Stored(CODES[tensor.dtype], tuple(tensor.shape), kind, zeros, _pattern(model, name, tensor, zeros))
-        entries |= made or {name: Entry(tensor.dtype, tuple(tensor.shape), again)}
-    return listed, entries
-
-
-def _pattern(model: nn.Module, name: str, tensor: Tensor, zeros: int) -> str | None:
-    """The pattern of the zeros in a weight. None for other tensors, and where almost nothing or everything is zero."""
-    if tensor.dim() < 2 or not tensor.is_floating_point() or not _FEW * tensor.numel() < zeros < tensor.numel():
-        return None
-    try:
-        owner = model.get_submodule(name.rpartition(".")[0])
-    except AttributeError:
-        owner = model
-    return zeros_of(layout_of(owner, tuple(tensor.shape)).matrix(tensor.detach())).pattern
-
-
-def _whole(held: Tensor | Compressed) -> Tensor:
-    return held.weight if isinstance(held, Compressed) else held
-
-
 def _put(folder: Path, new: Mapping[str, Path]) -> None:
     """Renames the written files. The new manifest has a name of its own until its tensors are in place.
 
-    So a crash at any moment leaves a manifest with its tensors: see `_opened`. Files of an earlier save that this one does not
+    So a crash at any moment leaves a manifest with its tensors: see `opened`. Files of an earlier save that this one does not
     replace are removed.
     """
-    waiting, stale = folder / f"{MANIFEST}.next", (_earlier(folder) | _old_index(folder)) - new.keys()
+    waiting, stale = folder / NEXT, (earlier_files(folder) | _old_index(folder)) - new.keys()
     try:
         rename(new[MANIFEST], waiting)
         for name, beside in new.items():
@@ -340,75 +341,7 @@ def _old_index(folder: Path) -> set[str]:
     return stale_weights(folder) - {TENSOR_FILES[0]} if (folder / INDEX).is_file() else set()
 
 
-def _earlier(folder: Path) -> set[str]:
-    """The tensor file of an earlier save into this folder, and the config if that save wrote it.
-
-    With either left behind, transformers would make a model with random weights.
-    """
-    try:
-        data = read_json(_text(folder / MANIFEST), MANIFEST)
-        config = {CONFIG} if data["about"].get("from_pretrained") is True else set()
-        return config | ({data["file"]["name"]} & {*TENSOR_FILES})
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return set()
-
-
 # --- loading --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _opened(folder: Path) -> Iterator[tuple[Manifest, Tensors]]:
-    """Opens the manifest and the tensor file that it was written for, both checked completely."""
-    for _ in range(_TRIES):
-        before = _stamps(folder)
-        with ExitStack() as stack:
-            try:
-                found = _checked(folder, stack)
-            except (BadFile, FileNotFoundError):
-                if _stamps(folder) == before:
-                    raise
-                continue  # another save has replaced the files meanwhile
-            yield found
-            return
-    raise BadFile(f"{folder} is being saved to again and again; load it when that has ended")
-
-
-def _text(path: Path) -> bytes:
-    """The bytes of a file, at most one more than a manifest may have."""
-    with path.open("rb") as file:
-        return file.read(MAX + 1)
-
-
-def _stamps(folder: Path) -> list[tuple[int, ...] | None]:
-    """Inode, size and time of each file, to see whether one of them was replaced."""
-    found: list[tuple[int, ...] | None] = []
-    for name in (*TENSOR_FILES, MANIFEST, f"{MANIFEST}.next"):
-        try:
-            now = (folder / name).stat()
-            found.append((now.st_ino, now.st_size, now.st_mtime_ns))
-        except OSError:
-            found.append(None)
-    return found
-
-
-def _checked(folder: Path, stack: ExitStack) -> tuple[Manifest, Tensors]:
-    names = [n for n in (MANIFEST, f"{MANIFEST}.next") if (folder / n).is_file()]
-    sizes = {name: (folder / name).stat().st_size for name in TENSOR_FILES if (folder / name).is_file()}
-    if not names or not sizes:
-        missing = "is a file" if folder.is_file() else f"holds no {TENSOR_FILES[0] if names else MANIFEST}"
-        raise FileNotFoundError(f"{folder} {missing}: it is not a folder that sc.save wrote")
-    wrong: list[BadFile] = []
-    for name in names:
-        try:
-            manifest = from_text(_text(folder / name), str(folder / name), sizes)
-            where = folder / manifest.file
-            file = Tensors(stack.enter_context(where.open("rb")), str(where))
-            stack.callback(file.close)
-            check_file(manifest, file)
-            return manifest, file
-        except BadFile as error:
-            wrong.append(error)
-    raise wrong[0]
 
 
 def _unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -440,6 +373,13 @@ def _unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 raise BadFile(f"{base!r} is there twice: dense and packed")
             found[base] = packed.unpack(base, tensor.cpu(), values.cpu(), tuple(shape.tolist())).to(values.device)
     return found
+
+
+def _ties_of(model: nn.Module, manifest: Manifest) -> dict[str, str]:
+    """The tied names of a model that plain files leave out: {other name: name in the files}."""
+    state = model.state_dict(keep_vars=True)
+    known = {id(tensor): name for name, tensor in state.items() if name in manifest.tensors}
+    return {n: known[id(tensor)] for n, tensor in state.items() if n not in manifest.tensors and id(tensor) in known}
 
 
 def _fits(model: nn.Module, manifest: Manifest) -> bool:

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -57,11 +57,16 @@ class BadFile(ValueError):
 
 
 class Entry(NamedTuple):
-    """A tensor to write. `data()` makes it when it is written, so that only one has to be in memory."""
+    """A tensor to write. `data()` makes it when it is written, so that only one has to be in memory.
+
+    Of a sharded tensor, `data()` is the part of this process, a range of each axis. `mine`: whether this process writes it.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     data: Callable[[], Tensor]
+    part: Sequence[tuple[int, int]] | None = None
+    mine: bool = True
 
     @property
     def bytes(self) -> int:
@@ -74,7 +79,7 @@ def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 class Written(NamedTuple):
-    """The size of a written file, and the digests of its header and of every tensor."""
+    """The bytes of a written file, and the digests of its header and of every tensor."""
 
     size: int
     header: str
@@ -145,19 +150,8 @@ def rename(beside: Path, path: Path) -> None:
 
 
 def write_tensors(path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> Written:
-    """Writes a safetensors file, tensor by tensor; the widest dtypes first, so that every tensor is aligned."""
-    if sys.byteorder != "little":
-        raise NotImplementedError("files are little-endian, and this machine is not")
-    order = sorted(entries, key=lambda name: (-entries[name].dtype.itemsize, name))
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    place = 0
-    for name in order:
-        entry = entries[name]
-        header[name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [place, place + entry.bytes]}
-        place += entry.bytes
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
+    """Writes a safetensors file, tensor by tensor."""
+    head, order, size = header_of(entries, metadata)
     digests: dict[str, str] = {}
     with path.open("wb") as file:
         file.write(head)
@@ -167,7 +161,28 @@ def write_tensors(path: Path, entries: Mapping[str, Entry], metadata: Mapping[st
                 raise RuntimeError(f"{name!r} changed while it was being written; save a model that nothing else is writing to")
             digests[name] = hashlib.sha256(raw).hexdigest()
             file.write(raw)
-    return Written(len(head) + place, hashlib.sha256(head).hexdigest(), digests)
+    return Written(size, hashlib.sha256(head).hexdigest(), digests)
+
+
+def header_of(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
+    """The header of a file, where each tensor begins in the file, and its size.
+
+    The widest dtypes come first, so that every tensor is aligned.
+    """
+    if sys.byteorder != "little":
+        raise NotImplementedError("files are little-endian, and this machine is not")
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    begins: dict[str, int] = {}
+    place = 0
+    for name in sorted(entries, key=lambda name: (-entries[name].dtype.itemsize, name)):
+        entry = entries[name]
+        header[name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [place, place + entry.bytes]}
+        begins[name] = place
+        place += entry.bytes
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return head, {name: len(head) + begin for name, begin in begins.items()}, len(head) + place
 
 
 def as_bytes(tensor: Tensor) -> Any:
@@ -224,12 +239,36 @@ class Tensors:
             left -= count
         return found.hexdigest()
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, part: Sequence[tuple[int, int]] | None = None) -> Tensor:
+        """A tensor, or the part of it that lies in a range of each axis."""
         try:
-            return self._file.get_tensor(name)
+            if not part:
+                return self._file.get_tensor(name)
+            return self._file.get_slice(name)[tuple(slice(*ends) for ends in part)]
         except (SafetensorError, RuntimeError, TypeError) as error:  # shapes that torch refuses, a file cut short just now
             shape = _short(self.entries[name][1])
             raise BadFile(f"{self.where}: {name!r} of shape {shape} cannot be read: {_short(error)}") from None
+
+
+class TensorFiles:
+    """Open safetensors files, read as one. `entries`: dtype and shape of every tensor."""
+
+    def __init__(self, files: Sequence[Tensors]) -> None:
+        self.files, self._file_of = files, {name: file for file in files for name in file.entries}
+        self.entries = {name: file.entries[name] for name, file in self._file_of.items()}
+        for file in files:
+            if twice := [name for name in file.entries if self._file_of[name] is not file]:
+                raise BadFile(f"{twice[0]!r} is in {file.where} and in {self._file_of[twice[0]].where}")
+
+    def where(self, name: str) -> str:
+        """The path of the file that holds a tensor."""
+        return self._file_of[name].where
+
+    def digest(self, name: str) -> str:
+        return self._file_of[name].digest(name)
+
+    def read(self, name: str, part: Sequence[tuple[int, int]] | None = None) -> Tensor:
+        return self._file_of[name].read(name, part)
 
 
 def shaped(flat: Tensor, shape: tuple[int, ...], name: str) -> Tensor:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._dist import sharded
+from .._dist import held, local, sharded
 from .._tree import nearest
 from . import compressed, packed, scaled
-from .files import CODES, BadFile, Tensors, names_of
+from .files import CODES, BadFile, TensorFiles, names_of
 from .manifest import Layer, Manifest, Stored, shapes_of, stored_names
 
 
-def read(file: Tensors, name: str, stored: Stored) -> Tensor:
+def read(file: TensorFiles, name: str, stored: Stored) -> Tensor:
     if stored.format == "dense":
         return file.read(name)
     if stored.format == "scaled":
@@ -33,14 +33,16 @@ def dtype_of(name: str, manifest: Manifest) -> str:
 
 
 def check_kinds(model: nn.Module) -> None:
-    """Raises BadFile if the model holds a tensor that no file can fill: lazy, sharded or not strided."""
+    """Raises BadFile if the model holds a tensor that no file can fill: lazy, not strided, or sharded on the meta device."""
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor) and (is_lazy(tensor) or sharded(tensor) or tensor.layout != torch.strided):
-            kind = "not initialised" if is_lazy(tensor) else "sharded" if sharded(tensor) else str(tensor.layout)
-            raise BadFile(f"{name!r} is {kind} in the model; load fills tensors that are initialised, whole and strided")
+        if isinstance(tensor, Tensor) and (is_lazy(tensor) or tensor.layout != torch.strided):
+            kind = "not initialised" if is_lazy(tensor) else str(tensor.layout)
+            raise BadFile(f"{name!r} is {kind} in the model; load fills tensors that are initialised and strided")
+        if isinstance(tensor, Tensor) and sharded(tensor) and tensor.is_meta:
+            raise BadFile(f"{name!r} is sharded and on the meta device; give it memory first (model.to_empty(device=...))")
 
 
-def fill_(model: nn.Module, manifest: Manifest, file: Tensors, layers: Mapping[str, Layer]) -> None:
+def fill_(model: nn.Module, manifest: Manifest, file: TensorFiles, layers: Mapping[str, Layer]) -> None:
     """Checks names, shapes and dtypes, makes the compressed layers, and only then copies the tensors."""
     state = model.state_dict(keep_vars=True)
     expected = shapes_of(manifest)
@@ -67,7 +69,7 @@ def fill_(model: nn.Module, manifest: Manifest, file: Tensors, layers: Mapping[s
     compressed.put_(model, made)
 
 
-def _copy(model: nn.Module, state: Mapping[str, Tensor], manifest: Manifest, file: Tensors, done: set[str]) -> None:
+def _copy(model: nn.Module, state: Mapping[str, Tensor], manifest: Manifest, file: TensorFiles, done: set[str]) -> None:
     """Copies tensor by tensor, except those that only belong to layers in `done`."""
     names: dict[str, list[str]] = {name: [name] for name in manifest.tensors}
     for other, name in manifest.tied.items():
@@ -87,9 +89,15 @@ def _copy(model: nn.Module, state: Mapping[str, Tensor], manifest: Manifest, fil
     def value(name: str) -> Tensor:
         return read(file, name, manifest.tensors[name])
 
-    _check_memory({n: (state[n], name) for name, alone in apart.items() if not alone for n in names[name]}, value)
+    whole = {n: (state[n], name) for name, alone in apart.items() if not alone for n in names[name] if not sharded(state[n])}
+    _check_memory(whole, value)
     with torch.no_grad():
         for name, alone in apart.items():
+            parts = {id(state[n]): state[n] for n in names[name] if sharded(state[n])}
+            for tensor in parts.values():
+                local(tensor.detach()).copy_(file.read(name, held(name, tensor)[0]))
+            if parts:
+                continue
             _write(model, state, names[name], value(name), alone)
 
 

@@ -161,11 +161,14 @@ class Journal:
                 file.unlink()
 
 
+def index_text(file_of: Mapping[str, str], size: int) -> str:
+    """The index of a folder: the file of each tensor, and the bytes of all of them."""
+    return json.dumps({"metadata": {"total_size": size}, "weight_map": dict(file_of)}, indent=2, sort_keys=True)
+
+
 def write_index(folder: Path, file_of: Mapping[str, str], size: int) -> None:
-    """Writes the index of a folder: the file of each tensor, and the bytes of all of them."""
-    text = json.dumps({"metadata": {"total_size": size}, "weight_map": dict(file_of)}, indent=2, sort_keys=True)
     with replacing_file(folder / INDEX) as out:
-        out.write(text.encode())
+        out.write(index_text(file_of, size).encode())
 
 
 def stale_weights(folder: Path) -> set[str]:

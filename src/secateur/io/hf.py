@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._dist import class_of
 from ..edit import Place, built_from, eval_mode, history, number_at, numbers_of, tensors_inside, with_numbers
 from ..trace import main_outputs
 
@@ -70,7 +71,7 @@ def _several_dtypes(model: nn.Module) -> str | None:
 
 def _written(model: nn.Module, config: Any) -> dict[str, str]:
     """The files that transformers writes beside the tensors, as text; under "error" the reason if it refuses."""
-    config.architectures = [type(model).__name__]
+    config.architectures = [class_of(model).__name__]
     config.dtype = _dtype(model)
     said = getattr(model, "generation_config", None)
     with tempfile.TemporaryDirectory() as folder:
@@ -179,8 +180,9 @@ def _profile(model: nn.Module, changed: set[tuple[str, str]]) -> Profile:
         found |= {("shape", name, str(d)): size for d, size in enumerate(tensor.shape)}
     found |= {("buffer", name): tensor for name, tensor in model.named_buffers() if name not in state}
     for path, module in model.named_modules():
+        read = _read_names(class_of(module))
         for name, value in vars(module).items():
-            if type(value) is float or (path, name) in changed or (type(value) is int and name in _read_names(type(module))):
+            if type(value) is float or (path, name) in changed or (type(value) is int and name in read):
                 found["number", path, name] = value
     return found
 
@@ -230,6 +232,6 @@ def _words(wrong: list[Key]) -> str | None:
 def _built(model: nn.Module, config: Any) -> Profile:
     """The profile of the model that the model's class builds from a config."""
     try:
-        return _profile(built_from(type(model), config), _changed(model))
+        return _profile(built_from(class_of(model), config), _changed(model))
     except Exception as error:
         return {("error", type(error).__name__): str(error)}

@@ -8,15 +8,16 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors
 import torch
 
+from .._dist import class_of
 from .._version import __version__
 from ..edit import UNKNOWN, Arguments, Attribute, Cuts, Step
 from ..progress import track
-from .files import DTYPES, BadFile, Tensors, Written, counts, names_of, read_json
+from .files import DTYPES, BadFile, TensorFiles, counts, names_of, read_json
 from .packed import BITMASK, PARTS, SHAPE, VALUES
 from .packed import check as check_bits
 from .scaled import ALL as SCALED_PARTS
@@ -24,6 +25,7 @@ from .scaled import read as read_scaled
 
 VERSION = 1
 TENSOR_FILES = ("model.safetensors", "secateur.safetensors")  # the second: a name that transformers does not look for
+FILE_NAME = re.compile(r"(model|secateur)(-[0-9a-f]{8})?(-[0-9]{5}-of-[0-9]{5})?\.safetensors")  # one file, or one of several
 MAX = 100_000_000  # bytes
 _PARTS_OF = {"dense": ("",), "bitmask": PARTS, "scaled": SCALED_PARTS}  # what is appended to the name of a tensor
 _TAIL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
@@ -50,21 +52,28 @@ class Layer:
     dtype: str
 
 
+class File(NamedTuple):
+    """A tensor file: its bytes, and the digest of its header."""
+
+    size: int
+    header: str
+
+
 @dataclass
 class Manifest:
     """The content of a manifest.
 
-    `tensors`: by name. `tied`: other name -> name in `tensors`. `cuts`: the first one first. `written`: size and digests of the
-    tensor file. `layers`: the compressed layers, by path. `file`: the name of the tensor file.
+    `tensors`: by name. `tied`: other name -> name in `tensors`. `cuts`: the first one first. `files`: the tensor files.
+    `digests`: of every entry in them. `layers`: the compressed layers, by path.
     """
 
     tensors: dict[str, Stored]
     tied: dict[str, str]
     cuts: list[Cuts]
-    written: Written
+    files: dict[str, File]
+    digests: dict[str, str]
     about: dict[str, Any] = field(default_factory=dict)
     layers: dict[str, Layer] = field(default_factory=dict)
-    file: str = TENSOR_FILES[0]
 
     @property
     def record(self) -> list[tuple[Step, Arguments]]:
@@ -85,7 +94,8 @@ def stored_names(name: str, stored: Stored) -> tuple[str, ...]:
 
 def to_text(manifest: Manifest) -> bytes:
     """The manifest as JSON. Its last line is the digest of everything before it."""
-    digests = manifest.written.tensors
+    digests = manifest.digests
+    files = [{"name": name, "bytes": file.size, "header": file.header} for name, file in manifest.files.items()]
     tensors = {
         name: {**vars(s), "sha256": [digests[part] for part in stored_names(name, s)]} for name, s in manifest.tensors.items()
     }
@@ -93,7 +103,7 @@ def to_text(manifest: Manifest) -> bytes:
         "format": "secateur",
         "version": VERSION,
         "about": manifest.about,
-        "file": {"name": manifest.file, "bytes": manifest.written.size, "header": manifest.written.header},
+        **({"file": files[0]} if len(files) == 1 else {"files": files}),
         "cuts": [_cuts_to_data(cuts) for cuts in manifest.cuts],
         "tied": manifest.tied,
         **({"layers": {path: vars(layer) for path, layer in manifest.layers.items()}} if manifest.layers else {}),
@@ -153,7 +163,7 @@ def _plain(value: Any) -> bool:
 
 
 def from_text(text: bytes, where: str, sizes: Mapping[str, int]) -> Manifest:
-    """Parses what `to_text` wrote, for one of the tensor files of these sizes. Raises BadFile if a byte of it was changed."""
+    """Parses what `to_text` wrote, for tensor files of these sizes. Raises BadFile if a byte of it was changed."""
     if len(text) > MAX:
         raise BadFile(f"{where} is longer than {MAX} bytes, the most that a manifest may have")
     data = read_json(text, where)
@@ -172,14 +182,7 @@ def from_text(text: bytes, where: str, sizes: Mapping[str, int]) -> Manifest:
 
 
 def _from_data(data: dict[str, Any], sizes: Mapping[str, int]) -> Manifest:
-    file, listed = _of(data, "file", dict), _of(data, "tensors", dict)
-    size = sizes.get(_of(file, "name", str))
-    if size is None:
-        raise BadFile(f"the tensor file {file['name'][:40]!r} is not beside it; expected one of {', '.join(TENSOR_FILES)}")
-    if _of(file, "bytes", int) != size:
-        raise BadFile(
-            f"the tensor file is {size} bytes long and should be {file['bytes']}: one of the two was replaced or cut short"
-        )
+    files, listed = _files(data, sizes), _of(data, "tensors", dict)
     tensors: dict[str, Stored] = {}
     digests: dict[str, str] = {}
     for name, entry in listed.items():
@@ -202,11 +205,35 @@ def _from_data(data: dict[str, Any], sizes: Mapping[str, int]) -> Manifest:
     for other, name in tied.items():
         if not isinstance(name, str) or name not in tensors or other in tensors:
             raise BadFile(f"{other!r} is tied to {str(name)[:80]!r}, which is not in the file, or is there itself")
-    room = [max(size, 1 << 20)]  # how many more indices are allowed: each kept one stands for at least one element in the file
+    # How many more indices are allowed: each kept one stands for at least one element in the files.
+    room = [max(sum(file.size for file in files.values()), 1 << 20)]
     cuts = [_cuts_from_data(entry, room) for entry in _of(data, "cuts", list)]
     layers = _layers(_of(data, "layers", dict), {*tensors, *tied}) if "layers" in data else {}
-    written = Written(size, _of(file, "header", str), digests)
-    return Manifest(tensors, tied, cuts, written, _about(data), layers, file["name"])
+    return Manifest(tensors, tied, cuts, files, digests, _about(data), layers)
+
+
+def listed_files(data: Any) -> list[str]:
+    """The names of the tensor files that the data of a manifest list. Raises BadFile for names that `save` never gives."""
+    files = _of(data, "files", list) if "files" in data else [_of(data, "file", dict)]
+    names = [_of(file, "name", str) for file in files]
+    if len(set(names)) != len(names) or not names or not all(map(FILE_NAME.fullmatch, names)):
+        raise BadFile(f"the tensor files must have different names, as sc.save gives them, not {str(names)[:80]}")
+    return names
+
+
+def _files(data: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, File]:
+    found: dict[str, File] = {}
+    for name, file in zip(listed_files(data), data.get("files") or [data["file"]], strict=True):
+        size = sizes.get(name)
+        if size is None:
+            raise BadFile(f"the tensor file {name!r} is not beside it")
+        if _of(file, "bytes", int) != size:
+            raise BadFile(
+                f"the tensor file {name} is {size} bytes long and should be {file['bytes']}: one of the two was replaced or "
+                "cut short"
+            )
+        found[name] = File(size, _of(file, "header", str))
+    return found
 
 
 def _about(data: dict[str, Any]) -> dict[str, Any]:
@@ -301,36 +328,42 @@ def _indices(text: Any, size: int, name: str, room: list[int]) -> list[int]:
 # --- against the tensor file ----------------------------------------------------------------------------------------
 
 
-def check_file(manifest: Manifest, file: Tensors) -> None:
-    """Raises BadFile unless the file holds exactly the tensors of the manifest, bit for bit."""
-    where, written = file.where, manifest.written
-    if file.header != written.header:
-        raise BadFile(f"{where} is not the file that its manifest was written for: one of the two was replaced or damaged")
-    if odd := file.entries.keys() ^ written.tensors.keys():
-        raise BadFile(f"{where} and its manifest do not list the same tensors: {names_of(odd)}")
+def check_files(manifest: Manifest, file: TensorFiles, digests: slice = slice(None)) -> None:
+    """Raises BadFile unless the files hold exactly the tensors of the manifest, bit for bit.
+
+    `digests`: the tensors whose bytes this process compares.
+    """
+    for each, written in zip(file.files, manifest.files.values(), strict=True):
+        if each.header != written.header:
+            raise BadFile(
+                f"{each.where} is not the file that its manifest was written for: one of the two was replaced or damaged"
+            )
+    if odd := file.entries.keys() ^ manifest.digests.keys():
+        raise BadFile(f"{file.files[0].where} and its manifest do not list the same tensors: {names_of(odd)}")
     for name, stored in manifest.tensors.items():
         if stored.format == "scaled":
             continue
-        dtype, shape = file.entries[name + (VALUES if stored.format == "bitmask" else "")]
+        part = name + (VALUES if stored.format == "bitmask" else "")
+        (dtype, shape), where = file.entries[part], file.where(part)
         if dtype != DTYPES[stored.dtype] or (stored.format == "dense" and shape != stored.shape):
             raise BadFile(f"{name!r} is {dtype} of shape {shape} in {where} and different in the manifest")
         if stored.format == "bitmask" and not _parts_fit(file, name, stored):
             raise BadFile(f"the bitmask, values and shape of {name!r} in {where} do not make a tensor of {stored.shape}")
-    for name, digest in track(written.tensors.items(), "check files", lambda item: item[0]):
+    for name, digest in track(list(manifest.digests.items())[digests], "check files", lambda item: item[0]):
         if file.digest(name) != digest:
-            raise BadFile(f"{name!r} in {where} is damaged: its bytes do not have the digest in the manifest")
+            raise BadFile(f"{name!r} in {file.where(name)} is damaged: its bytes do not have the digest in the manifest")
     for name, stored in manifest.tensors.items():
         if stored.format == "bitmask":
             check_bits(name, file.read(name + BITMASK), file.entries[name + VALUES][1][0], stored.shape)
             if file.read(name + SHAPE).tolist() != list(stored.shape):
-                raise BadFile(f"{name!r} has another shape in {where} than in the manifest")
+                raise BadFile(f"{name!r} has another shape in {file.where(name + SHAPE)} than in the manifest")
         if stored.format == "scaled":
             weight = read_scaled(name, {part: file.read(part) for part in stored_names(name, stored)})
             if (DTYPES[stored.dtype], stored.shape) != (weight.dtype, tuple(weight.shape)):
-                raise BadFile(f"{name!r} has another dtype or shape in {where} than in the manifest")
+                raise BadFile(f"{name!r} has another dtype or shape in {file.where(name + SHAPE)} than in the manifest")
 
 
-def _parts_fit(file: Tensors, name: str, stored: Stored) -> bool:
+def _parts_fit(file: TensorFiles, name: str, stored: Stored) -> bool:
     (bits, bits_shape), (_, values_shape), (sizes, sizes_shape) = (
         file.entries[name + part] for part in (BITMASK, VALUES, SHAPE)
     )
@@ -343,7 +376,7 @@ def about(model: Any, recipe: str | None, record: Sequence[tuple[Step, Arguments
     versions = {"torch": str(torch.__version__), "safetensors": safetensors.__version__}  # with the build, such as +cu132
     done, arguments = [list(step) for step, _ in record], [each for _, each in record]
     recipe = recipe or (done[-1][1] if done else None)
-    said = {"model": type(model).__name__, "recipe": recipe, "history": done, "arguments": arguments}
+    said = {"model": class_of(model).__name__, "recipe": recipe, "history": done, "arguments": arguments}
     return {**said, "secateur": __version__, **versions}
 
 

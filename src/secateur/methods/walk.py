@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import copied, moved, signature, tensors_of
-from .._dist import local
+from .._dist import DataRanks, data_ranks_of, local, run_of
 from .._tree import Loose
 from ..blocks import repeated_blocks
 from ..display import format_seconds
@@ -29,6 +29,7 @@ from ..stream import Chain, Feed, record
 from ..tape import Call, Enough, Parts, Tape
 from ..tape import record as record_tape
 from ..targeting import Target
+from .batches import positions, usable
 from .residence import Residence, on_cpu, without_blocks
 from .seam import Solution
 from .stages import Stage, Window, find_stages
@@ -62,48 +63,23 @@ def solve_all(
     if isinstance(model, Loose):
         raise TypeError("this method runs a model on data=, and these are tensors without one")
     notes = {} if notes is None else notes
-    batches = _usable(data, notes)
-    warn_of_unused_input(model, batches[0])
+    ranks = data_ranks_of(model, {target.name: target.tensor for target in found}, "Gram matrices")
+    run, given = run_of(model), {target.name: target for target in found}
+    if run is not model:  # the names of targets begin with that of the module inside of DistributedDataParallel
+        given = {name.removeprefix("module."): target for name, target in given.items()}
+        found = [Target(replace(target.slot, name=name), target.layout) for name, target in given.items()]
+    batches, counts = usable(data, notes, ranks)
+    warn_of_unused_input(run, batches[0])
     solutions: dict[str, Solution] = {}
-    with torch.inference_mode(False), torch.no_grad(), as_it_was(model), _Changes() as changes:
-        walk = _Walk(model, found, needs & STREAMED, batches, changes, notes, residence or Residence())
+    with torch.inference_mode(False), torch.no_grad(), as_it_was(run), _Changes() as changes:
+        walk = _Walk(run, found, needs & STREAMED, batches, changes, notes, residence or Residence(), ranks, counts)
         for part, table in walk.evidence():
             for target in part:
-                solution = checked(target, solve(target, table.pop(target.name)))
+                solution = checked(target, solve(given[target.name], table.pop(target.name)))
                 solutions[target.name] = walk.residence.solved(target.name, solution)
                 changes.write(target, solution)
                 walk.errors.append(solution.error)
-    return {target.name: solutions[target.name] for target in found if target.name in solutions}
-
-
-def _usable(data: Iterable[Any], notes: dict[str, str]) -> list[Any]:
-    """The batches that are not empty. Raises where one holds NaN."""
-    batches, empty, number = [], [], 0
-    for number, batch in enumerate(data, 1):
-        args, kwargs, _ = split_batch(batch)
-        tensors = tensors_of((args, kwargs))
-        if tensors and not all(tensor.numel() for tensor in tensors):
-            empty.append(number)
-            continue
-        if any(bool(tensor.isnan().any()) for tensor in tensors if tensor.is_floating_point()):
-            raise ValueError(f"batch {number} of data= (counted from 1) holds NaN; remove it or repair it")
-        batches.append(batch)
-    if not number:
-        raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
-    if not batches:
-        raise ValueError(f"all {number} batches of data= are empty")
-    if empty:
-        notes["data"] = f"skipped empty batches of data=: {', '.join(map(str, empty))} (counted from 1)"
-    return batches
-
-
-def _positions(batch: Any) -> Tensor | None:
-    """True for the positions (batch, position) that are not padding; None if there is no padding or no mask."""
-    _, kwargs, _ = split_batch(batch)
-    mask = kwargs.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or bool(mask.all()):
-        return None
-    return mask.bool()
+    return {target.name: solutions[name] for name, target in given.items() if name in solutions}
 
 
 @dataclass
@@ -117,6 +93,8 @@ class _Walk:
     changes: _Changes
     notes: dict[str, str]
     residence: Residence
+    ranks: DataRanks = field(default_factory=DataRanks)
+    counts: bool = True  # whether the batches of this process count
     errors: list[float | None] = field(default_factory=list)
     tokens: int = 0
     feeds: tuple[Feed, Feed] | None = None
@@ -124,7 +102,7 @@ class _Walk:
     _summary: str = ""
 
     def __post_init__(self) -> None:
-        self.valid = [_positions(batch) for batch in self.batches]
+        self.valid = [positions(batch) for batch in self.batches]
         self.both = bool(self.needs & {"cross", "residual"})
 
     def evidence(self) -> Iterator[tuple[list[Target], Evidence]]:
@@ -223,6 +201,7 @@ class _Block:
         by_name = {target.name: target for target in self.targets}
         self._since = 0 if self.module is self.walk.model else len(self.walk.changes)
         stages, windows, tapes = self._plan()
+        self.walk.ranks.comm.check_same(f"{self.name}: {[dict(stage.leaders) for stage in stages]}")
         device = self.walk.residence.device
         self.pruned = Parts(self.module, self.calls, tapes, device)
         self.dense = None if self.dense_calls is None else Parts(self.module, self.dense_calls, tapes, device)
@@ -263,6 +242,8 @@ class _Block:
                 moments.dense = False
             for seen in self._reads(self.pruned, batch, window, leading):
                 moments.feed(seen)
+        if self.walk.ranks.size > 1:
+            moments.add_up(self.walk.ranks, self.walk.counts)
         table = moments.table()
         for name in moments.unplaced:
             self.walk.notes[name] = "padding could not be left out: its inputs have no axes for batch and position"

@@ -187,7 +187,8 @@ def _model(found: Sequence[Version], given: Any, name: str | None, data: str) ->
     model = getattr(model, "_orig_mod", model)
     shape, integers = (None, False) if given is None else first_shape(given)
     dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()), "")
-    return Model(type(model).__name__, name or type(model).__name__, data, shape, integers, dtype)
+    device = next((p.device.type for p in model.parameters()), "")
+    return Model(type(model).__name__, name or type(model).__name__, data, shape, integers, dtype, device)
 
 
 def _recipe_of(found: Sequence[Version]) -> str:
@@ -295,11 +296,10 @@ def _from_result(stages: Sequence[StageFigures], place: int, found: Sequence[Ver
         cut, when = (result, 1) if isinstance(result, Shrunk) else (following, 0)
         assert isinstance(cut, Shrunk)
         totals = {key: int(pair[when]) for key, pair in cut.totals.items() if key in ("params", "flops")}
-        return replace(stage, parameters=totals.get("params"), nonzero=totals.get("params"), flops=totals.get("flops"))
+        return replace(stage, parameters=totals.get("params"), flops=totals.get("flops"))
     if isinstance(following, Plan) and place + 1 < len(found) and found[place + 1].model is not None:
-        # Masks change no shape, and the weights that they prune were not counted before.
-        after = stages[place + 1]
-        return replace(stage, parameters=after.parameters, nonzero=after.parameters, flops=after.flops)
+        after = stages[place + 1]  # masks change no shape
+        return replace(stage, parameters=after.parameters, flops=after.flops)
     return stage
 
 
@@ -376,7 +376,7 @@ def _numbers(action: Action) -> tuple[Mapping[str, float], str]:
         return {**totals, "groups": len(cut), "exact": exact, "blocks": blocks, "lists": len(action.cuts.drop)}, action.recipe
     counts = action.metrics()
     if isinstance(action, Plan):
-        named = {key: counts[key] for key in ("sparsity", "kept", "total", "tensors", "rewritten")}
+        named = {key: counts[key] for key in ("sparsity", "kept", "total", "tensors", "rewritten", "zeros") if key in counts}
         return {**named, "empty": len(action.empty)}, action.recipe
     if isinstance(action, Compression):
         return counts, f"objective={action.objective}, {action.threads} thread{'s' if action.threads > 1 else ''}"

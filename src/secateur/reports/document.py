@@ -15,7 +15,8 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Model:
-    """What was pruned. `inputs`: the shape of the first example input; `integers`: whether it holds token ids."""
+    """What was pruned. `inputs`: the shape of the first example input; `integers`: whether it holds token ids; `device`: the
+    type of the device that holds its parameters."""
 
     kind: str
     name: str
@@ -23,6 +24,7 @@ class Model:
     inputs: list[int] | None = None
     integers: bool = False
     dtype: str = ""
+    device: str = ""
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def _stages(document: Document) -> Stages | None:
             found.append(Cell(str(words.duration(time.median)) if time else NONE, after=span))
         return found
 
-    titles = {"nonzero": "Non-zero parameters", "flops": "FLOPs", "bytes": "On disk"}
+    titles = {"nonzero": "Non-zero parameters", "flops": "FLOPs", "bytes": "On disk, packed"}
     header = [*([metric[:1].upper() + metric[1:]] if metric else []), *(titles[key] for key in titles if has[key])]
     header += [f"{name[:1].upper()}{name[1:]}" for name in inputs]
     return Stages(header, [(stage, cells(stage)) for stage in document.stages])

@@ -35,7 +35,7 @@ def _stage_table(document: Document) -> Table:
             *(str(duration(timed[words].median)) if words in timed else NONE for words in inputs),
         ]
 
-    header = ["step", *([metric] if metric else ()), "non-zero", "FLOPs", "on disk", *inputs]
+    header = ["step", *([metric] if metric else ()), "non-zero", "FLOPs", "on disk, packed", *inputs]
     return Table(header, [row(stage) for stage in document.stages], right=range(1, len(header)))
 
 

@@ -123,9 +123,9 @@ def tiles(document: Document) -> list[Tile]:
     now, was = main_time(z), main_time(a)
     return [
         _metric_tile(a.metric, z.metric),
-        _tile("Parameters", a.parameters, z.nonzero, count, "fewer", "more", left),
+        _tile("Parameters", a.parameters if a.nonzero is None else a.nonzero, z.nonzero, count, "fewer", "more", left),
         _tile(f"FLOPs{per}", a.flops, z.flops, count, "fewer", "more", _foot(z, "flops", "Products with zero are counted")),
-        _tile("On disk", a.bytes, z.bytes, size, "smaller", "larger", _foot(z, "bytes", "Weights and manifest")),
+        _tile("On disk, packed", a.bytes, z.bytes, size, "smaller", "larger", _foot(z, "bytes", "Saved with packed=True")),
         _time_tile(was, now, z.missing.get("times")),
     ]
 
@@ -189,7 +189,7 @@ def _named(metric: Metric | None) -> str:
 
 
 def headline(document: Document) -> tuple[str, str]:
-    """What was gained, and the metric."""
+    """What was gained and what was lost, and the metric."""
     pair = ends(document)
     if pair is None:
         zeros = _zeros(document.layers)
@@ -197,18 +197,41 @@ def headline(document: Document) -> tuple[str, str]:
     a, z = pair
     was, now = main_time(a), main_time(z)
     on = f" on {now.input}" if now else ""
-    ratios = (
-        (_ratio(a.flops, z.flops), "half the FLOPs", "{} fewer FLOPs"),
-        (_ratio(a.bytes, z.bytes), "half the size on disk", "{} smaller on disk"),
-        (_ratio(was and was.median, now and now.median), f"half the time{on}", f"{{}} faster{on}"),
+    found = (
+        _Change(_ratio(a.flops, z.flops), "half the FLOPs", "fewer FLOPs", "more FLOPs"),
+        _Change(_ratio(a.bytes, z.bytes), "half the size on disk when packed", *_ON_DISK),
+        _Change(_ratio(was and was.median, now and now.median), f"half the time{on}", f"faster{on}", f"slower{on}"),
     )
-    parts = [half if 1.95 <= r <= 2.05 else more.format(times(r)) for r, half, more in ratios if r is not None and r >= GAIN]
+    gains, losses = [text for one in found if (text := one.gain)], [text for one in found if (text := one.loss)]
     ending = _metric_sentence(a.metric, z.metric)
-    if parts:
-        return f"{_capital(', '.join(parts))}.", f"{_capital(ending)}."
-    if ratios[1][0] is None and ratios[2][0] is None:  # what FLOPs alone say is no answer
+    if gains or losses:
+        text = ", but ".join(", ".join(part) for part in (gains, losses) if part)
+        return f"{_capital(text)}.", f"{_capital(ending)}."
+    if found[1].ratio is None and found[2].ratio is None:  # what FLOPs alone say is no answer
         return f"{percent(_zeros(document.layers), 1)} of the weights are zero.", f"{_capital(ending)}."
-    return f"Nothing got smaller or faster; {ending}.", ""
+    return f"Nothing that was measured got smaller or faster; {ending}.", ""
+
+
+_ON_DISK = ("smaller on disk when packed", "larger on disk when packed")
+
+
+class _Change(NamedTuple):
+    """A figure before over the figure after, if both were measured, and the words for a gain and a loss."""
+
+    ratio: float | None
+    half: str
+    less: str
+    more: str
+
+    @property
+    def gain(self) -> str:
+        if self.ratio is None or self.ratio < GAIN:
+            return ""
+        return self.half if 1.95 <= self.ratio <= 2.05 else f"{times(self.ratio)} {self.less}"
+
+    @property
+    def loss(self) -> str:
+        return "" if self.ratio is None or self.ratio > 1 / GAIN else f"{times(1 / self.ratio)} {self.more}"
 
 
 def _metric_sentence(before: Metric | None, after: Metric | None) -> str:
@@ -231,44 +254,52 @@ def _capital(text: str) -> str:
 def lede(document: Document) -> str:
     """What was done, in order."""
     parts: list[str] = []
-    for step in document.steps:
-        parts.append(_LEDES[step.kind](step, bool(parts)))
+    for place, step in enumerate(document.steps):
+        parts.append(_LEDES[step.kind](step, any(before.kind == "shrink" for before in document.steps[:place])))
     text = "; then ".join(parts) if len(parts) < 3 else f"{'; then '.join(parts[:-1])}; and {parts[-1]}"
     sentence = f"{_capital(text)}." if text else "The model before and after, layer by layer."
     return f"{sentence} {document.note}".strip()
 
 
-def _cut(step: Call, later: bool) -> str:
+def _cut(step: Call, cut: bool) -> str:
     what, key = ("FLOPs", "flops") if "flops" in step.numbers else ("parameters", "params")
-    left = f"{percent(step.numbers.get(key, 1.0))} of the {what}"
+    left = f"{percent(step.numbers[key])} of the {what}" if key in step.numbers else ""
     blocks, lists = int(step.numbers.get("blocks", 0)), int(step.numbers.get("lists", 0))
     if blocks and step.numbers["groups"] <= lists:
-        return f"{blocks} blocks were removed, which leaves {left}"
-    return f"channels were cut{f' and {blocks} blocks removed,' if blocks else ''} to {left}"
+        return f"{blocks} blocks were removed{f', which leaves {left}' if left else ''}"
+    return f"channels were cut{f' and {blocks} blocks removed,' if blocks else ''}{f' to {left}' if left else ''}"
 
 
-def _pruned(step: Call, later: bool) -> str:
+def _pruned(step: Call, cut: bool) -> str:
     tensors = f" in {int(step.numbers['tensors']):,} tensors" if "tensors" in step.numbers else ""
-    text = f"{percent(step.numbers['sparsity'])} of the {'remaining ' if later else ''}weights{tensors} were set to zero"
+    weights = f"of the {'remaining ' if cut else ''}weights{tensors}"
+    text = f"{percent(step.numbers['sparsity'])} {weights} were set to zero"
+    if "zeros" in step.numbers:  # some were zero before
+        text = f"{percent(step.numbers['zeros'] / step.numbers['total'])} {weights} are zero, some of them from before"
     changed = int(step.numbers.get("rewritten", 0))
     return f"{text}, and those that stay were changed to make up for it" if changed else text
 
 
-def _packed(step: Call, later: bool) -> str:
+def _packed(step: Call, cut: bool) -> str:
     done, layers = int(step.numbers["compressed"]), int(step.numbers["layers"])
-    return f"{done} of {layers} layers were packed in sparse formats that measured faster" if done else "no layer was packed"
+    return f"{done} of {layers} layers were packed in sparse formats that {_choice(step)}" if done else "no layer was packed"
 
 
-def _gated(step: Call, later: bool) -> str:
-    return f"the smallest {percent(step.numbers['sparsity'])} of the inputs of {int(step.numbers['gates'])} layers are zeroed"
+def _choice(step: Call) -> str:
+    """By what `compress_` chose the formats: its objective is in the recipe of the call."""
+    return "take fewer bytes" if "objective=size" in step.recipe else "measured faster"
 
 
-def _distilled(step: Call, later: bool) -> str:
+def _gated(step: Call, cut: bool) -> str:
+    return f"{percent(step.numbers['sparsity'])} of the inputs of {int(step.numbers['gates'])} layers are zeroed in each call"
+
+
+def _distilled(step: Call, cut: bool) -> str:
     steps = int(step.numbers["kept_step"])
-    return f"the model was trained for {steps:,} steps to match the one before" if steps else "training did not improve it"
+    return f"the model was trained for {steps:,} steps to match its teacher" if steps else "training did not improve it"
 
 
-def _reordered(step: Call, later: bool) -> str:
+def _reordered(step: Call, cut: bool) -> str:
     return f"the channels of {int(step.numbers['groups'])} groups were put in another order"
 
 
@@ -350,7 +381,8 @@ def _less(points: float, noun: str = "") -> str:
 
 
 def _dense(document: Document) -> Note | None:
-    if not any(step.kind == "compress_" for step in document.steps):
+    packing = next((step for step in reversed(document.steps) if step.kind == "compress_"), None)
+    if packing is None:
         return None
     dense = [layer for layer in document.layers if not layer.format and layer.after is not None]
     if not dense:
@@ -360,7 +392,7 @@ def _dense(document: Document) -> Note | None:
     verb = "stays" if len(dense) == 1 else "stay"
     return Note(
         f"{len(dense)} of {len(document.layers)} layers {verb} dense.",
-        f"{text} A layer is packed only where that measures faster.",
+        f"{text} A layer is packed only in formats that {_choice(packing)}.",
     )
 
 
@@ -372,7 +404,7 @@ def _no_loss(document: Document) -> Note | None:
     if max(a.low or 0.0, z.low or 0.0) > min(a.high or 0.0, z.high or 0.0):
         return None
     return Note(
-        f"No measurable loss of {z.name}.",
+        f"No measurable change of {z.name}.",
         "The 95 % intervals before and after overlap; more test samples would make them narrower.",
     )
 
@@ -383,16 +415,17 @@ def _are(count: int, noun: str) -> str:
 
 def how_measured(document: Document) -> str:
     """How the figures of the steps were taken."""
-    done = [
-        ("saved", any(stage.bytes is not None for stage in document.stages)),
-        ("tested on the same data", any(stage.metric is not None for stage in document.stages)),
-    ]
-    parts = [text for text, there in done if there]
-    timed = any(stage.times for stage in document.stages)
-    text = f"Every model was {' and '.join(parts)}. " if parts else ""
-    if timed:
+    done = {
+        "saved with packed=True": [stage.bytes for stage in document.stages],
+        "tested on the same data": [stage.metric for stage in document.stages],
+    }
+    parts = [text for text, found in done.items() if any(one is not None for one in found)]
+    whole = all(one is not None for text in parts for one in done[text])
+    text = f"{'Every model was' if whole else 'The models were'} {' and '.join(parts)}. " if parts else ""
+    if any(stage.times for stage in document.stages):
         threads = document.machine.threads
-        on = document.machine.gpu or f"{threads} thread{'s' if threads > 1 else ''}"
+        on_gpu = document.machine.gpu if document.model.device in ("", "cuda") else ""
+        on = on_gpu or f"{threads} thread{'s' if threads > 1 else ''}"
         text += f"They were timed in turn on {on}: the median, and the range of 80 % of the rounds. "
-    gone = any(stage.nonzero is None or stage.bytes is None for stage in document.stages[1:-1])
+    gone = any(stage.nonzero is None or stage.bytes is None for stage in document.stages[:-1])
     return (text + (f"{NONE} is what was not measured." if gone else "")).strip()

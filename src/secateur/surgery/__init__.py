@@ -2,9 +2,9 @@
 
 `shrink` makes a small copy, `shrink_` cuts in place; both are in `pipeline`, which reads from top to bottom. The other
 modules: `request` (the keywords, checked), `names` (groups by name), `budget`, `search` and `sizes` (how many units stay),
-`cut`, `masked` and `leftovers` (the small model), `runs`, `compare` and `verify` (checks), `caches`, `optimizers`, `result`
-(the plan). The rooms, which are imported through their fronts only: `exact` (which cuts are exact), `depth` (whole blocks),
-`calibrate` (scores of units and repairs from data).
+`cut`, `masked` and `leftovers` (the small model), `runs`, `compare` and `verify` (checks), `caches`, `optimizers`, `experts`
+(whole experts), `result` and `notes` (the plan). The rooms, which are imported through their fronts only: `exact` (which cuts
+are exact), `depth` (whole blocks), `calibrate` (scores of units and repairs from data).
 """
 
 from ..edit import Attribute, Cuts, apply_cuts_

@@ -43,7 +43,7 @@ def _located(model: nn.Module, changes: Sequence[Change]) -> list[Attribute]:
     for change in changes:
         path, own = modules.get(id(change.owner)), False
         if path is None and change.module is None:
-            configs = configs or {id(value): at for at, value in _objects(model)}
+            configs = configs or {id(value): at for at, value in held_objects_of(model)}
             path = configs[id(change.owner)]
         elif path is None:
             assert change.module is not None
@@ -54,7 +54,7 @@ def _located(model: nn.Module, changes: Sequence[Change]) -> list[Attribute]:
     return sorted(found, key=lambda a: a.own)  # a module copies its config after the common values are written
 
 
-def _objects(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def held_objects_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Objects with attributes that modules hold. The shortest path comes last, so that a dict keeps that one."""
     everything = [item for path, module in model.named_modules() for item in held_objects(module, path)]
     return iter(sorted(everything, key=lambda item: -item[0].count(".")))

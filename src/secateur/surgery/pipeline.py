@@ -16,7 +16,7 @@ from torch import nn
 
 from .._hints import hints, unknown_argument
 from ..arguments import plain_arguments
-from ..axes import Group, atoms
+from ..axes import Group
 from ..criteria import magnitude
 from ..edit import (
     Arguments,
@@ -36,15 +36,17 @@ from ..edit import (
 )
 from ..progress import Progress
 from ..stats import Loss, split_batch, warn_of_unused_input
-from ..trace import GIVEN, Trace, trace, undetermined
+from ..trace import Trace, trace, undetermined
 from .budget import Baseline, Budget, Reached
 from .caches import CacheSlot, counters, empty_caches_, without_caches
 from .calibrate import UNIT_CRITERIA, UnitCriterion, reestimate_, refit_, unit_scores
 from .depth import RemovedBlocks, remove_blocks
 from .exact import units_along
+from .experts import INEXACT, remove_experts
 from .leftovers import drop_leftovers_
 from .masked import CutModel, make
 from .names import check_globs, check_ratios, excluded, first_member, names_of, renamed
+from .notes import outside_config, sizes_in_formulas
 from .optimizers import cut_pruners, dropped, follow_, move_pruners_, sliced_state
 from .request import AnyCriterion, ShrinkOptions, ShrinkRequest, check_model, check_request
 from .result import GroupCut, Shrunk
@@ -65,6 +67,7 @@ def shrink(
     flops: float | None = None,
     latency: float | None = None,
     depth: float | None = None,
+    experts: float | None = None,
     multiple_of: int = 1,
     scope: str = "global",
     exclude: str | Iterable[str] = (),
@@ -87,7 +90,7 @@ def shrink(
         model: any module that runs on the example inputs.
         example_inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
         criterion: element scores, summed over the tensors that produce a unit; or a criterion of whole units (`sc.fpgm`,
-            `sc.bn_scale`, `sc.activation_variance`, `sc.reconstruction`); or the name of one ("wanda").
+            `sc.bn_scale`, `sc.activation_variance`, `sc.reconstruction`, "obs"); or the name of one ("wanda").
         channels: the fraction of units. A mapping gives ratios by name, `{"layer1.*": 0.5}`: globs over names of groups,
             tensors and modules; the last glob that matches counts, and other groups stay whole.
         params: the fraction of parameters, including the biases that the cut adds.
@@ -96,6 +99,8 @@ def shrink(
             original. Met within 5 %, or within the spread of the measurement if that is larger, at most 10 %.
         depth: the fraction of blocks (transformer layers, residual blocks) that remains, alone or before one of the targets
             above. Blocks whose removal changes the output least on `data`, or else on the example inputs, are removed first.
+        experts: the fraction of the experts of each mixture that remains, alone. Those with the least effect on `data` are
+            removed first (REAP), with their rows of the router. This is never exact.
         multiple_of: sizes that are multiples of this number stay multiples.
         scope: "global" (all groups compete; scores are divided by the mean of their group), "tensor" (every group keeps the
             same fraction) or "isomorphic" (groups of the same structure compete).
@@ -120,6 +125,7 @@ def shrink(
         flops=flops,
         latency=latency,
         depth=depth,
+        experts=experts,
         multiple_of=multiple_of,
         scope=scope,
         exclude=exclude,
@@ -202,19 +208,45 @@ def _shrunk(model: nn.Module, example_inputs: Any, request: ShrinkRequest, rng: 
     if isinstance(request.data, list) and request.loss is None:
         warn_of_unused_input(model, request.data[0])
     with without_caches(model, inputs) as caches, Progress("shrink") as progress:
-        progress("tracing the model")
-        traced = trace(model, *inputs)
-        check_globs(traced, "exclude", request.exclude)
-        progress("removing blocks")
-        blocks = _without_blocks(model, inputs, request)
-        if request.what:
-            small, plan = _cut_units(model, traced, inputs, blocks, request, rng, progress)
+        if request.experts is None:
+            small, plan = _cut_blocks_and_units(model, inputs, request, rng, progress)
         else:
-            small, plan = _only_blocks(model, inputs, blocks, request)
+            progress("removing experts")
+            small, plan = _only_experts(model, inputs, request)
         empty_caches_(small, caches)
     plan.cuts.recipe, plan.arguments = plan.recipe, _arguments(request)
     state = {} if request.optimizer is None else sliced_state(request.optimizer, model, plan.cuts)
     return _Done(small, plan, state, caches)
+
+
+def _cut_blocks_and_units(
+    model: nn.Module, inputs: Inputs, request: ShrinkRequest, rng: RngGuard, progress: Progress
+) -> tuple[nn.Module, Shrunk]:
+    progress("tracing the model")
+    traced = trace(model, *inputs)
+    check_globs(traced, "exclude", request.exclude)
+    progress("removing blocks")
+    blocks = _without_blocks(model, inputs, request)
+    if request.what:
+        return _cut_units(model, traced, inputs, blocks, request, rng, progress)
+    return _only_blocks(model, inputs, blocks, request)
+
+
+def _only_experts(model: nn.Module, inputs: Inputs, request: ShrinkRequest) -> tuple[nn.Module, Shrunk]:
+    removed = remove_experts(model, inputs, request.experts or 1.0, request.data, request.exclude)
+    rows = [GroupCut(m.experts, m.count, len(stay), INEXACT, (m.experts, m.router), unit="expert") for m, stay in removed.kept]
+    recipe = f"reap, experts={request.experts:g}"
+    totals = _totals(model, removed.model, inputs)
+    return removed.model, Shrunk(
+        recipe, rows, removed.skipped, {}, removed.cuts, totals, removed.model, model, inputs, removed.note
+    )
+
+
+def _totals(model: nn.Module, small: nn.Module, inputs: Inputs) -> dict[str, tuple[float, float]]:
+    return {
+        "params": (params_of(model), params_of(small)),
+        "flops": (flops_of(model, *inputs), flops_of(small, *inputs)),
+    }
 
 
 def _arguments(request: ShrinkRequest) -> Arguments:
@@ -240,10 +272,7 @@ def _only_blocks(
     small = blocks.model
     if request.reestimate:
         reestimate_(small, request.data)
-    totals: dict[str, tuple[float, float]] = {
-        "params": (params_of(model), params_of(small)),
-        "flops": (flops_of(model, *inputs), flops_of(small, *inputs)),
-    }
+    totals = _totals(model, small, inputs)
     return small, Shrunk(
         _depth_recipe(blocks, request), _block_rows(blocks), blocks.kept, {}, blocks.cuts, totals, small, model, inputs
     )
@@ -367,33 +396,11 @@ def _plan(
     unknown = undetermined(traced, {atom: choice.counts[g] for atom, g in fewer.items()})
     skipped = {**{names[g]: why for g, why in left.items()}, **traced.skipped}
     skipped |= dict.fromkeys(unknown, "a number that the traced run did not read; its new value is not known")
-    skipped |= _outside_config(whole, made.cuts)
+    skipped |= outside_config(whole, made.cuts)
     moved = {names[g]: why for g, why in choice.moved.items()}
-    note = "; ".join(part for part in (reached.note, _sizes_in_formulas(traced) if made.folded else "") if part)
+    note = "; ".join(part for part in (reached.note, sizes_in_formulas(traced) if made.folded else "") if part)
     recipe = request.recipe(reached.measured)
     return Shrunk(recipe, groups, skipped, moved, made.cuts, reached.totals, made.small, whole, inputs, note)
-
-
-def _sizes_in_formulas(traced: Trace) -> str:
-    """A note on sizes of the inputs that the model computes with: constants are folded for those of the example inputs."""
-    found = {
-        f"{e.size} ({use.how} in {use.module or 'the model'})": None
-        for use in traced.formula_uses
-        for e in traced.axes_in(use.source)
-        if any(atom.frozen == GIVEN for atom in atoms(e))
-    }
-    shown = ", ".join(list(found)[:4]) + (" and others" if len(found) > 4 else "")
-    return f"exact for inputs of this size: the model computes with the sizes {shown}" if found else ""
-
-
-def _outside_config(model: nn.Module, cuts: Cuts) -> dict[str, str]:
-    """A note on numbers of layers that no number of the model's config gives, so that a model built from it has others."""
-    folded = [a for a in cuts.attributes if type(a.new) is float]
-    if not folded or not hasattr(getattr(model, "config", None), "to_dict"):
-        return {}
-    told = {a.new for a in folded if a.path.partition(".")[0] == "config"}
-    why = "the cut changed it and no number of the config gives it: save with sc.save, because save_pretrained would lose it"
-    return {f"{a.path}.{a.name}": why for a in folded if a.new not in told}
 
 
 def _entries(traced: Trace, group: Group) -> int:

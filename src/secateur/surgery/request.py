@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from .._tree import check_unpacked, nearest
-from ..criteria import Criterion
+from ..criteria import Criterion, magnitude
 from ..criteria import criterion as as_criterion
 from ..stats import Loss, check_evidence
 from ..targeting import globs_of
-from .calibrate import UNIT_CRITERIA, Repair, UnitCriterion, list_batches
+from .calibrate import UNIT_CRITERIA, Repair, UnitCriterion, list_batches, reap
 from .search import SCOPES
 
 TARGETS = ("channels", "params", "flops", "latency")
@@ -29,6 +29,7 @@ class ShrinkOptions(TypedDict, total=False):
     flops: float | None
     latency: float | None
     depth: float | None
+    experts: float | None
     multiple_of: int
     scope: str
     exclude: str | Iterable[str]
@@ -52,6 +53,7 @@ class ShrinkRequest:
     flops: float | None
     latency: float | None
     depth: float | None
+    experts: float | None
     multiple_of: int
     scope: str
     exclude: Any
@@ -66,7 +68,7 @@ class ShrinkRequest:
 
     @property
     def what(self) -> str:
-        """The target: one of `TARGETS`, or "" where only `depth` is given."""
+        """The target: one of `TARGETS`, or "" where only `depth` or `experts` is given."""
         return next((key for key in TARGETS if getattr(self, key) is not None), "")
 
     @property
@@ -104,22 +106,28 @@ def check_request(request: ShrinkRequest) -> ShrinkRequest:
     optimizer = request.optimizer
     if optimizer is not None and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
         raise TypeError(f"optimizer={optimizer!r} must be the torch.optim.Optimizer of this model, or left out")
-    return replace(request, criterion=_criterion(request.criterion), exclude=_exclude(request.exclude), data=_data(request))
+    criterion = _criterion(request.criterion)
+    if request.experts is not None and criterion not in (magnitude, reap):
+        raise ValueError(f"experts= are scored by reap, and not by {criterion}; leave the criterion out, or ask for channels=")
+    return replace(request, criterion=criterion, exclude=_exclude(request.exclude), data=_data(request))
 
 
 def _check_targets(request: ShrinkRequest) -> None:
     asked = {key: value for key in TARGETS if (value := getattr(request, key)) is not None}
-    if len(asked) > 1 or (not asked and request.depth is None):
+    if request.experts is not None:
+        _check_experts(request, asked)
+    elif len(asked) > 1 or (not asked and request.depth is None):
         given = ", ".join(f"{key}={value}" for key, value in asked.items()) or "none of them"
         raise ValueError(
             "shrink needs one of channels=, params=, flops=, latency= (the fraction that remains: 0.5 is half), depth=, or "
-            f"depth= and one of the others; given: {given}"
+            f"depth= and one of the others; or experts= alone; given: {given}"
         )
     if isinstance(request.channels, Mapping):
         if not request.channels:
             raise ValueError("channels={} names no group; write channels={'layer1.*': 0.5}, or one number for all groups")
         asked = {f"channels[{name!r}]": ratio for name, ratio in request.channels.items()}
-    for name, value in {**asked, **({} if request.depth is None else {"depth": request.depth})}.items():
+    parts = {key: value for key in ("depth", "experts") if (value := getattr(request, key)) is not None}
+    for name, value in {**asked, **parts}.items():
         if not _is_number(value) or not 0 < value <= 1:
             raise ValueError(f"{name}={value!r} is the fraction that remains: a number above 0 and at most 1")
     if request.refit and request.depth is not None and not request.what:
@@ -127,6 +135,22 @@ def _check_targets(request: ShrinkRequest) -> None:
             "refit=True fits the layers that lost inputs, and depth= alone removes whole blocks, so no layer loses any. Ask "
             f"for one of {', '.join(f'{key}=' for key in TARGETS)} too, or for reestimate=True, or leave refit= out"
         )
+
+
+def _check_experts(request: ShrinkRequest, asked: Mapping[str, Any]) -> None:
+    others = [*asked, *(["depth"] if request.depth is not None else [])]
+    if others or request.refit or request.reestimate:
+        more = [*others, *(key for key in ("refit", "reestimate") if getattr(request, key))]
+        raise ValueError(
+            f"experts= stands alone, and {', '.join(f'{key}=' for key in more)} was given too; remove experts first, and call "
+            "shrink again for the rest"
+        )
+    if request.exact_only:
+        raise ValueError(
+            "exact_only=True leaves all experts: the router chooses among those that are left, which is never exact"
+        )
+    if request.data is None:
+        raise ValueError("experts= removes experts by what they do on data, so pass data= (an iterable of batches)")
 
 
 def _is_number(value: Any) -> bool:
@@ -153,7 +177,9 @@ def _data(request: ShrinkRequest) -> Iterable[Any] | None:
             raise ValueError("reestimate= and refit= work on data, so pass data= (an iterable of batches)")
         return None
     check_evidence(frozenset(), data, request.loss)
-    several = request.depth is not None or request.reestimate or request.refit or iter(data) is data
+    several = (
+        request.depth is not None or request.experts is not None or request.reestimate or request.refit or iter(data) is data
+    )
     return list_batches(data) if several else data
 
 

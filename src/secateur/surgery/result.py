@@ -18,7 +18,8 @@ class GroupCut:
     """One group of units. `name`: the first tensor that produces them, with the axis; `why`: the reason, if the cut is not
     exact; `each`: how many entries of that axis one unit has.
 
-    For a list of blocks: its path, the number of blocks before and after, and the removed blocks as members.
+    For a list of blocks: its path, the number of blocks before and after, and the removed blocks as members. For a mixture of
+    experts: the path of the experts, their numbers, and experts and router as members. Both name their `unit`.
     """
 
     name: str
@@ -27,6 +28,7 @@ class GroupCut:
     why: str | None
     members: tuple[str, ...]
     each: int = 0
+    unit: str = "block"
 
 
 @dataclass
@@ -59,6 +61,8 @@ class Shrunk(Reported):
         This takes four runs of the model. With `groups=True`, every group is also cut alone, which takes several runs for each.
         After `shrink_` the original is gone: pass a copy that was made before the cut as `original`.
         """
+        if any(group.unit == "expert" for group in self.groups):
+            raise ValueError("no masked model equals one with fewer experts, so there is nothing to verify; compare a metric")
         dense = original or self.original
         if dense is None:
             raise ValueError(
@@ -150,9 +154,9 @@ _LEGEND = (
 
 
 def _one_unit(group: GroupCut) -> str:
-    """What one unit is: entries of the axis after which its group is named, or a block."""
+    """What one unit is: entries of the axis after which its group is named, a block, or an expert."""
     if not group.each:
-        return "1 block"
+        return f"1 {group.unit}"
     axis = group.name.rpartition("[")[2].partition("]")[0]
     what = {"0": "row", "1": "column"}.get(axis, f"entry of axis {axis}")
     return f"{group.each:,} {what if group.each == 1 else what.replace('entry', 'entries') + ('s' if axis in '01' else '')}"

@@ -8,6 +8,7 @@ from .importance import (
     bn_scale,
     comparable,
     fpgm,
+    reap,
     structure,
     unit_criterion,
     unit_scores,
@@ -15,8 +16,9 @@ from .importance import (
 from .norms import list_batches, reestimate_
 from .reconstruct import reconstruction
 from .refit import refit_
+from .surgeon import obs
 
-UNIT_CRITERIA = {c.name: c for c in (fpgm, bn_scale, activation_variance, reconstruction)}
+UNIT_CRITERIA = {c.name: c for c in (fpgm, bn_scale, activation_variance, reconstruction, obs, reap)}
 
 __all__ = [
     "Repair",
@@ -28,6 +30,8 @@ __all__ = [
     "comparable",
     "fpgm",
     "list_batches",
+    "obs",
+    "reap",
     "reconstruction",
     "reestimate_",
     "refit_",

@@ -7,6 +7,7 @@ normalised again. All need only the second moments of their inputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,19 +30,46 @@ class State(Protocol):
     def remove(self, unit: int) -> None: ...
 
 
-def eliminate(states: Sequence[State], size: int) -> Order:
-    """Remove units until one is left, each time the one with the smallest rise."""
+def eliminate(states: Sequence[State], size: int, rounds: int | None = None) -> Order:
+    """Remove units until one is left, each time the one with the smallest rise.
+
+    With `rounds`, the units with the smallest rises are removed together, so many that there are about so many rounds.
+    """
     alive, order, total = torch.ones(size, dtype=torch.bool), Order([], []), 0.0
-    while len(order.units) < size - 1:
-        rise = torch.stack([state.rise() for state in states]).sum(0).masked_fill(~alive, torch.inf)
-        unit = int(rise.argmin())
-        alive[unit] = False
-        total = max(total, total + float(rise[unit]))
-        for state in states:
-            state.remove(unit)
-        order.units.append(unit)
-        order.errors.append(total)
+    most = 1 if rounds is None else max(1, size // rounds)
+    while (left := size - 1 - len(order.units)) > 0:
+        rise = torch.stack([state.rise().cpu() for state in states]).sum(0).masked_fill(~alive, torch.inf)
+        for unit in [int(rise.argmin())] if most == 1 else rise.argsort(stable=True)[: min(most, left)].tolist():
+            alive[unit] = False
+            total = max(total, total + float(rise[unit]))
+            for state in states:
+                state.remove(unit)
+            order.units.append(unit)
+            order.errors.append(total)
     return order
+
+
+def as_scores(order: Order, size: int) -> Tensor:
+    """What each unit adds to the error: slopes of the lower convex hull of the curve, so cheap units come first.
+
+    The last unit is never removed. On one slope, later units score slightly more, which keeps the order.
+    """
+    curve = [0.0, *order.errors]
+    corners = [0]
+    for i in range(1, len(curve)):
+        while len(corners) > 1 and _slope(curve, corners[-2], corners[-1]) >= _slope(curve, corners[-1], i):
+            corners.pop()
+        corners.append(i)
+    scores = torch.full((size,), torch.inf, dtype=torch.float64)
+    for a, b in pairwise(corners):
+        for i in range(a, b):
+            scores[order.units[i]] = max(0.0, _slope(curve, a, b)) * (1 + 1e-9 * i)
+    finite = scores[scores.isfinite()]
+    return scores.nan_to_num(posinf=float(finite.max()) * 10 + 1e-300 if len(finite) else 1.0)
+
+
+def _slope(curve: Sequence[float], a: int, b: int) -> float:
+    return (curve[b] - curve[a]) / (b - a)
 
 
 class Surgeon:
@@ -59,7 +87,7 @@ class Surgeon:
         if c.shape[1] == 1:  # the same, without solving a system
             return (self.weight.square().sum(0) / self.inverse.diagonal().clamp(min=1e-300))[c[:, 0]]
         blocks, weights = self.inverse[c[:, :, None], c[:, None, :]], self.weight[:, c].permute(1, 2, 0)
-        blocks[self.gone] = torch.eye(c.shape[1], dtype=blocks.dtype)
+        blocks[self.gone] = torch.eye(c.shape[1], dtype=blocks.dtype, device=blocks.device)
         return (weights * torch.linalg.solve(blocks, weights)).sum((1, 2))
 
     def remove(self, unit: int) -> None:
@@ -78,7 +106,7 @@ class Plain:
         (size, span), flat = columns.shape, columns.reshape(-1)
         joint = (weight.T @ weight) * moments
         self.joint = joint[flat][:, flat].reshape(size, span, size, span).sum((1, 3))
-        self.missing = torch.zeros(size, dtype=joint.dtype)
+        self.missing = torch.zeros(size, dtype=joint.dtype, device=joint.device)
 
     def rise(self) -> Tensor:
         return self.joint.diagonal() + 2 * self.missing

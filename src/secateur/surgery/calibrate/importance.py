@@ -65,15 +65,16 @@ class Units:
 
 
 Repair = Literal["none", "reestimate", "refit"]
-Gather = Callable[[Trace, Sequence[Group], Iterable[Any] | None, Repair], Mapping[Group, Any]]
+Gather = Callable[[Trace, Sequence[Group], Iterable[Any] | None, Repair, Loss | None], Mapping[Group, Any]]
 
 
 @dataclass(frozen=True)
 class UnitCriterion:
     """A criterion that scores units as a whole. `score` takes `Units` and returns a vector, or the reason why it cannot.
 
-    `gather` collects evidence for all groups at once, from `data` and for the repair that follows the cut. `priced`: the scores
-    of all groups measure the same quantity (the error of the output), so groups compete by score per cost of a unit.
+    `gather` collects evidence for all groups at once, from `data` and `loss`, for the repair that follows the cut.
+    `priced`: the scores of all groups measure the same quantity (the error of the output, the loss), so groups compete by
+    score per cost of a unit.
     """
 
     name: str
@@ -106,12 +107,18 @@ def bn_scale(units: Units) -> Tensor | str:
     return units.rows(units.scales).abs().sum(1)
 
 
+@unit_criterion
+def reap(units: Units) -> str:
+    """Gate times norm of the output of an expert (Lasby et al., 2025). It is for `shrink(experts=)`, and scores no channels."""
+    return f"reap scores whole experts, and not {label(units.group)}: ask for experts=, the fraction of them that remains"
+
+
 def _variance(units: Units) -> Tensor | str:
     return "activation_variance: no weight reads these units" if units.evidence is None else units.evidence
 
 
 activation_variance = UnitCriterion(
-    "activation_variance", _variance, gather=lambda trace, groups, data, _: variances(trace, groups, data)
+    "activation_variance", _variance, gather=lambda trace, groups, data, *_: variances(trace, groups, data)
 )
 """The variance of a unit's activations over `data`: a bias can replace a unit that hardly varies (Polyak & Wolf, 2015)."""
 
@@ -134,7 +141,7 @@ def unit_scores(
     parameters = {name: slot.tensor for name, slot in owners.items() if slot.tensor.is_floating_point()}
     if isinstance(by, UnitCriterion):
         with preserve_rng():
-            gathered = by.gather(trace, groups, data, repair) if by.gather else {}
+            gathered = by.gather(trace, groups, data, repair, loss) if by.gather else {}
         return _whole_units(trace, groups, by, parameters, gathered)
     by = criterion(by)
     carrying = {group: carriers(group, parameters) for group in groups}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy
@@ -23,11 +22,11 @@ from torch import Tensor, nn
 from ...axes import Group, Member
 from ...edit import eval_mode
 from ...progress import track
-from ...stats import check_evidence, on_batch, split_batch
+from ...stats import Loss, check_evidence, on_batch, split_batch
 from ...trace import Trace
 from ..exact import units_along
 from ..masked import mask_
-from .elimination import RIDGE, Normed, Order, Plain, State, Surgeon, eliminate
+from .elimination import RIDGE, Normed, Order, Plain, State, Surgeon, as_scores, eliminate
 from .importance import Repair, UnitCriterion, Units
 from .norms import list_batches
 from .regression import CONVS, Regression, rows_for, samples
@@ -63,7 +62,9 @@ class InputMoments(NamedTuple):
     normed: bool
 
 
-def unit_errors(trace: Trace, groups: Sequence[Group], data: Iterable[Any] | None, repair: Repair) -> dict[Group, Tensor | str]:
+def unit_errors(
+    trace: Trace, groups: Sequence[Group], data: Iterable[Any] | None, repair: Repair, loss: Loss | None = None
+) -> dict[Group, Tensor | str]:
     """By how much each unit's removal raises the mean squared error of the output; or why a group cannot be scored."""
     check_evidence(frozenset({"activations"}), data, None)
     assert data is not None
@@ -83,7 +84,8 @@ def unit_errors(trace: Trace, groups: Sequence[Group], data: Iterable[Any] | Non
         for group, found in readers.items():
             known = [inputs[r.module] for r in found]
             order = eliminate([_state(r, known, repair) for r, known in zip(found, known)], group.size)
-            answers[group] = _as_scores(order, _arriving(model, whole, found, known, order, few, repair), group.size)
+            shares = _arriving(model, whole, found, known, order, few, repair)
+            answers[group] = as_scores(Order(order.units, [e * share for e, share in zip(order.errors, shares)]), group.size)
     return answers
 
 
@@ -292,26 +294,3 @@ def _less(reader: Reader, known: InputMoments, gone: list[int], repair: Repair) 
         return output + reader.forward(args[0], change, -change @ centre)
 
     return hook
-
-
-def _as_scores(order: Order, shares: Sequence[float], size: int) -> Tensor:
-    """What each unit adds to the error of the output: slopes of the lower convex hull of the curve, so cheap units come first.
-
-    The last unit is never removed. On one slope, later units score slightly more, which keeps the order.
-    """
-    curve = [0.0, *(error * share for error, share in zip(order.errors, shares))]
-    corners = [0]
-    for i in range(1, len(curve)):
-        while len(corners) > 1 and _slope(curve, corners[-2], corners[-1]) >= _slope(curve, corners[-1], i):
-            corners.pop()
-        corners.append(i)
-    scores = torch.full((size,), torch.inf, dtype=torch.float64)
-    for a, b in pairwise(corners):
-        for i in range(a, b):
-            scores[order.units[i]] = max(0.0, _slope(curve, a, b)) * (1 + 1e-9 * i)
-    finite = scores[scores.isfinite()]
-    return scores.nan_to_num(posinf=float(finite.max()) * 10 + 1e-300 if len(finite) else 1.0)
-
-
-def _slope(curve: Sequence[float], a: int, b: int) -> float:
-    return (curve[b] - curve[a]) / (b - a)

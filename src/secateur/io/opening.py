@@ -1,0 +1,110 @@
+"""Opens the folder of a model: one that `save` wrote, every byte checked, or plain safetensors files of Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from .._dist import Comm
+from .files import CODES, MANIFEST, BadFile, TensorFiles, Tensors, read_json
+from .folder import INDEX, Folder
+from .manifest import FILE_NAME, MAX, TENSOR_FILES, Manifest, Stored, check_files, from_text, listed_files
+from .scaled import ALL as PARTS
+
+CONFIG, NEXT = "config.json", f"{MANIFEST}.next"
+_TRIES = 20  # how often a folder is read that others write to meanwhile
+
+
+@contextmanager
+def opened(folder: Path, comm: Comm | None = None) -> Iterator[tuple[Manifest, TensorFiles]]:
+    """Opens the manifest and the tensor files that it was written for, all checked completely.
+
+    The processes of `comm` share the work, and all of them raise if one does. A folder without a manifest is opened too if it
+    holds the safetensors files of a Hugging Face model; such files have no digests.
+    """
+    comm = comm or Comm()
+    for _ in range(_TRIES):
+        before, error, found = _stamps(folder), None, None
+        with ExitStack() as stack:
+            try:
+                found = _checked(folder, stack, comm)
+            except (BadFile, OSError) as wrong:
+                error = wrong
+            failed, changed = comm.sum(int(error is not None), int(_stamps(folder) != before))
+            if found is not None and not failed:
+                yield found
+                return
+        if not changed:
+            raise error or BadFile(f"another process cannot load {folder}, and says why")
+        # otherwise another save has replaced the files meanwhile
+    raise BadFile(f"{folder} is being saved to again and again; load it when that has ended")
+
+
+def earlier_files(folder: Path) -> set[str]:
+    """The tensor files of earlier saves into this folder, also of one that was killed, and the config if one wrote it.
+
+    With one of them left behind, transformers would make a model with random weights.
+    """
+    found: set[str] = set()
+    for name in (MANIFEST, NEXT):
+        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            data = read_json(_text(folder / name), name)
+            found |= {CONFIG} if data["about"].get("from_pretrained") is True else set()
+            found |= set(listed_files(data))
+    return found
+
+
+def _text(path: Path) -> bytes:
+    """The bytes of a file, at most one more than a manifest may have."""
+    with path.open("rb") as file:
+        return file.read(MAX + 1)
+
+
+def _stamps(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Inode, size and time of each file, to see whether one of them was replaced."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in folder.glob("*"):
+        if file.suffix == ".safetensors" or file.name in (MANIFEST, NEXT, INDEX):
+            try:
+                now = file.stat()
+            except OSError:
+                continue
+            found[file.name] = now.st_ino, now.st_size, now.st_mtime_ns
+    return found
+
+
+def _checked(folder: Path, stack: ExitStack, comm: Comm) -> tuple[Manifest, TensorFiles]:
+    names = [name for name in (MANIFEST, NEXT) if (folder / name).is_file()]
+    sizes = {file.name: file.stat().st_size for file in folder.glob("*.safetensors") if FILE_NAME.fullmatch(file.name)}
+    if not names and ((folder / INDEX).is_file() or (folder / TENSOR_FILES[0]).is_file()):
+        return _plain(folder, stack)
+    if not names or not sizes:
+        missing = "is a file" if folder.is_file() else f"holds no {TENSOR_FILES[0] if names else MANIFEST}"
+        raise FileNotFoundError(f"{folder} {missing}: it is not a folder that sc.save wrote")
+    wrong: list[BadFile] = []
+    for name in names:
+        try:
+            manifest = from_text(_text(folder / name), str(folder / name), sizes)
+            files = TensorFiles([_open(folder / each, stack) for each in manifest.files])
+            check_files(manifest, files, slice(comm.rank, None, comm.size))
+            return manifest, files
+        except BadFile as error:
+            wrong.append(error)
+    raise wrong[0]
+
+
+def _open(path: Path, stack: ExitStack) -> Tensors:
+    file = Tensors(stack.enter_context(path.open("rb")), str(path))
+    stack.callback(file.close)
+    return file
+
+
+def _plain(folder: Path, stack: ExitStack) -> tuple[Manifest, TensorFiles]:
+    """The files of a Hugging Face model, with a manifest of what their headers say."""
+    with Folder(folder) as listed:
+        files = TensorFiles([_open(folder / name, stack) for name in listed.files])
+        if odd := [name for name in listed.entries if name.endswith(PARTS)]:
+            raise BadFile(f"{odd[0]!r} is part of a packed tensor, and {folder} has lost the {MANIFEST} that it was saved with")
+        tensors = {name: Stored(CODES[dtype], shape, "dense", 0, None) for name, (dtype, shape) in listed.entries.items()}
+    return Manifest(tensors, {}, [], {}, {}), files
