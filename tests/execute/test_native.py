@@ -181,7 +181,7 @@ def test_halves_are_not_read_by_cpus_that_cannot(built_for):
 
 @pytest.mark.parametrize("cpu", ["znver4", "sapphirerapids"])
 def test_wide_vectors_are_used_where_the_cpu_has_them(cpu, built_for):
-    from secateur.execute.native import single, tiled
+    from secateur.execute.native import quads, single, tiled
     from secateur.execute.native.bitmask import bitmask
 
     if not build.has("avx2"):
@@ -192,6 +192,9 @@ def test_wide_vectors_are_used_where_the_cpu_has_them(cpu, built_for):
     text = build.assembly(bitmask("k", features, "int8", 0))
     assert "vpexpandb" in text
     assert "vpdpbusd" in text
+    assert "vpdpbusd" in build.assembly(tiled.multiply_rows("k", features, 4, 64, "float32", "quad"))
+    for write in (quads.prepare, quads.finish):
+        assert "call" not in build.assembly(write("k", features))
     assert "zmm" in build.assembly(tiled.multiply_rows("k", features, 1, 64, "float32", "float32"))
     assert "vdpbf16ps" in build.assembly(tiled.multiply_rows("k", features, 1, 64, "float32", "pair"))
 

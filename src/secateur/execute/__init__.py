@@ -1,6 +1,6 @@
 """Compressed models: pruned layers in sparse formats, chosen by measurement, and back again."""
 
-from . import amx_tiles, csr, gpu, pairs, single, tiled
+from . import amx_tiles, csr, gpu, pairs, quads, single, tiled
 from .choose import compress_
 from .find import zeros_of
 from .formats import FORMATS, OPERATORS, find_format
@@ -11,8 +11,8 @@ from .timing import Bench, bench
 from .values import GROUPS, Values
 
 __all__ = [
-    "Bench", "Compressed", "Compression", "amx_tiles", "bench", "compress_", "csr", "decompress_", "gpu", "pairs", "single",
-    "tiled",
+    "Bench", "Compressed", "Compression", "amx_tiles", "bench", "compress_", "csr", "decompress_", "gpu", "pairs", "quads",
+    "single", "tiled",
     "FORMATS", "GROUPS", "Values", "find_format", "places", "same_bits", "ties", "why_not", "zeros_of",  # for secateur.io
     "OPERATORS",  # for secateur.torch_ops
 ]  # fmt: skip

@@ -71,8 +71,8 @@ class Format:
     every tuple that `fits` may yield, so that options read from a file can be checked.
 
     `takes` names the kinds of values that the kernels of `linear` multiply with: `PLAIN`, and the text of `Values` that are
-    stored in fewer bits. For the latter, `linear` gets a `Scales` as its last argument. `base` and `values` are set by
-    `with_values`.
+    stored in fewer bits. For the latter, `linear` gets a `Scales` as its last argument. `numbers` names further buffers that
+    depend on the values, not only on where they are. `base` and `values` are set by `with_values`.
     """
 
     name: str
@@ -85,6 +85,7 @@ class Format:
     embedding: Callable[[Tensor, Buffers, int, FormatOptions], Tensor] | None = None
     allowed: tuple[tuple[int, ...], ...] = ((),)
     takes: tuple[str, ...] = (PLAIN,)
+    numbers: tuple[str, ...] = ()
     base: Format | None = None
     values: Values | None = None
 

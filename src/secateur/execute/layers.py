@@ -226,9 +226,11 @@ class Compressed(Packed):
         (values, *rest), form, size = given, FORMATS[self.form], (self.rows, self.columns)
         device = values.device if own[0].is_meta else own[0].device
         rest = [each.to(device) for each in rest]
-        same = rest[:-1] if form.values is not None and rest[-1].shape == own[-1].shape else rest  # scales hold no addresses
-        if not own[0].is_meta and values.shape == own[0].shape and all(map(torch.equal, same, own[1:])):
-            return True
+        numbers = {*form.numbers, *(["scales"] if form.values is not None else [])}  # these hold no addresses
+        if not own[0].is_meta and [values.shape, *(each.shape for each in rest)] == [each.shape for each in own]:
+            known = zip(self.names[1:], rest, own[1:])
+            if all(name in numbers or torch.equal(new, old) for name, new, old in known):
+                return True
         if self.names[0] != "values":  # a library's own packed form, of which only the sizes can be checked
             return form.unpack([values.to(device), *rest], *size, self.options).shape == size
         return self._repacks(values, rest, device)
@@ -247,7 +249,11 @@ class Compressed(Packed):
             ones = torch.ones(values.numel() * 2, dtype=torch.bfloat16, device=device).view(values.dtype)
         places = form.unpack([ones, *rest], *size, self.options)
         again, *others = form.pack(places, self.options)
-        return places.shape == size and again.shape == values.shape and all(map(torch.equal, others, rest))
+        same = all(
+            new.shape == old.shape if name in form.numbers else torch.equal(new, old)
+            for name, new, old in zip(form.buffers[1:], others, rest, strict=True)
+        )
+        return places.shape == size and again.shape == values.shape and same
 
     def extra_repr(self) -> str:
         return f"{self.stood.__name__} {tuple(self.shape)}, {self.form}{list(self.options)}, {self.bytes():,} bytes"

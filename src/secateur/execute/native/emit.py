@@ -38,7 +38,14 @@ class Float8(ir.Type):
         return "i8"
 
 
-BF16, F8 = BFloat(), Float8()
+class Quad(ir.Type):
+    """Four neighbouring int8 in 32 bits, which are multiplied with four neighbouring unsigned bytes."""
+
+    def _to_string(self) -> str:
+        return "i32"
+
+
+BF16, F8, QUAD = BFloat(), Float8(), Quad()
 F8_FACTOR = 256.0  # what `Code.load_float` has divided numbers of type F8 by
 Operand = Union[int, "Value"]
 
@@ -377,4 +384,6 @@ def bytes_of(kind: ir.Type, count: int) -> int:
 
 
 def size_of(kind: ir.Type) -> int:
-    return 1 if isinstance(kind, Float8) else {I8: 1, I16: 2, I32: 4, I64: 8, F32: 4, F16: 2, BF16: 2}[kind]
+    if isinstance(kind, Float8 | Quad):
+        return 1 if isinstance(kind, Float8) else 4
+    return {I8: 1, I16: 2, I32: 4, I64: 8, F32: 4, F16: 2, BF16: 2}[kind]

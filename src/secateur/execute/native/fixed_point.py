@@ -1,7 +1,7 @@
 """Inputs as integers of 24 bits, whose products with int8 weights AVX-512 VNNI sums exactly (the instruction vpdpbusd).
 
-An input x becomes X = round(x / scale), where the largest input becomes nearly 2**23. That is as precise as float32 is for the
-largest input. X is stored as three signed bytes, X = low + 256 * middle + 65536 * high, in three planes.
+An input x becomes X = round(x / scale), where the scale is a power of two and the largest input becomes 2**22 to 2**23. That
+is about as precise as float32 is for it. X is stored as three signed bytes in three planes: low + 256 * middle + 65536 * high.
 
 The instruction multiplies unsigned with signed bytes, four at a time. Weights from -127 to 127 are made unsigned by adding 128,
 which adds 128 * X to every product; sums therefore start at `corrections`, -128 times the sum of the inputs.
@@ -15,7 +15,7 @@ from .emit import F32, I8, I32, I64, Code, Value, Variable
 
 PLANES = 3
 UNIT = 64  # inputs that are multiplied at once
-LARGEST = 8355000.0  # what the largest input becomes; the three bytes hold up to 127 * (1 + 256 + 65536)
+LARGEST = 127.0 * (1 + 256 + 65536)  # the largest number that three signed bytes hold
 LEAST, MOST = 0x0D800000, 0x7B000000  # bits of the float32 between which the largest input must be: 2**-100 and 2**119
 HALF = 128
 BYTES = 2 * PLANES * UNIT  # scratch memory for each unit: the planes and the corrections
@@ -34,8 +34,9 @@ class Inputs:
         usable = (code.narrow(code.number(LEAST), I32) < largest) & (largest < code.narrow(code.number(MOST), I32))
         self.units = code.select(usable, units, code.number(0))
         size = code.select(usable, code.cast(largest, F32), Value(code, ir.Constant(F32, 1.0)))
-        self.scale = size * (1.0 / LARGEST)
-        inverse = Value(code, code.builder.fdiv(ir.Constant(F32, LARGEST), size.raw))
+        most = Value(code, code.builder.fdiv(ir.Constant(F32, LARGEST), size.raw))
+        inverse = code.cast(code.cast(most, I32) & 0x7F800000, F32)  # the exponent alone: a power of two
+        self.scale = Value(code, code.builder.fdiv(ir.Constant(F32, 1.0), inverse.raw))
         self._repack(x, code.splat(inverse, 16))
 
     def _largest(self, x: Value, units: Value) -> Value:

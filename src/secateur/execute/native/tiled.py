@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from .emit import BF16, F8, F16, F32, I4, I8, I16, I32, I64, Code, Value, Variable, size_of
+from .emit import BF16, F8, F16, F32, I4, I8, I16, I32, I64, QUAD, Code, Value, Variable, size_of
 
 # "pair": two neighbouring bfloat16, which are multiplied with two neighbouring inputs
 STORED: dict[str, ir.Type] = {"float32": F32, "bfloat16": BF16, "float16": F16, "pair": I32}
-STORED |= {"int8": I8, "int4": I4, "float8_e4m3fn": F8}  # values with scales, which kernels for one row take
+STORED |= {"quad": QUAD, "int8": I8, "int4": I4, "float8_e4m3fn": F8}  # values with scales, which kernels for one row take
 PACK_WIDTH = 64  # input columns that are repacked together, so that the output stays in the cache
 
 
@@ -290,17 +290,19 @@ def _accumulate(
     vectors = tile // lanes
     chains = max(1, min(4, 8 // (height * vectors)))  # independent sums, because an addition has to wait for the previous one
     places = [sums + 4 * (r * tile + v * lanes) for r in range(height) for v in range(vectors)]
-    totals = [[Variable(code, code.load(place, code.vector(lanes))) for place in places]]
-    totals += [[Variable(code, code.zero(lanes)) for _ in places] for _ in range(chains - 1)]
-    pairs, size, scale = kind == I32, size_of(kind), (tile * 4).bit_length() - 1
+    pairs, quads, size, scale = kind == I32, kind is QUAD, size_of(kind), (tile * 4).bit_length() - 1
+    sums_kind = code.vector(lanes, I32 if quads else F32)
+    totals = [[Variable(code, code.load(place, sums_kind)) for place in places]]
+    totals += [[Variable(code, Value(code, ir.Constant(sums_kind, None))) for _ in places] for _ in range(chains - 1)]
+    multiply = _quad_product if quads else _pair_product if pairs else code.fma
 
     def step(row: Value, weights: list[Value], into: list[Variable]) -> None:
         row = code.in_register(row) if lanes > 8 else row  # no gain with vectors of eight
-        seen = [code.load(row + 4 * v * lanes, code.vector(lanes, I32 if pairs else F32)) for v in range(vectors)]
+        seen = [code.load(row + 4 * v * lanes, code.vector(lanes, I32 if pairs or quads else F32)) for v in range(vectors)]
         for r, weight in enumerate(weights):
             for v in range(vectors):
                 total = into[r * vectors + v]
-                total.set((_pair_product if pairs else code.fma)(weight, seen[v], total.get()))
+                total.set(multiply(weight, seen[v], total.get()))
 
     def one(i: Value, into: list[Variable]) -> None:
         row = x + code.widen(code.load(index + i, I8), I64) * (tile * 4)
@@ -334,7 +336,7 @@ def _store_totals(code: Code, totals: list[list[Variable]], places: list[Value])
 
 def _weight(code: Code, place: Value, kind: ir.Type, lanes: int) -> Value:
     """Loads one stored weight, or one pair of weights, into all lanes."""
-    return code.splat(code.load(place, I32), lanes) if kind == I32 else code.load_splat(place, kind, lanes)
+    return code.splat(code.load(place, I32), lanes) if kind in (I32, QUAD) else code.load_splat(place, kind, lanes)
 
 
 def _weights(code: Code, place: Value, count: int, kind: ir.Type, lanes: int, alone: bool) -> list[Value]:
@@ -369,6 +371,12 @@ def _pair_product(a: Value, b: Value, total: Value) -> Value:
     low = [code.cast(each << 16, code.vector(lanes)) for each in (a, b)]
     high = [code.cast(each & 0xFFFF0000, code.vector(lanes)) for each in (a, b)]
     return code.fma(high[0], high[1], code.fma(low[0], low[1], total))
+
+
+def _quad_product(weight: Value, seen: Value, total: Value) -> Value:
+    """Returns total plus the products of four signed with four unsigned bytes, as integers."""
+    lanes = total.raw.type.count
+    return total.code.call(f"llvm.x86.avx512.vpdpbusd.{lanes * 32}", total.raw.type, total, seen, weight)
 
 
 def _store_rows(code: Code, tile: int, sums: Value, y: Value, rows: Value, stride: Value, count: Value) -> None:

@@ -1,0 +1,74 @@
+"""Kernels before and after the product of the format `quads`: inputs to planes of bytes, and integers to results."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from .emit import BF16, F32, I8, I32, Code, Value, Variable
+
+LANES = 16
+TOP, MIDDLE = 32767.0, 32768  # no input becomes larger than TOP; MIDDLE is added, because the instruction takes unsigned inputs
+EXPONENT = 0x7F800000  # the bits of a float32 that make it a power of two
+LEAST, MOST = 0x0D800000, 0x7B000000  # bits of the float32 between which the largest input must be: 2**-100 and 2**119
+
+
+def prepare(name: str, features: frozenset[str]) -> str:
+    """Generates the kernel that rounds each row of x [batch, columns] to integers of 16 bits times a power of two.
+
+    It writes the lower bytes to planes [0, row] and the upper ones to planes [1, row], and the factor of the row to `inverse`
+    (infinity if its largest input is not finite, or too large or too small). Columns are a multiple of 16.
+    """
+    code = Code(name, features)
+    x, batch, columns, planes, inverse = (code.argument(i) for i in range(2, 7))
+    integers = code.vector(LANES, I32)
+    with code.pieces(code.argument_address(0), batch) as row:
+        line = x + row * columns * 4
+        most = Variable(code, Value(code, ir.Constant(integers, None)))
+        with code.loop(0, columns, LANES) as k:
+            most.set(code.most(most.get(), code.load(line + k * 4, integers) & 0x7FFFFFFF))
+        found, width = most.get(), LANES
+        while width > 1:
+            width //= 2
+            found = code.most(code.shuffle(found, found, range(width)), code.shuffle(found, found, range(width, 2 * width)))
+        largest = code.extract(found, 0)
+        quotient = Value(code, code.builder.fdiv(ir.Constant(F32, TOP), code.cast(largest, F32).raw))
+        power = code.cast(code.cast(quotient, I32) & EXPONENT, F32)
+        power = code.select(largest.equals(0), Value(code, ir.Constant(F32, 1.0)), power)
+        odd = (largest < LEAST) & (Value(code, ir.Constant(I32, 0)) < largest) | (Value(code, ir.Constant(I32, MOST)) < largest)
+        code.store(code.select(odd, Value(code, ir.Constant(F32, float("inf"))), power), inverse + row * 4)
+        factor = code.splat(power, LANES)
+        with code.loop(0, columns, LANES) as k:
+            rounded = code.call("llvm.rint.v16f32", code.vector(LANES), code.load(line + k * 4, code.vector(LANES)) * factor)
+            number = Value(code, code.builder.fptosi(rounded.raw, integers)) + MIDDLE
+            for plane, part in enumerate((number, number >> 8)):
+                code.store(code.narrow(part, code.vector(LANES, I8)), planes + (batch * plane + row) * columns + k)
+    return code.finish()
+
+
+def finish(name: str, features: frozenset[str]) -> str:
+    """Generates the kernel for y = (low + 256 * (high - 128 * sums)) / inverse * scales + bias.
+
+    `low` and `high` are integers [batch, rows], one after the other.
+    """
+    code = Code(name, features)
+    low, batch, rows, sums, scales, inverse, bias, y = (code.argument(i) for i in range(2, 10))
+
+    def write(row: Value, r: Value, lanes: int, back: Value) -> None:
+        integers = I32 if lanes == 1 else code.vector(lanes, I32)
+        floats = F32 if lanes == 1 else code.vector(lanes)
+        place = (row * rows + r) * 4
+        upper = code.load(low + batch * rows * 4 + place, integers) - code.load(sums + r * 4, integers) * (MIDDLE >> 8)
+        many = Value(code, code.raw(256.0, floats))
+        total = code.fma(code.signed(upper), many, code.signed(code.load(low + place, integers)))
+        scale = code.load_float(scales + r * 2, BF16, lanes) * (back if lanes == 1 else code.splat(back, lanes))
+        code.store(code.fma(total, scale, code.load(bias + r * 4, floats)), y + place)
+
+    with code.pieces(code.argument_address(0), batch) as row:
+        power = code.load(inverse + row * 4, F32)
+        back = Value(code, code.builder.fdiv(ir.Constant(F32, 1.0), power.raw))
+        whole = rows // LANES * LANES
+        with code.loop(0, whole, LANES) as r:
+            write(row, r, LANES, back)
+        with code.loop(whole, rows) as r:
+            write(row, r, 1, back)
+    return code.finish()
