@@ -45,7 +45,8 @@ def prune_blocks(
     notes: dict[str, str] = {}
     with FromFolder(model, found, folder, journal, device) as home:
         journal.read()  # raises for another run, before any work is done
-        solve_all(model, found, settings.method.needs, batches, _solver(settings), notes, home)
+        method = settings.method
+        solve_all(model, found, method.needs, batches, _solver(settings), notes, home, method.blend)
         home.finish()
     return home.kept, notes
 
@@ -70,6 +71,7 @@ def _solver(settings: Settings) -> Callable[[Target, Mapping[str, Any]], Solutio
             H=evidence.get("gram"),
             C=evidence.get("cross"),
             D=evidence.get("residual"),
+            shift=evidence.get("shift"),
             tokens=evidence.get("tokens"),
             scores=scores,
             evidence=known,

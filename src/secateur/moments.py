@@ -184,8 +184,23 @@ class Moments:
         }
         self._streams: dict[str, Any] = {}
         self._devices = {target.name: target.weight.device for target in targets}
+        self._blended: dict[str, _Blend] = {}
         self._inputs: dict[str, list[_Before]] = {target.name: [] for target in targets}
         self._tokens = dict.fromkeys(self._sums, 0)
+
+    def blend(self, alpha: float, beta: float, targets: Sequence[Target]) -> None:
+        """Makes `table` return `shift`, the sum of (alpha W (x° - x) + beta (r° - r)) x', in place of `cross` and `residual`.
+
+        It does so for those of the targets that have at most as many outputs as inputs: products of outputs and inputs are
+        fewer and take less memory there than products of inputs and inputs. `targets` share their inputs with no other layer.
+        """
+        for target in targets:
+            layout = target.layout
+            small = layout.rows <= layout.cols and layout.groups == 1
+            if small and target.name not in self.experts and self.needs >= {"cross", "residual"}:
+                del self._sums[target.name]["cross"]
+                W = alpha * _wide(layout.matrix(target.weight))
+                self._blended[target.name] = _Blend(W, beta, Products(half=_is_half(target)))
 
     def listen(self) -> contextlib.AbstractContextManager[None]:
         """Collects inside this context; the model comes out without hooks."""
@@ -257,6 +272,8 @@ class Moments:
             else:
                 table[name] = {kind: own.pop(kind).total() for kind in list(own)}
             table[name]["tokens"] = self._tokens[name]
+            if name in self._blended:
+                table[name]["shift"] = self._blended.pop(name).sum.total()
             _check_finite(name, table[name])
         for name, products in self._streams.items():
             table.setdefault(name, {})["residual"] = products.total()
@@ -328,6 +345,11 @@ class Moments:
         if not self.needs & {"cross", "residual"}:
             return
         before = self._dense_read(target, groups)
+        if target.name in self._blended:
+            dense = self._dense_inputs(target, before, x, places)
+            assert before is not None
+            self._blended[target.name].add(dense, x, before.streams.get(target.name), streams.get(target.name))
+            return
         if "cross" in sums:
             sums["cross"].add(groups, self._dense_inputs(target, before, x, places), x)
         for name, r in streams.items():
@@ -378,6 +400,22 @@ def _is_half(target: Target) -> bool:
     return target.weight.dtype in (torch.bfloat16, torch.float16)
 
 
+@dataclass
+class _Blend:
+    """The sum of (W (x° - x) + beta (r° - r)) x' of one layer. The residual stream r is None if the layer has none."""
+
+    W: Tensor
+    beta: float
+    sum: Products
+
+    def add(self, dense: Tensor, x: Tensor, dense_stream: Tensor | None, stream: Tensor | None) -> None:
+        with _tensor_cores(self.sum.half and x.is_cuda):
+            u = (dense - x) @ self.W.mT
+        if dense_stream is not None and stream is not None and dense_stream.shape == stream.shape:
+            u = u.add_(dense_stream - stream, alpha=self.beta)
+        self.sum.add(u, x)
+
+
 class _Before(NamedTuple):
     """A read of the dense model: the inputs, the streams, and the positions that an expert was given."""
 
@@ -404,7 +442,7 @@ class _Fixed:
 
 def _check_finite(name: str, entry: Mapping[str, Any]) -> None:
     """Raises where a sum is not finite."""
-    for kind in ("gram", "cross", "residual"):
+    for kind in ("gram", "cross", "residual", "shift"):
         if kind in entry and not bool(entry[kind].isfinite().all()):
             raise ValueError(
                 f"the inputs of {name!r} are NaN or infinite, or so large that their products are; look at the data and "

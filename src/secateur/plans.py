@@ -367,6 +367,7 @@ def make_plan(
                 H=streamed.get("gram"),
                 C=streamed.get("cross"),
                 D=streamed.get("residual"),
+                shift=streamed.get("shift"),
                 G=weighing.pop(name, None),
                 tokens=streamed.get("tokens"),
                 scores=scores[name],
@@ -384,7 +385,7 @@ def make_plan(
                 solved[name] = Solved(asked, found.before, found.error, took, problem.tokens, streamed.get("stage"))
             return found
 
-        solutions = solve_all(model, found, recipe.method.needs, data, solve, notes)
+        solutions = solve_all(model, found, recipe.method.needs, data, solve, notes, blend=recipe.method.blend)
     masks = Masks({t.name: like(solutions[t.name].mask, t.tensor) for t in found})
     weights = {name: solution.weight for name, solution in solutions.items() if solution.weight is not None}
     if recipe.needs:

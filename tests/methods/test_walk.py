@@ -22,7 +22,7 @@ def answer(target):
     return Solution(mask, (1.5 * W).masked_fill(~mask, 0))
 
 
-def walked(model, batches, needs=ALL, **chosen):
+def walked(model, batches, needs=ALL, blend=None, **chosen):
     """The evidence of each layer in the order in which they are solved, and the notes."""
     seen, notes = {}, {}
     found, _ = targets(model, **chosen)
@@ -31,7 +31,7 @@ def walked(model, batches, needs=ALL, **chosen):
         seen[target.name] = dict(evidence)
         return answer(target)
 
-    solutions = solve_all(model, found, needs, batches, solve, notes)
+    solutions = solve_all(model, found, needs, batches, solve, notes, blend=blend)
     return seen, notes, solutions
 
 
@@ -127,6 +127,27 @@ def test_stages_and_their_evidence_are_those_of_running_the_whole_model_for_ever
             close(flat(seen[layer][kind]), evidence[kind], f"{kind} of {layer}", rtol=1e-5)
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_a_blend_gives_the_sum_of_cross_and_residual_for_layers_with_inputs_of_their_own(name):
+    build, batches, path, _, _ = zoo.MODELS[name]
+    torch.manual_seed(0)
+    model = build().eval()
+    found = {target.name: target for target in targets(model, include=f"{path}.*")[0]}
+    apart, _, _ = walked(model, batches, include=f"{path}.*")
+    blended, _, _ = walked(model, batches, blend=(0.3, 0.7), include=f"{path}.*")
+    grams = [id(evidence["gram"]) for evidence in apart.values()]
+    for layer, evidence in blended.items():
+        layout, old = found[layer].layout, apart[layer]
+        if layout.rows > layout.cols or layout.groups > 1 or grams.count(id(old["gram"])) > 1 or "experts" in layer:
+            assert set(evidence) == set(old), layer
+            continue
+        assert set(evidence) == set(old) - {"cross", "residual"} | {"shift"}, layer
+        W = layout.matrix(found[layer].weight).double()
+        wanted = 0.3 * W @ (old["cross"] - old["gram"]) + 0.7 * old.get("residual", torch.zeros(1).double())
+        close(evidence["shift"], wanted, layer, rtol=1e-4)
+    assert all(torch.equal(blended[layer]["gram"], evidence["gram"]) for layer, evidence in apart.items())
 
 
 def test_layers_that_read_the_same_tensor_share_one_gram_matrix():

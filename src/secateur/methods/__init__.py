@@ -41,7 +41,7 @@ __all__ = [
 ]  # fmt: skip
 
 _CALLS = {"rank": rank, "topk": topk, "sparsegpt": sparsegpt, "admm": admm, "loss": ByTheLoss}  # what a text may call
-_NAMED = {**_CALLS, "flow": lambda: admm(target=flow())}
+_NAMED = {**_CALLS, "flow": lambda: admm(steps=14, target=flow(0.5, 0.75))}
 
 
 def as_method(given: Method | str | Any | None) -> Method:

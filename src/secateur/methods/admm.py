@@ -60,6 +60,10 @@ class ADMM(Method):
     def needs(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset({"gram"}) | self.target.needs
 
+    @property
+    def blend(self) -> tuple[float, float] | None:  # type: ignore[override]
+        return self.target.blend
+
     def solve(self, problem: LayerProblem, pattern: Pattern, amount: Amount, previous: Tensor | None) -> Solution:
         problem = replace(problem, shift=self.target.shift(problem))
         whole = Scores.of(problem.W, problem.layout)

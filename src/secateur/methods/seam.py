@@ -203,6 +203,10 @@ class Method(abc.ABC):
 
     needs: ClassVar[frozenset[str]] = frozenset()
     """Evidence to collect beside what the criterion needs. "gram" and "cross" are taken block by block (see `solve`)."""
+    blend: ClassVar[tuple[float, float] | None] = None
+    """Weights (alpha, beta) of "cross" and "residual". If given, a layer that shares its inputs with no other, and has at most
+    as many outputs as inputs, gets `problem.shift`, the sum of (alpha W (x° - x) + beta (r° - r)) x', in place of C and D. That
+    takes fewer products and less memory."""
     ranks: ClassVar[bool] = True
     """Whether the criterion decides which weights go. If not, it only spreads a budget over layers."""
     rewrites: ClassVar[bool] = False

@@ -15,6 +15,7 @@ class Aim(abc.ABC):
     """The outputs that a layer should have. `own()` and `flow()` make one."""
 
     needs: frozenset[str] = frozenset()
+    blend: tuple[float, float] | None = None
 
     @abc.abstractmethod
     def shift(self, problem: LayerProblem) -> Tensor | None:
@@ -45,7 +46,13 @@ class Flow(Aim):
         if not all(isinstance(part, Real) and 0 <= part <= 1 for part in (self.alpha, self.beta)):
             raise ValueError(f"flow takes alpha= and beta= from 0 to 1, not alpha={self.alpha!r}, beta={self.beta!r}")
 
+    @property
+    def blend(self) -> tuple[float, float]:  # type: ignore[override]
+        return self.alpha, self.beta
+
     def shift(self, problem: LayerProblem) -> Tensor | None:
+        if problem.shift is not None:
+            return problem.shift
         assert problem.H is not None
         assert problem.C is not None
         more = ((problem.C - problem.H) * self.alpha).to(problem.dtype)
@@ -67,7 +74,7 @@ def flow(alpha: float = 0.5, beta: float | None = None) -> Flow:
 
     `alpha` is the share of what the layer computes in the dense model, against what it computes from the inputs that the pruned
     model passes to it. `beta` is the share of the error in the residual stream that a layer whose output is added to the stream
-    takes over; by default it is `alpha`. Half of the correction is better than all of it, which fits the calibration data too
-    closely. (Asymmetric targets: Li et al., GPTAQ, 2025.)
+    takes over; by default it is `alpha`. A part of the correction is better than all of it, which fits the calibration data too
+    closely: `method="flow"` uses 0.5 and 0.75. (Asymmetric targets: Li et al., GPTAQ, 2025.)
     """
     return Flow(alpha, alpha if beta is None else beta)

@@ -30,6 +30,10 @@ class TopK(Method):
     def needs(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset({"gram"}) | self.target.needs
 
+    @property
+    def blend(self) -> tuple[float, float] | None:  # type: ignore[override]
+        return self.target.blend
+
     def solve(self, problem: LayerProblem, pattern: Pattern, amount: Amount, previous: Tensor | None) -> Solution:
         mask = rank().solve(problem, pattern, amount, previous).mask
         scaled = ScaledProblem.of(replace(problem, shift=self.target.shift(problem)))

@@ -48,13 +48,14 @@ def solve_all(
     solve: Solve,
     notes: dict[str, str] | None = None,
     residence: Residence | None = None,
+    blend: tuple[float, float] | None = None,
 ) -> dict[str, Solution]:
     """A solution for each target. Without streamed evidence all targets see the model as it is.
 
     `solve(target, evidence)` gets a mapping with "gram", "cross" and "residual", as far as `needs` has them, "tokens" (the
     number of inputs) and "stage" (its number in the block). "residual" is there for layers whose output is added to the
-    residual stream. `notes` receives sentences about layers, blocks and batches, by name. `residence` says where blocks are
-    while they are solved.
+    residual stream. With `blend` (see `Method.blend`), some layers have "shift" in place of "cross" and "residual". `notes`
+    receives sentences about layers, blocks and batches, by name. `residence` says where blocks are while they are solved.
     """
     if not needs & STREAMED:
         items = track(found, "solve", lambda target: target.name)
@@ -72,7 +73,7 @@ def solve_all(
     warn_of_unused_input(run, batches[0])
     solutions: dict[str, Solution] = {}
     with torch.inference_mode(False), torch.no_grad(), as_it_was(run), _Changes() as changes:
-        walk = _Walk(run, found, needs & STREAMED, batches, changes, notes, residence or Residence(), ranks, counts)
+        walk = _Walk(run, found, needs & STREAMED, batches, changes, notes, residence or Residence(), blend, ranks, counts)
         for part, table in walk.evidence():
             for target in part:
                 solution = checked(target, solve(given[target.name], table.pop(target.name)))
@@ -93,6 +94,7 @@ class _Walk:
     changes: _Changes
     notes: dict[str, str]
     residence: Residence
+    blend: tuple[float, float] | None = None
     ranks: DataRanks = field(default_factory=DataRanks)
     counts: bool = True  # whether the batches of this process count
     errors: list[float | None] = field(default_factory=list)
@@ -231,6 +233,9 @@ class _Block:
     def _collect(self, number: int, stage: Stage, windows: Sequence[Window], by_name: Mapping[str, Target]) -> Evidence:
         leading = [by_name[name] for name in stage.names if stage.leaders[name] == name]
         moments = Moments(leading, self.walk.needs, stage.pools)
+        if self.walk.blend is not None:
+            shared = [leader for name, leader in stage.leaders.items() if name != leader]
+            moments.blend(*self.walk.blend, [target for target in leading if target.name not in shared])
         for batch, window in enumerate(windows):
             moments.next_batch(self.walk.valid[batch])
             if self.dense is not None:
