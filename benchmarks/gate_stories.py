@@ -91,8 +91,8 @@ class Llama(nn.Module):
         self.each, self.theta = config["hidden_size"] // config["num_attention_heads"], config["rope_theta"]
 
     def forward(self, ids: Tensor) -> Tensor:
-        speeds = self.theta ** (-torch.arange(0, self.each, 2) / self.each)
-        angles = torch.outer(torch.arange(ids.shape[1]), speeds).repeat(1, 2)
+        speeds = self.theta ** (-torch.arange(0, self.each, 2, device=ids.device) / self.each)
+        angles = torch.outer(torch.arange(ids.shape[1], device=ids.device), speeds).repeat(1, 2)
         x = self.embed_tokens(ids)
         for block in self.layers:
             x = block(x, angles.cos(), angles.sin())

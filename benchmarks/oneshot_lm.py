@@ -1,18 +1,24 @@
 """Perplexity of a real language model after one-shot pruning of the linear layers of its blocks, next to what pruning costs.
 
     python benchmarks/oneshot_lm.py --models DIR [--model stories15m|smollm2] [--rows NAME ...] [--patterns NAME ...] [--seed 0]
+        [--results FILE] [--device cuda] [--blocks N]
 
 DIR holds `stories15m/` or `smollm2/` (config.json, model.safetensors: Llamas of 15 M and 135 M parameters) and `text/`.
 stories15m is calibrated on 128 stories and evaluated on the last 150 of `text/tinystories_tokens.npz` (`ids`: all stories, one
 after the other, each with BOS first; `offsets`: where each begins, and the end). smollm2 is calibrated on sequences of 256
 tokens from the first half of `text/wikitext2_raw_test.txt` and evaluated on 16 from the second half; it needs `tokenizers`.
-Embedding and output stay dense. Times are processor seconds of this process, with the first call's imports made before.
+Embedding and output stay dense. Times are processor seconds of this process (seconds with --device cuda), with the first call's
+imports made before. The dense model of `distill_` is the model before pruning, and its batches have 8 sequences.
+
+With --results, each row is appended to FILE as a line of JSON when it is done. Rows that FILE has are not computed again, so a
+run that was interrupted goes on where it was, several commands can share the rows, and the table shows all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -61,6 +67,7 @@ def batches(sequences: list[Tensor], size: int = 16) -> list[dict[str, Tensor]]:
         part = ordered[first : first + size]
         ids = nn.utils.rnn.pad_sequence(part, batch_first=True)
         there = torch.arange(ids.shape[1]) < torch.tensor([len(each) for each in part])[:, None]
+        there = there.to(ids.device)
         made.append({"input_ids": ids, "attention_mask": there.long()})
     return made
 
@@ -85,21 +92,65 @@ def read_wikitext(models: Path, seed: int, calibration: int, evaluate: int) -> t
 READERS: dict[str, Callable[..., tuple[list[Tensor], list[Tensor]]]] = {"stories15m": read_stories, "smollm2": read_wikitext}
 
 
-def prune(dense: nn.Module, how: dict[str, Any], amount: dict[str, Any], data: list[Any]) -> tuple[nn.Module, sc.Plan, float]:
-    """A pruned copy, its plan, and the processor seconds that took."""
+def seconds(device: torch.device) -> float:
+    if device.type != "cuda":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def prune(
+    dense: nn.Module, how: dict[str, Any], amount: dict[str, Any], data: list[Any], small: list[Any]
+) -> tuple[nn.Module, sc.Plan, float]:
+    """A pruned copy, its plan, and the seconds that took. `small` are the same sequences in batches for `distill_`."""
     model, options = copy.deepcopy(dense), {**how, **amount}
-    distill = options.pop("distill", False)
+    distill, device = options.pop("distill", False), next(dense.parameters()).device
     if "pattern" in amount:
         options.pop("scope", None)
-    begin = time.process_time()
+    begin = seconds(device)
     plan = sc.prune_(model, **options, include=LAYERS, data=data)
     if distill:
-        sc.distill_(model, dense, data)
-    return model, plan, time.process_time() - begin
+        sc.distill_(model, dense, small)
+    return model, plan, seconds(device) - begin
+
+
+def measure(dense: nn.Module, row: str, name: str, data: list[Any], small: list[Any], judged: list[Tensor]) -> dict[str, float]:
+    pruned, plan, took = prune(dense, ROWS[row], PATTERNS[name], data, small)
+    return {"perplexity": perplexity(pruned, judged), "zeros": plan.metrics()["sparsity"], "seconds": took}
+
+
+class Results:
+    """The rows that were measured, by their settings, and the file that they are appended to."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.file, self.rows = file, dict[str, dict[str, float]]()
+        for line in file.read_text().splitlines() if file is not None and file.exists() else ():
+            settings, found = json.loads(line)
+            self.rows[json.dumps(settings)] = found
+
+    def get(self, settings: dict[str, Any], compute: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """The row with these settings, computed if it is not known."""
+        key = json.dumps(settings)
+        if key not in self.rows:
+            self.rows[key] = compute()
+            if self.file is not None:
+                with self.file.open("a") as file:
+                    print(json.dumps([settings, self.rows[key]]), file=file)
+        return self.rows[key]
 
 
 def main(
-    models: Path, model: str, rows: list[str], patterns: list[str], seed: int, calibration: int, evaluate: int, size: int
+    models: Path,
+    model: str,
+    rows: list[str],
+    patterns: list[str],
+    seed: int,
+    calibration: int,
+    evaluate: int,
+    size: int,
+    results: Path | None,
+    device: str,
+    blocks: int | None,
 ) -> None:
     folder = models / model
     if missing := [str(p) for p in (folder / "config.json", folder / "model.safetensors", models / "text") if not p.exists()]:
@@ -107,23 +158,38 @@ def main(
     print(machine())
     gate_stories.Llama = Decoder
     dense = gate_stories.load(folder)
+    dense.layers = dense.layers[:blocks]
+    dense = dense.to(device)
     calibrated, judged = READERS[model](models, seed, calibration, evaluate)
-    data = batches(calibrated, size)
-    prune(dense, ROWS["SparseGPT"], PATTERNS["2:4"], [{k: v[:1, :16] for k, v in data[-1].items()}])  # imports, compiled loops
-    base = perplexity(dense, judged)
+    calibrated, judged = [one.to(device) for one in calibrated], [one.to(device) for one in judged]
+    data, small = batches(calibrated, size), batches(calibrated, 8)
+    first = [{key: value[:1, :16] for key, value in data[-1].items()}]
+    prune(dense, ROWS["SparseGPT"], PATTERNS["2:4"], first, first)  # imports, compiled loops
+    known = Results(results)
+    common = {
+        "model": model,
+        "blocks": len(dense.layers),
+        "seed": seed,
+        "calibration": calibration,
+        "size": size,
+        "evaluate": len(judged),
+        "device": device,
+    }
+    base = known.get({**common, "row": "dense"}, lambda: {"perplexity": perplexity(dense, judged)})["perplexity"]
     table = [("dense", "", f"{base:.3f}", "", "", "", "")]
     for name in patterns:
         reference = None
         for row in rows:
-            pruned, plan, took = prune(dense, ROWS[row], PATTERNS[name], data)
+            settings = {**common, "row": row, "pattern": name}
+            found = known.get(settings, lambda row=row, name=name: measure(dense, row, name, data, small, judged))
+            value, took = found["perplexity"], found["seconds"]
             reference = took if row == "SparseGPT" else reference
-            found, zeros = perplexity(pruned, judged), plan.metrics()["sparsity"]
             ratio = f"{took / reference:.2f}x" if reference else ""
-            table.append((row, name, f"{found:.3f}", f"{found / base:.3f}x", f"{zeros:.2%}", f"{took:.1f} s", ratio))
-            print(f"{row}, {name}: {found:.3f}, {took:.1f} s", file=sys.stderr, flush=True)
+            table.append((row, name, f"{value:.3f}", f"{value / base:.3f}x", f"{found['zeros']:.2%}", f"{took:.1f} s", ratio))
+            print(f"{row}, {name}: {value:.3f}, {took:.1f} s", file=sys.stderr, flush=True)
     tokens = sum(map(len, calibrated))
     title = f"{model}, {calibration} calibration sequences (seed {seed}, {tokens:,} tokens), perplexity on {len(judged)} others"
-    show(title, ("method", "pruned", "perplexity", "to dense", "zeros", "CPU time", "over SparseGPT"), table)
+    show(title, ("method", "pruned", "perplexity", "to dense", "zeros", "time", "over SparseGPT"), table)
 
 
 if __name__ == "__main__":
@@ -137,4 +203,7 @@ if __name__ == "__main__":
     parser.add_argument("--calibration", type=int, default=128, help="calibration sequences")
     parser.add_argument("--evaluate", type=int, default=EVALUATED, help="sequences to evaluate")
     parser.add_argument("--size", type=int, default=16, help="sequences in a batch")
+    parser.add_argument("--results", type=Path, help="file of measured rows, one line of JSON each; it is read and appended to")
+    parser.add_argument("--device", default="cpu", help="where the model runs, such as cuda")
+    parser.add_argument("--blocks", type=int, help="use so many blocks of the model only, to try a command out")
     main(**vars(parser.parse_args()))
