@@ -233,6 +233,7 @@ class Moments:
             for groups, part in sums.parts.items()
         }
         here |= {(name, "residual", 0, 0): products for name, products in self._streams.items()}
+        here |= {(name, "shift", 0, 0): one.sum for name, one in self._blended.items() if one.sum.number}
         totals = {key: part.total() for key, part in here.items()}
         told = {key: (tuple(total.shape), total.dtype, counts * here[key].number) for key, total in totals.items()}
         every = ranks.comm.gather((told, self._tokens if counts else {}))
@@ -248,6 +249,8 @@ class Moments:
             (name, kind, *groups), number = key, sum(others[key][2] for others, _ in every if key in others)
             if kind == "residual":
                 self._streams[name] = _Fixed(totals[key], number)
+            elif kind == "shift":
+                self._blended[name].sum = _Fixed(totals[key], number)
             elif number:
                 self._sums[name][kind].parts[groups[0], groups[1]] = _Fixed(totals[key], number)
         self._tokens = {name: sum(tokens.get(name, 0) for _, tokens in every) for name in self._tokens}
@@ -406,7 +409,7 @@ class _Blend:
 
     W: Tensor
     beta: float
-    sum: Products
+    sum: Any  # products, or their sum over processes
 
     def add(self, dense: Tensor, x: Tensor, dense_stream: Tensor | None, stream: Tensor | None) -> None:
         with _tensor_cores(self.sum.half and x.is_cuda):
