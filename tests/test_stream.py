@@ -1,6 +1,7 @@
 """A model is run one block at a time, with the outputs that the whole model has."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -76,6 +77,65 @@ def test_blocks_that_feed_each_other_need_one_run_of_the_model():
     for _ in stream.stream(model, list(model.layers), IDS):
         pass
     assert model.runs == len(IDS)
+
+
+@torch.no_grad()
+def test_layers_with_other_code_between_them_need_two_runs_of_the_first_batch_and_one_of_the_others():
+    model = Decoder()
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    layers = [*layers[1:], layers[0]]  # the head is called last
+    model.runs = 0
+    for replay, layer in zip(stream.stream(model, layers, IDS), layers, strict=True):
+        runs, wanted = model.runs, inputs_of(model, layer, IDS)
+        model.runs = runs
+        for (args, _), x in zip(replay.calls, wanted, strict=True):
+            assert torch.equal(args[0], x)
+        layer.weight.mul_(-1)
+    assert model.runs <= len(IDS) + 3  # two of them end at the second layer: they look for blocks that feed each other
+    assert not paused_runs()
+
+
+def paused_runs():
+    return [thread for thread in threading.enumerate() if thread.name == "secateur paused run"]
+
+
+class Router(nn.Module):
+    """Which of two layers comes first depends on the data."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        first, second = (self.one, self.two) if x[0, 0] > 0 else (self.two, self.one)
+        return second(first(x).relu())
+
+
+@torch.no_grad()
+def test_a_batch_that_calls_the_modules_in_another_order_is_served_too():
+    model, batches = Router(), [torch.ones(2, 4), -torch.ones(3, 4)]
+    for replay, layer in zip(stream.stream(model, [model.one, model.two], batches), (model.one, model.two), strict=True):
+        for (args, _), x in zip(replay.calls, inputs_of(model, layer, batches), strict=True):
+            assert torch.equal(args[0], x)
+        layer.weight.mul_(-1)
+
+
+def test_paused_runs_have_the_modes_of_the_caller_and_end_with_the_stream():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    for mode, dtype, grad in (
+        (torch.no_grad(), torch.float32, False),
+        (torch.enable_grad(), torch.float32, True),
+        (torch.autocast("cpu", torch.bfloat16), torch.bfloat16, True),
+    ):
+        with mode:
+            replays = stream.stream(model, [model[0], model[2]], [torch.randn(2, 4)])
+            next(replays)
+            x = next(replays).calls[0][0][0]
+            assert paused_runs()
+            replays.close()
+        assert (x.dtype, x.requires_grad) == (dtype, grad)
+    assert not paused_runs()
+    assert not any(m._forward_pre_hooks for m in model.modules())
 
 
 @torch.no_grad()

@@ -1,14 +1,16 @@
 """Runs a model one block at a time: the inputs of a block are computed once, the block is changed, its outputs feed the next.
 
 A block is any module of the model. `record` runs the model and keeps the calls that one module receives. `stream` does so for
-a row of blocks, and runs each block only a few times in all where one block reads what another returned.
+several blocks in turn, without running the model from its beginning for each. Gates, `depth=`, refit and the methods that need
+Gram matrices are all built on this module.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._arguments import copied, is_tree, replaced, tensors_of
+from .paused import paused_calls
 from .stats import on_batch, split_batch
 
 
@@ -55,16 +58,24 @@ def record(model: nn.Module, module: nn.Module, batches: Iterable[Any]) -> Repla
     return found
 
 
-def stream(model: nn.Module, modules: Sequence[nn.Module], batches: Sequence[Any]) -> Iterator[Replay]:
+def stream(model: nn.Module, modules: Sequence[nn.Module], batches: Sequence[Any]) -> Generator[Replay]:
     """Yields a `Replay` of each module in turn, with the inputs that the modules before it, as they are by then, produce.
 
-    Change a module before asking for the next one. Where every module runs once per batch and reads tensors that earlier
-    modules returned, each is run once more to feed the next. The other arguments (attention masks, position embeddings, an
-    empty cache) are those that the first run of the model passed. Otherwise the model is run from its beginning again.
+    Change a module before asking for the next one. A `Replay` is valid until then. There are three cases:
+
+    - Every module reads tensors that earlier modules returned, as decoder blocks do: each is run once more to feed the next.
+      The other arguments (attention masks, position embeddings, an empty cache) are those that the first run passed.
+    - The first batch calls each module once, in this order: the runs of all batches pause at each module (see `paused`).
+    - Otherwise, and from the first module on that a batch does not call in this order, the model is run from its beginning
+      for each module.
     """
     chain = Chain.of(model, modules, batches)
     if chain is None:
-        for module in modules:
+        done = 0
+        if len(modules) > 1 and _in_turn(model, modules, batches[0]):
+            for done, calls in enumerate(paused_calls(partial(_call, model), modules, batches), 1):
+                yield Replay(modules[done - 1], calls)
+        for module in modules[done:]:
             yield record(model, module, batches)
         return
     feed = chain.feed()
@@ -73,6 +84,16 @@ def stream(model: nn.Module, modules: Sequence[nn.Module], batches: Sequence[Any
         yield replay
         if i in chain.last_use:
             feed.put(i, replay.run())
+
+
+def _in_turn(model: nn.Module, modules: Sequence[nn.Module], batch: Any) -> bool:
+    """True if the model calls each of these modules once on this batch, in this order."""
+    called: list[nn.Module] = []
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(_hook(module.register_forward_pre_hook(lambda own, _: called.append(own))))
+        _call(model, batch)
+    return called == list(modules)
 
 
 class Chain:
