@@ -45,6 +45,9 @@ def inputs():
 def fails():
     raise RuntimeError("no weights here")
 
+def word(model):
+    return "good"
+
 def share(model):
     return float((model[4].weight == 0).float().mean())
 
@@ -155,6 +158,12 @@ def test_completion_scripts(shell):
     assert "_SECATEUR_COMPLETE" in run("completion", shell)
 
 
+def test_the_shell_completes_names_of_files():
+    shell = get_completion_class("bash")(main, {}, "secateur", "_SECATEUR_COMPLETE")
+    for words in (["inspect"], ["prune", "m:n", "--data"], ["report", "a"]):
+        assert [item.type for item in shell.get_completions(words, "mod")] == ["file"]
+
+
 @pytest.mark.parametrize(
     ("words", "begin", "found"),
     [
@@ -186,6 +195,21 @@ def test_inspect_says_what_can_be_pruned_and_why_not(here):
     found = answer("inspect cli_nets:net")
     assert [layer["name"] for layer in found["layers"]] == ["0.weight", "4.weight", "6.weight"]
     assert found["parameters"] == sum(p.numel() for p in build().parameters())
+
+
+def test_inspect_of_a_compressed_model_names_its_layers(here):
+    model = build()
+    sc.prune_(model, sparsity=0.9, include="4")
+    sc.compress_(model, torch.randn(2, 3, 8, 8), objective="size")
+    sc.save(model, "packed")
+    found = answer("inspect cli_nets:net --checkpoint packed")
+    assert [(layer["kind"], layer["prunable"]) for layer in found["layers"]] == [
+        ("Conv2d", True),
+        ("Linear", False),
+        ("Linear", True),
+    ]
+    assert found["parameters"] == sum(p.numel() for p in build().parameters())
+    assert found["others"]["4.bias"] == "its layer is compressed; sc.decompress_ makes it dense again"
 
 
 def test_inspect_measures_time_on_inputs(here):
@@ -287,7 +311,7 @@ def test_a_weight_file_is_pruned_to_a_weight_file(here):
     save_file(build().state_dict(), "weights.safetensors")
     run("prune weights.safetensors --sparsity 0.5 --include *.weight -o sparse.safetensors")
     assert float((load_file("sparse.safetensors")["4.weight"] == 0).float().mean()) == 0.5
-    assert "name the tensors to prune in include=" in run(
+    assert "name the tensors to prune in --include," in run(
         "prune", "weights.safetensors", "--sparsity", 0.5, "-o", "x.safetensors", code=1
     )
     assert "weights alone" in run(
@@ -407,7 +431,28 @@ MISTAKES = {
         1,
         "the model does not run on cli_nets:narrow (float32 4x2x8x8)",
     ),
-    "no data": (["prune", "cli_nets:net", "--sparsity", "0.5", "--criterion", "wanda", "-o", "x"], 1, "data="),
+    "no data": (
+        ["prune", "cli_nets:net", "--sparsity", "0.5", "--criterion", "wanda", "-o", "x"],
+        1,
+        "needs input_norm, so pass --data (an iterable of batches)\n",
+    ),
+    "an unknown name": (
+        ["prune", "cli_nets:net", "--sparsity", "0.5", "--include", "gone", "-o", "x"],
+        1,
+        "secateur: --include='gone' matches",
+    ),
+    "an argument twice": (["prune", "cli_nets:net", "--sparsity", "0.5", "--set", "sparsity=0.6", "-o", "x"], 2, "given twice"),
+    "a value that is no YAML": (["prune", "cli_nets:net", "--set", "count=[1", "-o", "x"], 2, "'[1' cannot be read"),
+    "an evaluation that fails": (
+        ["prune", "cli_nets:net", "--sparsity", "0.5", "--evaluate", "cli_nets:word", "-o", "x"],
+        1,
+        "cli_nets:word failed: ValueError",
+    ),
+    "gates, which files do not hold": (
+        ["recipes", "run", "gate-50", "cli_nets:net", "--data", "cli_nets:batches", "-o", "x"],
+        2,
+        "gates are hooks in memory",
+    ),
     "missing data": (
         ["prune", "cli_nets:net", "--sparsity", "0.5", "--data", "gone", "-o", "x"],
         2,
@@ -427,9 +472,8 @@ def test_a_mistake_is_answered_in_one_line(here, name):
     words, code, message = MISTAKES[name]
     err = run(*words, code=code)
     assert message in err
-    if code == 1:
-        assert err.count("\n") == 1
-        assert err.startswith("secateur: ")
+    assert err.count("\n") == 1
+    assert err.startswith("secateur: ")
     assert not (here / "x").exists()
 
 
@@ -437,11 +481,16 @@ def test_errors_are_json_too(here):
     result = CliRunner().invoke(main, ["inspect", "cli_nets:fails", "--json"])
     assert json.loads(result.stdout) == {"error": "cli_nets:fails() raised RuntimeError: no weights here"}
     assert result.exit_code == 1
+    result = CliRunner().invoke(main, ["prune", "cli_nets:net", "--json", "--sparsty", "1"])
+    assert "--sparsity" in json.loads(result.stdout)["error"]
+    assert result.exit_code == 2
 
 
 def test_files_that_are_no_models(here):
     Path("text.pt").write_text("hello")
-    assert "is no file of tensors" in run("inspect text.pt", code=1)
+    assert "nor a state dict that torch.save wrote" in run("inspect text.pt", code=1)
+    torch.save(build(), "whole.pt")
+    assert "holds Python objects" in run("inspect whole.pt", code=1)
     Path("text.safetensors").write_text("hello")
     assert "is not a safetensors file" in run("inspect text.safetensors", code=1)
     Path("folder").mkdir()
@@ -504,9 +553,22 @@ def test_a_full_disk_is_named_and_nothing_stays_there(here, disk):
 
 def test_a_read_only_folder_is_named_before_any_work(here, disk):
     folder = disk("size=1m,ro")
-    err = run("prune", "cli_nets:net", "--sparsity", 0.5, "-o", folder / "out", code=1)
-    assert "read-only" in err
-    assert err.count("\n") == 1
+    for words in (["prune", "cli_nets:net", "--sparsity", 0.5], ["report", "cli_nets:net", "cli_nets:net"], ["demo"]):
+        err = run(*words, "-o", folder / "out.html", code=1)
+        assert err == f"secateur: {folder}: the folder is read-only, so {folder / 'out.html'} cannot be written\n"
+
+
+def test_devices_and_links_are_written_to_and_not_replaced(here):
+    os.mkfifo("pipe")
+    reader = os.open("pipe", os.O_RDONLY | os.O_NONBLOCK)
+    run("recipes show magnitude-80 -o pipe")
+    assert b"sparsity: 0.8" in os.read(reader, 4096)
+    os.close(reader)
+    assert Path("pipe").is_fifo()
+    Path("link.yaml").symlink_to("real.yaml")
+    run("recipes show magnitude-80 -o link.yaml")
+    assert Path("link.yaml").is_symlink()
+    assert "sparsity: 0.8" in Path("real.yaml").read_text()
 
 
 @pytest.mark.parametrize(("number", "words"), [(errno.ENOSPC, "the disk is full"), (errno.EACCES, "permission denied")])

@@ -10,6 +10,7 @@ from typing import Any
 import click
 import torch
 from torch import Tensor, nn
+from yaml import YAMLError
 
 from .. import execute, io, reports
 from ..display import Table, notes_by_reason
@@ -18,9 +19,10 @@ from ..recipes import BadRecipe, Recipe, read_yaml, shipped
 from ..summaries import LayerSummary, summary
 from ..targeting import targets
 from .batches import Asked, evaluation, need_inputs, open_data, open_inputs
-from .models import check_output, imported, open_folder, open_model, open_models, save
+from .models import check_output, check_writable, imported, open_folder, open_model, open_models, save
 from .running import Answer, Failure
 
+_PACKED = "its layer is compressed; sc.decompress_ makes it dense again"
 _DATA = ("inputs", "data", "batch_size", "batches", "size", "length", "tokenizer")
 
 
@@ -35,12 +37,12 @@ def inspect(model: str, checkpoint: str | None, bench: bool, every: bool, **opti
     source = open_model(model, checkpoint)
     found, reasons = summary(source.model), _why_not(source.model)
     layers = [_described(source.model, layer, reasons) for layer in found.layers]
-    whole = _owned(source.model)
+    whole, sizes = _owned(source.model), {layer.name: layer.total for layer in found.layers if layer.format != "dense"}
     data = {
         "model": found.model if isinstance(source.model, nn.Module) else "state dict",
         "source": source.name,
-        "parameters": sum(tensor.numel() for tensor in whole.values()),
-        "bytes": sum(tensor.nbytes for tensor in whole.values()),
+        "parameters": sum(tensor.numel() for tensor in whole.values()) + sum(sizes.values()),
+        "bytes": sum(tensor.nbytes for tensor in whole.values()) + _packed_bytes(source.model),
         "bytes_on_disk": _on_disk(checkpoint or model),
         **{key: found.metrics()[key] for key in ("zeros", "sparsity")},
         "layers": layers,
@@ -55,33 +57,37 @@ def inspect(model: str, checkpoint: str | None, bench: bool, every: bool, **opti
 
 
 def _owned(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters, and the buffers of compressed layers, which hold their weights; or the tensors of a mapping."""
-    if not isinstance(model, nn.Module):
-        return dict(model)
-    packed = [
-        (f"{name}.{own}", b)
-        for name, m in model.named_modules()
-        if isinstance(m, execute.Compressed)
-        for own, b in m.named_buffers()
-    ]
-    return {**dict(model.named_parameters()), **dict(packed)}
+    """Parameters, or the tensors of a mapping."""
+    return dict(model.named_parameters() if isinstance(model, nn.Module) else model)
+
+
+def _compressed(model: Any) -> dict[str, execute.Compressed]:
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    return {name: module for name, module in modules if isinstance(module, execute.Compressed)}
+
+
+def _packed_bytes(model: Any) -> int:
+    """The bytes of compressed weights, which are buffers."""
+    return sum(buffer.nbytes for layer in _compressed(model).values() for buffer in layer.buffers())
 
 
 def _why_not(model: Any) -> dict[str, str]:
     """For each tensor that is not pruned by default, the reason."""
     if not isinstance(model, nn.Module):
         return dict.fromkeys(model, "the file does not say which layer it belongs to; name it with --include to prune it")
+    packed = _compressed(model)
     try:
-        return targets(model)[1]
+        reasons = targets(model, exclude=list(packed))[1]
+        return {name: _PACKED if name.rpartition(".")[0] in packed else why for name, why in reasons.items()}
     except ValueError as error:
         return dict.fromkeys((name for name, _ in model.named_parameters()), str(error))
 
 
 def _described(model: Any, layer: LayerSummary, reasons: Mapping[str, str]) -> dict[str, Any]:
-    owner = layer.name.rpartition(".")[0]
-    kind = type(model.get_submodule(owner)).__name__ if isinstance(model, nn.Module) else ""
+    owner = model.get_submodule(layer.name.rpartition(".")[0]) if isinstance(model, nn.Module) else None
+    kind = "" if owner is None else (owner.stood if isinstance(owner, execute.Compressed) else type(owner)).__name__
     packed = layer.format != "dense"
-    reason = "compressed; secateur works on it after sc.decompress_" if packed else reasons.get(layer.name, "")
+    reason = _PACKED if packed else reasons.get(layer.name, "")
     return {
         **{key: getattr(layer, key) for key in ("name", "total", "zeros", "sparsity", "pattern", "format")},
         **{"kind": kind, "shape": list(layer.shape), "prunable": not reason, "reason": reason},
@@ -127,7 +133,7 @@ def stage(kind: str, names: Sequence[str], options: dict[str, Any]) -> Answer:
     try:
         recipe = Recipe.of_stages([{kind: arguments}], "")
     except BadRecipe as error:
-        raise click.UsageError(str(error).removeprefix(f": stages[0].{kind}").lstrip(": ")) from None
+        raise click.UsageError(str(error).removeprefix(f": stages[0].{kind}").lstrip(":. ")) from None
     return _run(recipe, options, kind)
 
 
@@ -141,7 +147,12 @@ def _arguments(names: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals:
             raise click.UsageError(f"--set {text}: expected NAME=VALUE")
-        arguments[name.strip().replace("-", "_")] = read_yaml(value)
+        if (name := name.strip().replace("-", "_")) in arguments:
+            raise click.UsageError(f"{name} is given twice, the second time with --set")
+        try:
+            arguments[name] = read_yaml(value)
+        except YAMLError:
+            raise click.UsageError(f"--set {text}: {value!r} cannot be read; write it as in YAML: 0.5, [a, b], '2:4'") from None
     return arguments
 
 
@@ -173,11 +184,15 @@ def _no_loss(name: str) -> Any:
 
 def _run(recipe: Recipe, options: dict[str, Any], what: str, loss: Any = None) -> Answer:
     asked, dry = _asked(options), options["dry_run"]
-    source = open_model(options["model"], options["checkpoint"])
+    source, kinds = open_model(options["model"], options["checkpoint"]), {stage.kind for stage in recipe.stages}
+    if kinds != {"prune"}:
+        source.module  # noqa: B018  # raises for weights alone
+    if "gate" in kinds and not dry:
+        raise click.UsageError("gates are hooks in memory, and files do not hold them; use --dry-run, or Recipe.run in Python")
     output = None if dry else check_output(options["output"], options["force"], source, as_file=isinstance(source.model, dict))
     evaluate = _evaluation(options["evaluate"])
     batches = open_data(asked, source)
-    runs = {"shrink", "compress"} & {stage.kind for stage in recipe.stages}
+    runs = {"shrink", "compress"} & kinds
     inputs = need_inputs(open_inputs(asked, source, batches), what) if runs else None
     before = evaluate(source.model)
     ran = recipe.run_(source.model, data=batches, example_inputs=inputs, loss=loss)  # type: ignore[arg-type]  # a mapping can be pruned
@@ -213,8 +228,11 @@ def _evaluation(name: str | None) -> Callable[[Any], float | None]:
     function: Callable[[Any], Any] = given
 
     def evaluate(model: Any) -> float:
-        with torch.no_grad():
-            found = float(function(model))
+        try:
+            with torch.no_grad():
+                found = float(function(model))
+        except Exception as error:
+            raise Failure(f"{name} failed: {type(error).__name__}: {error}; it takes the model and returns a number") from error
         if not math.isfinite(found):
             raise Failure(f"{name} returned {found}")
         return found
@@ -265,6 +283,7 @@ def report(before: str, after: str, checkpoint: str | None, output: str, seconds
     asked = _asked(options)
     if Path(output).suffix not in (".html", ".json"):
         raise click.UsageError(f"--output {output}: expected a path that ends in .html or .json")
+    check_writable(Path(output))
     first, second = open_models([before, after], checkpoint)
     batches = open_data(asked, first)
     inputs = open_inputs(asked, first, batches)

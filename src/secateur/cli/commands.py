@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from .. import __version__
 from . import running
@@ -16,10 +18,26 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 class Commands(click.Group):
-    """A group that lists its commands in the order of use."""
+    """A group that lists its commands in the order of use, and answers a wrong command line in one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def main(self, args: Sequence[str] | None = None, *others: Any, standalone_mode: bool = True, **options: Any) -> Any:
+        if not standalone_mode:
+            return super().main(args, *others, standalone_mode=False, **options)
+        code: Any = 0
+        try:
+            code = super().main(args, *others, standalone_mode=False, **options)
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            code = error.exit_code
+        except click.ClickException as error:
+            help_of = getattr(getattr(error, "ctx", None), "command_path", "secateur")
+            words = sys.argv[1:] if args is None else args
+            message = f"{error.format_message().removesuffix('.')} (see {help_of} --help)"
+            running.end(message, "--json" in words, error.exit_code)
+        sys.exit(code if isinstance(code, int) else 0)
 
 
 # --- options that several commands share --------------------------------------------------------------------------------
@@ -38,23 +56,49 @@ def _complete_recipe(ctx: click.Context, parameter: click.Parameter, begin: str)
     return [file.stem for file in sorted(RECIPES.glob("*.yaml")) if file.stem.startswith(begin)]
 
 
+def _complete_path(ctx: click.Context, parameter: click.Parameter, begin: str) -> list[CompletionItem]:
+    return [CompletionItem(begin, type="file")]  # the shell completes it
+
+
+@cache
+def _options_by_name() -> dict[str, str]:
+    """Every option that takes an argument of a function, by the name of that argument."""
+    parameters = [option for one in main.commands.values() for option in one.params if isinstance(option, click.Option)]
+    return {option.name: max(option.opts, key=len) for option in parameters if option.name}
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Show no progress.")
 checkpoint_option = click.option(
-    "--checkpoint", metavar="PATH", help="Weights for module:factory: a file, or a folder of secateur."
+    "--checkpoint",
+    metavar="PATH",
+    help="Weights for module:factory: a file, or a folder of secateur.",
+    shell_complete=_complete_path,
 )
-model_options = _options(click.argument("model", metavar="MODEL"), checkpoint_option)
+model_options = _options(click.argument("model", metavar="MODEL", shell_complete=_complete_path), checkpoint_option)
 inputs_options = _options(
     click.option("--inputs", metavar="SHAPE", help="Example inputs: a shape such as 1x3x224x224, or module:factory."),
-    click.option("--data", metavar="DATA", help="Batches: module:factory, a folder of images, or a text file."),
+    click.option(
+        "--data",
+        metavar="DATA",
+        help="Batches: module:factory, a folder of images, or a text file.",
+        shell_complete=_complete_path,
+    ),
     click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Of images and texts."),
     click.option("--batches", type=click.IntRange(1), default=16, show_default=True, help="How many batches are used."),
     click.option("--size", metavar="HxW", default="224x224", show_default=True, help="Of images, which are resized."),
     click.option("--length", type=click.IntRange(2), default=128, show_default=True, help="Tokens in each text sequence."),
-    click.option("--tokenizer", metavar="PATH", help="For a text file. Default: the one in the folder of the model."),
+    click.option(
+        "--tokenizer",
+        metavar="PATH",
+        help="For a text file. Default: the one in the folder of the model.",
+        shell_complete=_complete_path,
+    ),
 )
 output_options = _options(
-    click.option("--output", "-o", metavar="PATH", help="The folder to write, or a .safetensors file."),
+    click.option(
+        "--output", "-o", metavar="PATH", help="The folder to write, or a .safetensors file.", shell_complete=_complete_path
+    ),
     click.option("--force", is_flag=True, help="Replace what is there."),
 )
 stage_options = _options(
@@ -84,7 +128,7 @@ def command(group: click.Group, name: str | None = None) -> Callable[[Callable[.
                     set_progress(False)
                 return function(**options)
 
-            running.run(work, as_json)
+            running.run(work, as_json, _options_by_name())
 
         return call
 
@@ -184,7 +228,7 @@ def compress(**options: Any) -> running.Answer:
 
 
 @command(main)
-@click.argument("models", metavar="MODEL...", nargs=-1, required=True)
+@click.argument("models", metavar="MODEL...", nargs=-1, required=True, shell_complete=_complete_path)
 @checkpoint_option
 @inputs_options
 @click.option("--threads", type=click.IntRange(1), help="CPU threads. Default: torch's number.")
@@ -197,8 +241,8 @@ def bench(**options: Any) -> running.Answer:
 
 
 @command(main)
-@click.argument("before", metavar="BEFORE")
-@click.argument("after", metavar="AFTER")
+@click.argument("before", metavar="BEFORE", shell_complete=_complete_path)
+@click.argument("after", metavar="AFTER", shell_complete=_complete_path)
 @click.option("--checkpoint", metavar="PATH", help="Weights of BEFORE, if it is module:factory.")
 @inputs_options
 @evaluate_option
@@ -242,7 +286,7 @@ def show_recipe(recipe: str, output: str | None) -> running.Answer:
 
 
 @command(recipes, "check")
-@click.argument("files", nargs=-1, required=True)
+@click.argument("files", nargs=-1, required=True, shell_complete=_complete_path)
 def check_recipes(files: tuple[str, ...]) -> running.Answer:
     """Check recipe files: every field and value."""
     from . import actions

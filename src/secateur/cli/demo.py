@@ -18,6 +18,7 @@ from ..progress import Progress
 from ..pruner import Pruner
 from ..schedules import cubic
 from ..surgery import shrink
+from .models import check_writable
 from .running import Answer
 
 CLASSES, SIDE, BATCH, STEPS = 10, 12, 64, 200
@@ -25,6 +26,8 @@ CLASSES, SIDE, BATCH, STEPS = 10, 12, 64, 200
 
 def run(output: str | None) -> Answer:
     """Trains, prunes, shrinks and compresses. Everything in the table is measured in this run."""
+    if output is not None:
+        check_writable(Path(output))
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

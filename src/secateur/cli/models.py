@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -178,9 +179,15 @@ def _tensors(path: Path) -> dict[str, Tensor]:
             raise Failure(f"{path} is not a safetensors file: {error}") from None
     try:
         data = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
     except Exception as error:
-        first = str(error).partition("\n")[0][:160]
-        raise Failure(f"{path} is no file of tensors that torch.load(weights_only=True) reads: {first}") from None
+        if not zipfile.is_zipfile(path):
+            raise Failure(f"{path} is neither a .safetensors file nor a state dict that torch.save wrote") from error
+        raise Failure(
+            f"{path} holds Python objects, such as a whole model, and reading them would run code from the file; write the "
+            "weights alone: torch.save(model.state_dict(), path)"
+        ) from error
     for key in ("state_dict", "model", "model_state_dict"):
         if isinstance(data, Mapping) and isinstance(data.get(key), Mapping):
             data = data[key]
@@ -224,10 +231,16 @@ def check_output(output: str | None, force: bool, source: Source, *, as_file: bo
     if as_file != (path.suffix == ".safetensors"):
         kind = "a .safetensors file" if as_file else "a folder"
         raise click.UsageError(f"{output}: {source.name} is saved as {kind}")
+    check_writable(path)
+    return path
+
+
+def check_writable(path: Path) -> None:
+    """Raises if the file or folder cannot be written, before any work is done."""
     above = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not os.access(above, os.W_OK):
-        raise Failure(f"{above}: the folder is read-only, so {output} cannot be written")
-    return path
+        kind = "folder" if above.is_dir() else "file"
+        raise Failure(f"{above}: the {kind} is read-only" + (f", so {path} cannot be written" if above != path else ""))
 
 
 def save(source: Source, model: nn.Module | dict[str, Tensor], path: Path) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import click
@@ -31,25 +32,42 @@ class Failure(Exception):
     """An error whose message is complete: it is printed as it is."""
 
 
-def run(work: Callable[[], Answer], as_json: bool) -> None:
-    """Calls `work` and prints its answer. Ends the program with an exit code if it fails."""
+def run(work: Callable[[], Answer], as_json: bool, options: Mapping[str, str]) -> None:
+    """Calls `work` and prints its answer. Ends the program with an exit code if it fails.
+
+    `options`: the options of the program by the names of the Python arguments, for messages that name these.
+    """
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             answer = work()
-    except click.ClickException:
-        raise
+    except click.UsageError as error:
+        raise click.UsageError(with_options(error.message, options), error.ctx) from None
     except KeyboardInterrupt:
-        _end("interrupted; no file is half written", as_json, INTERRUPTED)
+        end("interrupted; no file is half written", as_json, INTERRUPTED)
     except Exception as error:
         if os.environ.get(TRACEBACK):
             traceback.print_exc()
-        _end(one_line(error), as_json, FAILED)
+        end(with_options(one_line(error), options), as_json, FAILED)
     else:
-        click.echo(json.dumps(answer.data, indent=1, default=str) if as_json else answer.text)
+        text = with_options(answer.text, options, values=False)
+        click.echo(json.dumps(answer.data, indent=1, default=str) if as_json else text)
 
 
-def _end(message: str, as_json: bool, code: int) -> None:
+def with_options(text: str, options: Mapping[str, str], *, values: bool = True) -> str:
+    """Names options in place of Python arguments: "pass data= (...)" becomes "pass --data (...)".
+
+    With `values`, also where a value follows: "spread='x'" becomes "--spread='x'".
+    """
+    for name, option in options.items():
+        text = re.sub(rf"(?<![\w-]){name}=(?=[\s,;)]|$)", option, text)
+        if values:
+            text = re.sub(rf"(?<![\w-]){name}=(?!=)", f"{option}=", text)
+    return text
+
+
+def end(message: str, as_json: bool, code: int) -> None:
+    """Ends the program with one line on standard error, and with `--json` an object on standard output."""
     if as_json:
         click.echo(json.dumps({"error": message}))
     click.echo(f"secateur: {message}", err=True)
@@ -65,7 +83,7 @@ def one_line(error: BaseException) -> str:
         if not isinstance(error, Failure | ValueError | TypeError | OSError):
             text = f"{type(error).__name__}: {text}"
     notes = [note for note in getattr(error, "__notes__", ()) if note not in text]
-    return " ".join("; ".join([text, *notes]).split())
+    return " ".join("; ".join([text.removesuffix(".") if notes else text, *notes]).split())
 
 
 _REASONS = {

@@ -207,8 +207,11 @@ def record_in(folder: Path) -> list[tuple[Step, Arguments]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file completely or not at all."""
-    with replaced(path) as beside:
+    """Writes a text file completely or not at all. Devices and pipes are written to; links stay, and their files change."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        path.write_text(text, encoding="utf-8")
+        return
+    with replaced(path.resolve() if path.is_symlink() else path) as beside:
         beside.write_text(text, encoding="utf-8")
 
 

@@ -166,7 +166,8 @@ class Recipe:
             try:
                 results.append(_run_stage(stage, model, given))
             except Exception as error:
-                error.add_note(f"in stages[{place}].{stage.kind} of the recipe")
+                if len(self.stages) > 1:
+                    error.add_note(f"in stages[{place}].{stage.kind} of the recipe")
                 raise
             seconds.append(perf_counter() - begin)
         return Ran(model, results, tuple(stage.kind for stage in self.stages), tuple(seconds))
