@@ -52,6 +52,19 @@ def test_every_result_is_undone_with_and_without_the_model(change, named):
 
 
 @pytest.mark.parametrize("change", [by_prune, by_shrink, by_compress, by_gate])
+def test_results_show_their_table_in_an_interactive_session(change):
+    result = change(sparse_net())
+    assert repr(result) == str(result)
+
+
+def test_measurements_show_their_table_in_an_interactive_session():
+    small, cut = sc.shrink(net(), X, channels=0.5)
+    timed = sc.bench({"before": net(), "after": small}, X, seconds=0.01)
+    for result in (cut.verify(), sc.summary(small), sc.report(before=net(), after=small), timed):
+        assert repr(result) == str(result)
+
+
+@pytest.mark.parametrize("change", [by_prune, by_shrink, by_compress, by_gate])
 def test_undoing_another_model_is_refused(change):
     result = change(sparse_net())
     with pytest.raises(ValueError, match=r"another model"):

@@ -216,6 +216,8 @@ class Gates(Reported):
     def __str__(self) -> str:
         return str(self._table())
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         return self._table().html("notes")
 

@@ -111,6 +111,8 @@ class Distilled(Reported):
     def __str__(self) -> str:
         return str(self._table())
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         return self._table().html()
 

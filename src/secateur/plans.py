@@ -264,6 +264,8 @@ class Plan(Reported):
     def __str__(self) -> str:
         return str(self._table())
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         return self._table().html(f"{len(self.skipped)} skipped", self.skipped.items())
 

@@ -77,6 +77,8 @@ class Rotation(Reported):
     def __str__(self) -> str:
         return str(self._table())
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         return self._table().html(f"{len(self.flattened)} flattened")
 

@@ -93,6 +93,8 @@ class Summary:
     def __str__(self) -> str:
         return str(self._table())
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         return self._table().html("history and notes")
 

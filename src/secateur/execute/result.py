@@ -141,6 +141,8 @@ class Compression(Reported):
         notes, (header, rows) = [self._summary(), *self._notes()], self._table()
         return str(Table(header, rows, right=_RIGHT | ({10} if "error" in header else set()), notes=notes, ruled=False))
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         header, rows = self._table()
         return Table(header, rows, title=self._summary(), notes=self._notes()).html("notes")

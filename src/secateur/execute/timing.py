@@ -154,6 +154,8 @@ class Bench(Reported):
         )
         return "\n".join(lines)
 
+    __repr__ = __str__
+
 
 @hints
 def bench(

@@ -52,5 +52,7 @@ class Ran:
     def __str__(self) -> str:
         return str(self._table())
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         return self._table().html("layers")

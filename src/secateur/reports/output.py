@@ -55,6 +55,8 @@ class Report:
     def __str__(self) -> str:
         return as_text(self.document)
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         """The page in a frame of its own, so that its styles and those of the notebook do not meet."""
         page = html.escape(self.html(), quote=True)

@@ -64,6 +64,8 @@ class Verified:
             text += "; masking did not change the output, so this proves nothing: try other inputs"
         return f"{text}; {self.note}" if self.note else text
 
+    __repr__ = __str__
+
 
 def verify(original: nn.Module, small: nn.Module, cuts: Cuts, inputs: Inputs, *, groups: bool = False) -> Verified:
     """Compare the small model with the masked one, in four runs. `groups`: also cut each group alone, which takes longer."""

@@ -119,6 +119,8 @@ class SearchResult:
     def __str__(self) -> str:
         return str(self._table())
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         return self._table().html()
 
