@@ -16,7 +16,6 @@ from torch import nn
 
 from .._hints import hints, unknown_argument
 from ..arguments import plain_arguments
-from ..axes import Group
 from ..criteria import magnitude
 from ..edit import (
     Arguments,
@@ -36,24 +35,22 @@ from ..edit import (
 )
 from ..progress import Progress
 from ..stats import Loss, split_batch, warn_of_unused_input
-from ..trace import Trace, trace, undetermined
-from .budget import Baseline, Budget, Reached
+from ..trace import Trace, trace
+from .assemble import add_blocks_, block_plan, expert_plan, nothing_left, unit_plan
+from .budget import Baseline, Budget
 from .caches import CacheSlot, counters, empty_caches_, without_caches
 from .calibrate import UNIT_CRITERIA, UnitCriterion, reestimate_, refit_, unit_scores
 from .depth import RemovedBlocks, remove_blocks
-from .exact import units_along
-from .experts import INEXACT, remove_experts
+from .experts import remove_experts
 from .leftovers import drop_leftovers_
 from .masked import CutModel, make
-from .names import check_globs, check_ratios, excluded, first_member, names_of, renamed
-from .notes import outside_config, sizes_in_formulas
+from .names import check_globs, check_ratios, excluded, renamed
 from .optimizers import cut_pruners, dropped, follow_, move_pruners_, sliced_state
 from .request import AnyCriterion, ShrinkOptions, ShrinkRequest, check_model, check_request
-from .result import GroupCut, Shrunk
-from .runs import check_runs, depends_on_batch
-from .search import ChosenCounts, keep_of
+from .result import Shrunk
+from .runs import DoesNotRun, check_runs, depends_on_batch, in_formulas
+from .search import keep_of
 from .sizes import SizeModel, flops_of, params_of
-from .verify import tied
 
 
 @hints
@@ -234,19 +231,7 @@ def _cut_blocks_and_units(
 
 def _only_experts(model: nn.Module, inputs: Inputs, request: ShrinkRequest) -> tuple[nn.Module, Shrunk]:
     removed = remove_experts(model, inputs, request.experts or 1.0, request.data, request.exclude)
-    rows = [GroupCut(m.experts, m.count, len(stay), INEXACT, (m.experts, m.router), unit="expert") for m, stay in removed.kept]
-    recipe = f"reap, experts={request.experts:g}"
-    totals = _totals(model, removed.model, inputs)
-    return removed.model, Shrunk(
-        recipe, rows, removed.skipped, {}, removed.cuts, totals, removed.model, model, inputs, removed.note
-    )
-
-
-def _totals(model: nn.Module, small: nn.Module, inputs: Inputs) -> dict[str, tuple[float, float]]:
-    return {
-        "params": (params_of(model), params_of(small)),
-        "flops": (flops_of(model, *inputs), flops_of(small, *inputs)),
-    }
+    return removed.model, expert_plan(request, model, removed, inputs)
 
 
 def _arguments(request: ShrinkRequest) -> Arguments:
@@ -272,10 +257,7 @@ def _only_blocks(
     small = blocks.model
     if request.reestimate:
         reestimate_(small, request.data)
-    totals = _totals(model, small, inputs)
-    return small, Shrunk(
-        _depth_recipe(blocks, request), _block_rows(blocks), blocks.kept, {}, blocks.cuts, totals, small, model, inputs
-    )
+    return small, block_plan(request, model, blocks, inputs)
 
 
 def _cut_units(
@@ -307,7 +289,7 @@ def _cut_units(
     counting = counters(model, inputs, traced.record.counters)
     while True:
         if not scores:
-            raise ValueError(_nothing_left(traced, left))
+            raise ValueError(nothing_left(traced, left))
         progress("choosing how many units to keep")
         choice = budget.choose(scores)
         progress("cutting")
@@ -323,16 +305,24 @@ def _cut_units(
             left |= {g: f"exact_only: {made.reasons[g]}" for g in inexact}
             scores = {g: s for g, s in scores.items() if g not in left}
             continue
-        counted = check_runs(traced, made.small, inputs, budget.flops(choice), keep)
+        try:
+            counted = check_runs(traced, made.small, inputs, budget.flops(choice), keep)
+        except DoesNotRun as error:
+            blamed = in_formulas(traced, keep)
+            if not blamed:
+                raise
+            left |= {g: f"{why}, and without some of its units {error.what}" for g, why in blamed.items()}
+            scores = {g: s for g, s in scores.items() if g not in left}
+            continue
         progress("repairing and measuring")
         unfitted = _repair_(made, model, request, entire=blocks is None)
         reached = budget.judge(choice, made.small, made.cuts.added, counted)
         if reached is not None:
             break
-    plan = _plan(request, whole, traced, choice, made, left, reached, inputs)
+    plan = unit_plan(request, whole, traced, choice, made, left, reached, inputs)
     plan.skipped |= unfitted
     if blocks is not None:
-        _add_blocks(plan, blocks, request)
+        add_blocks_(plan, blocks, request)
     return made.small, plan
 
 
@@ -370,67 +360,7 @@ def _repair_(made: CutModel, model: nn.Module, request: ShrinkRequest, *, entire
     return left
 
 
-# --- the plan -------------------------------------------------------------------------------------------------------
-
-
-def _plan(
-    request: ShrinkRequest,
-    whole: nn.Module,
-    traced: Trace,
-    choice: ChosenCounts,
-    made: CutModel,
-    left: Mapping[Group, str],
-    reached: Reached,
-    inputs: Inputs,
-) -> Shrunk:
-    names, fewer = names_of(traced), {g.atom: g for g, n in choice.counts.items() if n < g.size}
-    reasons = dict(made.reasons)
-    for together in tied(traced, fewer):  # groups that can only be cut together are exact together
-        worst = next((g for g in together if g in made.reasons), None)
-        if worst is not None:
-            reasons |= {g: f"is cut together with {names[worst]}, which is not" for g in together if g not in made.reasons}
-    groups = [
-        GroupCut(names[g], g.size, n, reasons.get(g), tuple(dict.fromkeys(m.tensor for m in g.members)), _entries(traced, g))
-        for g, n in choice.counts.items()
-    ]
-    unknown = undetermined(traced, {atom: choice.counts[g] for atom, g in fewer.items()})
-    skipped = {**{names[g]: why for g, why in left.items()}, **traced.skipped}
-    skipped |= dict.fromkeys(unknown, "a number that the traced run did not read; its new value is not known")
-    skipped |= outside_config(whole, made.cuts)
-    moved = {names[g]: why for g, why in choice.moved.items()}
-    note = "; ".join(part for part in (reached.note, sizes_in_formulas(traced) if made.folded else "") if part)
-    recipe = request.recipe(reached.measured)
-    return Shrunk(recipe, groups, skipped, moved, made.cuts, reached.totals, made.small, whole, inputs, note)
-
-
-def _entries(traced: Trace, group: Group) -> int:
-    """How many entries of the axis after which a group is named belong to one unit: the rows of a head, for instance."""
-    first = first_member(group)
-    found = units_along(traced.dims[first.tensor][first.dim], group.atom)
-    return sum(int((along >= 0).sum()) for along in found) // group.size
-
-
-def _add_blocks(plan: Shrunk, blocks: RemovedBlocks, request: ShrinkRequest) -> None:
-    """Put the removed blocks before the cut units."""
-    plan.recipe = f"{_depth_recipe(blocks, request)}, then {plan.recipe} (fractions of the whole model)"
-    plan.cuts.attributes[:0] = blocks.cuts.attributes
-    plan.cuts.drop, plan.cuts.lengths = blocks.cuts.drop, blocks.cuts.lengths
-    plan.groups[:0] = _block_rows(blocks)
-    plan.skipped |= blocks.kept
-
-
-def _depth_recipe(blocks: RemovedBlocks, request: ShrinkRequest) -> str:
-    return f"depth={request.depth:g} by the change of the output ({blocks.effect:.3g})"
-
-
-def _block_rows(blocks: RemovedBlocks) -> list[GroupCut]:
-    return [GroupCut(b.path, b.before, b.after, b.why, b.removed) for b in blocks.lists]
-
-
-def _nothing_left(traced: Trace, left: Mapping[Group, str]) -> str:
-    reasons = list(dict.fromkeys((*left.values(), *traced.skipped.values())))
-    shown = "; ".join(reasons[:6]) or "no tensor has units"
-    return f"no group of {type(traced.model).__name__} is left to cut ({shown}). The model is unchanged."
+# --- what the models carry on -----------------------------------------------------------------------------------------
 
 
 def _remember_(small: nn.Module, past: Sequence[Cuts], plan: Shrunk) -> None:

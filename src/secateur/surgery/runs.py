@@ -35,8 +35,8 @@ def check_runs(traced: Trace, small: nn.Module, inputs: Inputs, flops: int, keep
         counted = flops  # where twice the batch runs as it should, one batch does too
     else:
         counted = _check_once(traced, small, inputs, keep)
-    if isinstance(twice, Exception) and not isinstance(_try(traced.model, doubled), Exception):
-        raise _failure("on twice the batch", twice)
+    if doubled is not None and isinstance(twice, Exception) and not isinstance(_try(traced.model, doubled), Exception):
+        raise DoesNotRun("on twice the batch", small, doubled, twice)
     _check_training(traced.model, small, [inputs] if doubled is None else [inputs, doubled])
     return counted
 
@@ -106,7 +106,7 @@ def _check_training(model: nn.Module, small: nn.Module, batches: list[Inputs]) -
 def _check_once(traced: Trace, small: nn.Module, inputs: Inputs, keep: Keep) -> int:
     shapes, result = traced.record.output_shapes, _try(small, inputs)
     if isinstance(result, Exception):
-        raise _failure("on the example inputs", result)
+        raise DoesNotRun("on the example inputs", small, inputs, result)
     found, flops = result
     if shapes != found and not _alike(found, shapes, _with_other_values(traced, inputs, keep)):
         raise ValueError(
@@ -116,11 +116,40 @@ def _check_once(traced: Trace, small: nn.Module, inputs: Inputs, keep: Keep) -> 
     return flops
 
 
-def _failure(where: str, error: Exception) -> RuntimeError:
-    return RuntimeError(
-        f"the cut model does not run {where}: {type(error).__name__}: {error}. The model is unchanged; exclude the layer that "
-        "fails"
-    )
+class DoesNotRun(RuntimeError):
+    """The cut model fails where the original runs. `what`: the layer and the error."""
+
+    def __init__(self, where: str, small: nn.Module, inputs: Inputs, error: Exception) -> None:
+        layer = _failing_layer(small, inputs)
+        self.what = f"{layer or 'the model'} fails {where} ({type(error).__name__}: {error})"
+        advice = f"exclude {layer}, or the layers before it" if layer else "exclude the layers whose sizes it computes with"
+        super().__init__(f"in the cut model, {self.what}. The model is unchanged; {advice}")
+
+
+def _failing_layer(model: nn.Module, inputs: Inputs) -> str:
+    """The name of the innermost module that raises on these inputs; empty if that is the model itself."""
+    inside: list[str] = []
+
+    def leave(*_: object) -> None:
+        inside.pop()
+
+    hooks = [m.register_forward_pre_hook(lambda *_, name=name: inside.append(name)) for name, m in model.named_modules()]
+    hooks += [m.register_forward_hook(leave) for m in model.modules()]
+    try:
+        return inside[-1] if isinstance(_try(model, inputs), Exception) and inside else ""
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def in_formulas(traced: Trace, keep: Keep) -> dict[Group, str]:
+    """The cut groups whose size the code of the model computes with, other than in ways that a cut can follow."""
+    found: dict[Group, str] = {}
+    for use in traced.formula_uses:
+        used = {atom for e in traced.axes_in(use.source) for atom in atoms(e)}
+        why = f"its size enters a formula in {use.module or 'the model'} ({use.how})"
+        found |= {g: why for g in traced.prunable if g.atom in used and g.atom in keep and not bool(keep[g.atom].all())}
+    return found
 
 
 def _try(model: nn.Module, inputs: Any, training: bool = False) -> tuple[Shapes, int] | Exception:
