@@ -21,7 +21,7 @@ from secateur.execute import Compressed
 from secateur.execute.find import zeros_of
 from secateur.execute.formats import FORMATS, Use, with_values
 from secateur.execute.timing import time_runs
-from secateur.execute.values import Values
+from secateur.values import Values
 
 SIZE = 4096
 MANY, OVER_TORCH_MANY = 64, 2.0  # input rows, and the goal for blocks of 80 % zeros over torch's int8 layer

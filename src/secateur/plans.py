@@ -232,8 +232,8 @@ class Plan(Reported):
             changed.append(f"channels inside the model get another order first, in {len(self.order.orders)} groups")
         if self.zeros:
             changed.append(
-                f"zeros: of the weights after pruning; {sum(self.zeros.values()):,} that were zero before are not pruned here, "
-                "and count as kept. sc.Pruner.hold(model) keeps such zeros in training"
+                f"zeros: of the weights after pruning; {sum(self.zeros.values()):,} that were zero before, or were rounded to "
+                "zero, are not pruned here, and count as kept. sc.Pruner.hold(model) keeps such zeros in training"
             )
         if self.solved:
             changed.append("before, error: of the outputs, relative to them, with the mask alone and with the new weights")

@@ -15,7 +15,7 @@ import secateur as sc
 from secateur.execute import Compressed, compress_, decompress_
 from secateur.execute.formats import FORMATS, find_format, with_values
 from secateur.execute.native import build
-from secateur.execute.values import GROUPS, KINDS, Values, parse
+from secateur.values import GROUPS, KINDS, Values, parse
 
 from .patterns import pruned
 

@@ -1,5 +1,6 @@
 """Compressed models: pruned layers in sparse formats, chosen by measurement, and back again."""
 
+from ..values import GROUPS, Values
 from . import amx_tiles, csr, gpu, pairs, quads, single, tiled
 from .choose import compress_
 from .find import zeros_of
@@ -8,7 +9,6 @@ from .layers import Compressed, why_not
 from .restore import decompress_, places, same_bits, ties
 from .result import Compression
 from .timing import Bench, bench
-from .values import GROUPS, Values
 
 __all__ = [
     "Bench", "Compressed", "Compression", "amx_tiles", "bench", "compress_", "csr", "decompress_", "gpu", "pairs", "quads",

@@ -17,6 +17,7 @@ from .._tree import nearest
 from ..arguments import plain_arguments
 from ..edit import record_
 from ..progress import track
+from ..values import Values, requested
 from .find import Zeros, zeros_of
 from .formats import FORMATS, PLAIN, Format, Use, as_matrix, with_values
 from .gpu.present import why_none
@@ -24,7 +25,6 @@ from .layers import KINDS, Compressed, arguments_of, why_not
 from .restore import places, ties
 from .result import Compression, LayerResult
 from .timing import call, check_threads, cold_for, for_inference, in_graphs, time_runs
-from .values import Values, requested
 
 MARGIN = 0.95  # a format is used only if it takes at most this fraction of the dense time (or bytes)
 SHAPES = 4  # distinct input shapes of one layer that are measured

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.grad import conv2d_input
 from torch.utils.flop_counter import register_flop_formula
 
+from ..values import Values, parse
 from .find import Zeros
-from .values import Values, parse
 
 Buffers = Sequence[Tensor]
 FormatOptions = Sequence[int]

@@ -13,9 +13,9 @@ from torch.compiler import is_dynamo_compiling
 
 from .._tree import Packed
 from ..masks import unpack_bits
+from ..values import Values
 from .find import negative_zeros
 from .formats import FORMATS, Format, as_matrix, as_weight, conv, linear
-from .values import Values
 
 KINDS: dict[type[nn.Module], str] = {nn.Linear: "linear", nn.Conv1d: "conv", nn.Conv2d: "conv", nn.Embedding: "embedding"}
 HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",

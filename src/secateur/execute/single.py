@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..masks import pack_bits, unpack_bits
+from ..values import GROUPS, KINDS
 from .find import Zeros, fill, owners
 from .formats import PLAIN, Buffers, Format, FormatOptions, Scales, Use, register
 from .native import build
 from .native.build import Kernel
 from .tiled import DTYPES, as_float, kernels_for, scratch
-from .values import GROUPS, KINDS
 
 FEW = 4  # input rows up to which these formats are tried
 MORE = 32  # the same for values in fewer bits; with more rows, the matrix is unpacked for a dense product

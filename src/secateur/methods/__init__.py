@@ -8,6 +8,7 @@ A method of your own is a subclass of `Method` with a `solve`, which gets a `Lay
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from .._text import read_call
@@ -40,8 +41,8 @@ __all__ = [
     "METHODS", "Gate", "Seen", "Measured", "Probe", "greedy_sparsities", "mean", "ratio", "squares",  # for activations
 ]  # fmt: skip
 
-_CALLS = {"rank": rank, "topk": topk, "sparsegpt": sparsegpt, "admm": admm, "loss": ByTheLoss}  # what a text may call
-_NAMED = {**_CALLS, "flow": lambda: admm(steps=14, target=flow(0.5, 0.75))}
+_FLOW = partial(admm, steps=14, target=flow(0.5, 0.75))
+_CALLS = {"rank": rank, "topk": topk, "sparsegpt": sparsegpt, "admm": admm, "loss": ByTheLoss, "flow": _FLOW}  # of a text
 
 
 def as_method(given: Method | str | Any | None) -> Method:
@@ -50,10 +51,11 @@ def as_method(given: Method | str | Any | None) -> Method:
         return given
     if given is None:
         return rank()
-    if isinstance(given, str) and given in _NAMED:
-        return _NAMED[given]()
+    if isinstance(given, str) and given in _CALLS:
+        return _CALLS[given]()
     if isinstance(given, str) and names_method(given):
-        return as_method(read_call(given, {**_CALLS, "own": own, "flow": flow}))
+        inside = {} if given.strip().startswith("flow") else {"own": own, "flow": flow}  # a target, where it is an argument
+        return as_method(read_call(given, {**_CALLS, **inside}))
     shown = _uncalled(given) or repr(given)
     calls = ("rank()", "topk()", "sparsegpt()", "admm()", "drop_and_grow(grow, swap)")
     known = ", ".join(f"sc.methods.{call}" for call in calls)
@@ -64,7 +66,7 @@ def as_method(given: Method | str | Any | None) -> Method:
 
 def names_method(text: str) -> bool:
     """Whether a text such as "flow" or "sparsegpt(damp=0.05)" names a method."""
-    return text in _NAMED or text.partition("(")[0].strip() in _CALLS
+    return text.partition("(")[0].strip() in _CALLS
 
 
 def _method_hint(given: Any) -> str:
@@ -72,7 +74,7 @@ def _method_hint(given: Any) -> str:
         return f" {given} is a criterion; pass it as criterion="
     if name := _uncalled(given):
         return f" Call it: {name}()"
-    return nearest(given, _NAMED) if isinstance(given, str) else ""
+    return nearest(given, _CALLS) if isinstance(given, str) else ""
 
 
 def _uncalled(given: Any) -> str:

@@ -17,6 +17,8 @@ from torch import Tensor
 from ..budgets import by_loss
 from ..patterns import Pattern
 from ..scores import Scores
+from ..values import requested
+from .grid import on_grid
 from .scaled import RIDGE, ScaledProblem, fast_products, finish, keep_largest
 from .seam import Amount, LayerProblem, Method, Solution
 from .targets import Aim, flow, own
@@ -38,6 +40,8 @@ class ADMM(Method):
     rho: tuple[float, float] = (0.2, 1.0)
     ridge: float = RIDGE
     wide: int = 8192
+    values: str | None = None
+    group: int | None = None
 
     ranks = False
     rewrites = True
@@ -55,6 +59,7 @@ class ADMM(Method):
             raise ValueError(f"admm takes rho=(first, last), two penalties above 0, not {self.rho!r}")
         if not isinstance(self.ridge, Real) or not 0 < self.ridge < math.inf:
             raise ValueError(f"admm takes ridge= above 0, not {self.ridge!r}")
+        requested(self.values, self.group)
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -79,7 +84,8 @@ class ADMM(Method):
             search = self._fixed if problem.W.shape[1] > self.wide else self._growing
             Z, mask = search(scaled, keep, first)
             found = finish(problem, scaled, Z, mask, self.refit)
-            return self._not_above(problem, scaled, first, found)
+            best = self._not_above(problem, scaled, first, found)
+            return on_grid(problem, scaled, best, requested(self.values, self.group))
 
     def _growing(self, p: ScaledProblem, keep: Callable[..., Tensor], mask: Tensor) -> tuple[Tensor, Tensor]:
         """A penalty that grows geometrically. It takes an eigendecomposition, after which any penalty is free."""
@@ -163,6 +169,8 @@ def admm(
     rho: tuple[float, float] = (0.2, 1.0),
     ridge: float = RIDGE,
     wide: int = 8192,
+    values: str | None = None,
+    group: int | None = None,
 ) -> ADMM:
     """Solves for the mask and the weights of a layer together, from calibration data alone. Needs `data=`.
 
@@ -171,6 +179,7 @@ def admm(
     Layers with more than `wide` inputs use a fixed penalty, which is faster there and about 1 % worse. `target` says what the
     outputs should be: `own()` (the default) or `flow()`. `curvature` weighs errors of the outputs by their effect on the loss:
     "diag" for each output, "fisher" for all pairs of outputs; both need one backward pass of the model. `ridge` pulls weights
-    towards their old values. (Boža, 2024; Meng et al., ALPS, 2024.)
+    towards their old values. With `values`, the weights are rounded as `compress_(values=, group=)` stores them, and each makes
+    up for the errors of the others. (Boža, 2024; Meng et al., ALPS, 2024.)
     """
-    return ADMM(steps, refit, target or own(), curvature, rho, ridge, wide)
+    return ADMM(steps, refit, target or own(), curvature, rho, ridge, wide, values, group)

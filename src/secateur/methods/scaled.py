@@ -189,10 +189,10 @@ def finish(problem: LayerProblem, scaled: ScaledProblem, V: Tensor, mask: Tensor
     # The change is added to the weights there are, so that weights that need no change keep every bit.
     change = torch.where(better, found - scaled.W, 0).div_(scaled.scale).view_as(problem.W)
     weight = (problem.W.to(problem.dtype) + change) * mask
-    return Solution(mask, weight, *_relative(scaled, masked, torch.where(better, solved, masked)))
+    return Solution(mask, weight, *relative(scaled, masked, torch.where(better, solved, masked)))
 
 
-def _relative(scaled: ScaledProblem, *errors: Tensor) -> list[float]:
+def relative(scaled: ScaledProblem, *errors: Tensor) -> list[float]:
     """Errors relative to the squared outputs of the layer as it is. With a target, they are distances from that.
 
     The distance of the best weights from the target belongs to each error. Without an eigendecomposition, which wide inputs

@@ -15,6 +15,9 @@ from torch import Tensor
 from ..patterns import Pattern
 from ..scores import Scores
 from ..select import select
+from ..values import requested
+from .grid import on_grid
+from .scaled import ScaledProblem
 from .seam import Amount, LayerProblem, Method, Solution
 
 
@@ -24,6 +27,8 @@ class SparseGPT(Method):
 
     damp: float = 0.01
     width: int = 128
+    values: str | None = None
+    group: int | None = None
 
     needs = frozenset({"gram"})
     ranks = False
@@ -32,6 +37,7 @@ class SparseGPT(Method):
     def __post_init__(self) -> None:
         if not isinstance(self.damp, Real) or not self.damp >= 0 or type(self.width) is not int or self.width < 1:
             raise ValueError(f"sparsegpt takes damp= from 0 and width= from 1, not damp={self.damp!r}, width={self.width!r}")
+        requested(self.values, self.group)
 
     def solve(self, problem: LayerProblem, pattern: Pattern, amount: Amount, previous: Tensor | None) -> Solution:
         assert problem.H is not None
@@ -50,19 +56,22 @@ class SparseGPT(Method):
         found, masked = walk.W.view_as(plain) * mask, plain * mask
         # Corrections can make a row worse, because its later columns are pruned too: such a row keeps its own weights.
         better = problem.objective(found) < problem.objective(masked)
-        return Solution(mask, torch.where(better[:, None], found, masked))
+        solved, values = Solution(mask, torch.where(better[:, None], found, masked)), requested(self.values, self.group)
+        return on_grid(problem, ScaledProblem.of(problem), solved, values) if values else solved
 
     def __str__(self) -> str:
-        return f"sparsegpt(damp={self.damp:g}, width={self.width})"
+        grid = f", values={self.values!r}" + (f", group={self.group}" if self.group else "") if self.values else ""
+        return f"sparsegpt(damp={self.damp:g}, width={self.width}{grid})"
 
 
-def sparsegpt(damp: float = 0.01, width: int = 128) -> SparseGPT:
+def sparsegpt(damp: float = 0.01, width: int = 128, values: str | None = None, group: int | None = None) -> SparseGPT:
     """Prunes and corrects weights from calibration data alone (Frantar and Alistarh, 2023). Needs `data=`.
 
     The mask is chosen `width` columns at a time, or one n:m group at a time, from weights that already carry the corrections of
     the columns before; larger units are chosen at once. `damp` times the mean of the Gram matrix's diagonal is added to it.
+    With `values`, the weights are rounded as `compress_(values=, group=)` stores them (see `admm`).
     """
-    return SparseGPT(damp, width)
+    return SparseGPT(damp, width, values, group)
 
 
 def _cholesky(name: str, matrix: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`Values`: the weights of a format in fewer bits, as small numbers and a scale for each row or group of columns.
+"""`Values`: weights in fewer bits, as small numbers and a scale for each row or group of columns.
 
 A weight w is stored as q, with w close to q * scale. Scales are bfloat16, so the product q * scale is exact in float32. The
 largest weight of a group always becomes the largest q (127, 7 or 448). The scale of rounded weights is therefore the scale that
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._tree import nearest
+from ._tree import nearest
 
 KINDS = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0}  # the largest q of each
 GROUPS = (64, 128)  # columns that may share a scale; without a group, a row shares one
@@ -43,17 +43,29 @@ class Values:
     def quantize(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         """Returns q [rows, columns] and the scales [rows, groups]. Raises ValueError for weights that are not finite."""
         rows, columns = matrix.shape
-        width, top = self.group or max(columns, 1), KINDS[self.kind]
-        cut = F.pad(matrix.float(), (0, -columns % width)).view(rows, -1, width)
+        cut = self.split(matrix.float())
         if not bool(cut.isfinite().all()):
             raise ValueError("weights that are not finite cannot be scaled")
-        largest = cut.abs().amax(-1) if cut.numel() else cut.new_zeros(cut.shape[:2])
-        scales = (largest / top).clamp(min=SMALLEST).to(torch.bfloat16)
-        q = (cut / scales.float().unsqueeze(-1)).view(rows, -1)[:, :columns].clamp(-top, top)
+        scales = self.scales(cut.abs().amax(-1) if cut.numel() else cut.new_zeros(cut.shape[:2]))
+        q = self.nearest(cut / scales.float().unsqueeze(-1)).view(rows, -1)[:, :columns]
         if self.kind.startswith("int"):
-            return q.round().to(torch.int8), scales.view(torch.int16)
+            return q.to(torch.int8), scales.view(torch.int16)
         bits = q.to(torch.float8_e4m3fn).view(torch.uint8)
         return torch.where(bits == 0x80, 0, bits), scales.view(torch.int16)  # -0.0 is stored as 0.0
+
+    def split(self, matrix: Tensor) -> Tensor:
+        """Returns the matrix as [rows, groups, columns of a group], with zeros where the last group is not full."""
+        width = self.group or max(matrix.shape[1], 1)
+        return F.pad(matrix, (0, -matrix.shape[1] % width)).view(len(matrix), -1, width)
+
+    def scales(self, largest: Tensor) -> Tensor:
+        """Returns the scales, in bfloat16, that turn these largest weights into the largest q."""
+        return (largest / KINDS[self.kind]).clamp(min=SMALLEST).to(torch.bfloat16)
+
+    def nearest(self, numbers: Tensor) -> Tensor:
+        """Returns the nearest q as floats: whole numbers, or those of float8."""
+        q = numbers.clamp(-KINDS[self.kind], KINDS[self.kind])
+        return q.round() if self.kind.startswith("int") else q.to(torch.float8_e4m3fn).to(q.dtype)
 
     def dequantize(self, q: Tensor, scales: Tensor) -> Tensor:
         """Returns q * scale in float32, exactly."""
@@ -87,8 +99,8 @@ def parse(text: str) -> Values | None:
     return found if kind in KINDS and found is not None and str(found) == text else None
 
 
-def requested(values: Any, group: Any, store: torch.dtype | None) -> Values | None:
-    """Returns the arguments `values` and `group` of `compress_` as one value, or None if weights are not to be rounded."""
+def requested(values: Any, group: Any, store: torch.dtype | None = None) -> Values | None:
+    """Returns the arguments `values` and `group` as one value, or None if weights are not to be rounded."""
     if values not in (None, *KINDS):
         kinds = ", ".join(map(repr, KINDS))
         hint = nearest(str(values), KINDS)
