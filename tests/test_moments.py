@@ -7,7 +7,8 @@ from torch.nn import functional as F
 
 import secateur as sc
 import secateur.layers
-from secateur.moments import Moments, Products, layer_inputs
+from secateur.moments import Moments, layer_inputs
+from secateur.products import Products
 from secateur.targeting import targets
 
 

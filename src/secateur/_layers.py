@@ -18,6 +18,8 @@ Kind = type[nn.Module] | str
 
 CONV1D = "transformers.pytorch_utils.Conv1D"  # GPT-2's linear layer: x @ weight + bias, with the weight as (in, out)
 
+_LLAMA4_EXPERTS = "transformers.models.llama4.modeling_llama4.Llama4TextExperts"
+
 # The layer types that are pruned by default.
 DEFAULT_TYPES: tuple[Kind, ...] = (
     nn.Linear,
@@ -74,7 +76,8 @@ class Layout:
 
     Each input channel has `span` columns (the kernel size). The rows form `groups` equal parts that read different inputs
     (grouped convolution; queries, keys and values of an attention layer). A vector is one row.
-    A tensor (experts, outputs, inputs) is `stacked`: one matrix below the other, and each is a group.
+    A tensor (experts, outputs, inputs), or (experts, inputs, outputs) with `flip`, is `stacked`: one matrix below the other,
+    and each is a group.
     """
 
     shape: tuple[int, ...]
@@ -89,7 +92,7 @@ class Layout:
     @property
     def rows(self) -> int:
         if self.stacked:
-            return self.shape[0] * self.shape[1]
+            return self.shape[0] * self.shape[2 if self.flip else 1]
         if not self.flip:
             return self.shape[0] if len(self.shape) > 1 else 1
         return self.shape[1] * self.groups
@@ -97,7 +100,7 @@ class Layout:
     @property
     def cols(self) -> int:
         if self.stacked:
-            return self.shape[2]
+            return self.shape[1 if self.flip else 2]
         if not self.flip:
             return math.prod(self.shape[1:] if self.rows != 1 else self.shape)  # also of a shard without rows
         return math.prod(self.shape) // self.rows if self.rows else 0
@@ -106,6 +109,8 @@ class Layout:
         """The tensor as (rows, cols): a view where memory allows, a copy otherwise."""
         if not self.flip:
             return tensor.reshape(self.rows, self.cols)
+        if self.stacked:
+            return tensor.mT.reshape(self.rows, self.cols)
         per_group = tensor.reshape(self.groups, self.shape[0] // self.groups, self.shape[1], self.span)
         return per_group.transpose(1, 2).reshape(self.rows, self.cols)
 
@@ -113,6 +118,8 @@ class Layout:
         """A matrix (rows, cols) back in the tensor's own shape."""
         if not self.flip:
             return matrix.reshape(self.shape)
+        if self.stacked:
+            return matrix.reshape(self.groups, -1, self.cols).mT.contiguous()
         per_group = matrix.reshape(self.groups, self.shape[1], self.shape[0] // self.groups, self.span)
         return per_group.transpose(1, 2).reshape(self.shape)
 
@@ -129,7 +136,7 @@ class Layout:
 def layout_of(module: nn.Module, shape: tuple[int, ...], attribute: str = "weight") -> Layout:
     """The layout of a parameter of this shape in this module."""
     if is_experts(module, shape):
-        return Layout(tuple(shape), groups=shape[0], stacked=True)
+        return Layout(tuple(shape), bool(getattr(module, "is_transposed", True)), groups=shape[0], stacked=True)
     flip = len(shape) > 1 and is_kind(module, _INPUT_FIRST)
     groups = vars(module).get("groups", 1) if len(shape) > 2 else _several(module).get(attribute, 1)
     return Layout(tuple(shape), flip, groups if isinstance(groups, int) else 1)
@@ -140,12 +147,14 @@ def _several(module: nn.Module) -> dict[str, int]:
 
 
 def is_experts(module: nn.Module, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor holds the matrices (outputs, inputs) of several experts, as modules of transformers 5 do.
+    """Whether a tensor holds a matrix for each of several experts, as modules of transformers 5 do.
 
-    Such modules say how many experts there are, and whether their matrices are transposed; transposed ones are not known here.
+    Such modules say how many experts there are, and most of them whether their matrices are (outputs, inputs) or transposed.
+    Llama 4 does not say so; its matrices are transposed.
     """
     own = vars(module)
-    return len(shape) == 3 and own.get("num_experts") == shape[0] and own.get("is_transposed") is False
+    said = isinstance(own.get("is_transposed"), bool) or is_kind(module, (_LLAMA4_EXPERTS,))
+    return len(shape) == 3 and own.get("num_experts") == shape[0] and said
 
 
 def is_weight(module: nn.Module, attribute: str) -> bool:

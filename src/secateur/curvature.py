@@ -179,6 +179,7 @@ class _Sums:
         self._G: dict[str, Tensor] = {}
         self._fourth: dict[str, Tensor] = {}
         self._tokens: dict[str, int] = {}
+        self._of_experts: dict[str, Tensor] = {}  # the same for each expert of a stacked tensor
 
     @contextlib.contextmanager
     def forward(self, valid: Tensor | None) -> Iterator[None]:
@@ -208,12 +209,17 @@ class _Sums:
             self._read(target, groups, (id(x), version), x, lambda: _wide(self._rows(x, -1))[None])
 
     def returned(self, target: Target, groups: slice, output: Tensor) -> Tensor:
-        axis, height = 1 - max(len(target.layout.shape), 2), target.layout.rows // target.layout.groups
-        first, last, _ = groups.indices(target.layout.groups)
+        layout = target.layout
+        axis, height = -1 if layout.stacked else 1 - max(len(layout.shape), 2), layout.rows // layout.groups
+        first, last, _ = groups.indices(layout.groups)
         rows = slice(first * height, last * height)
         if not self._forward or not is_float(output) or output.shape[axis] != rows.stop - rows.start:
             return output
-        self._tokens[target.name] = self._tokens.get(target.name, 0) + (self._count(output, axis) if first == 0 else 0)
+        number = self._count(output, axis)
+        if layout.stacked:
+            self._of_experts.setdefault(target.name, torch.zeros(layout.groups))[first] += number
+        if layout.stacked or first == 0:
+            self._tokens[target.name] = self._tokens.get(target.name, 0) + number
         if self.kind == "none":
             return output
         if not output.requires_grad:  # nothing before it does: the backward pass ends here
@@ -252,7 +258,7 @@ class _Sums:
         if self.kind == "inputs":
             matrix = _wide(target.layout.matrix(target.weight))[rows]
             g, rows, height = g @ matrix, slice(None), matrix.shape[1]
-        whole = self.kind == "inputs" or (self.kind == "fisher" and height <= _WIDEST)
+        whole = self.kind == "inputs" or (self.kind == "fisher" and height <= _WIDEST and not target.layout.stacked)
         if name not in self._G:
             self._G[name] = g.new_zeros((height, height) if whole else (height,))
             self._fourth[name] = g.new_zeros(2, dtype=torch.float64)
@@ -273,8 +279,12 @@ class _Sums:
                 notes[name] = "no token reached it, so it has no curvature and its outputs are weighed alike"
             if name not in self._G:
                 continue
-            G[name] = self._G.pop(name).div_(n)
-            if self.kind == "fisher" and target.layout.rows > _WIDEST:
+            G[name] = self._G.pop(name)
+            if target.layout.stacked and self.kind != "inputs":
+                G[name].view(target.layout.groups, -1).div_(self._of_experts[name].clamp(min=1).to(G[name])[:, None])
+            else:
+                G[name].div_(n)
+            if self.kind == "fisher" and (target.layout.rows > _WIDEST or target.layout.stacked):
                 notes[name] = f"of its curvature only the diagonal was kept ({target.layout.rows:,} outputs)"
             elif self.kind == "fisher" and n < _ENOUGH * target.layout.rows:
                 share = _shrink_(G[name], self._fourth[name] / n, n)

@@ -202,7 +202,7 @@ def _chosen(
             raise ValueError(f"{folder.path} has no tensor {one.name!r}; into= must build the model that was saved there")
         if folder.entries[names[0]][1] != one.layout.shape:
             raise ValueError(f"{names[0]!r} is {folder.entries[names[0]][1]} in the folder and {one.layout.shape} in the model")
-        if one.layout.flip and one.layout.groups > 1:
+        if one.layout.flip and one.layout.groups > 1 and not one.layout.stacked:
             raise NotImplementedError(f"{names[0]!r} belongs to a transposed convolution in groups; exclude it")
         chosen[names[0]] = one.layout
     return chosen, wanted, skipped
@@ -244,6 +244,10 @@ class _Rows:
     def rows(self, leaf: str, first: int, last: int) -> Tensor:
         if self.held is not None and self.held[0] <= first and last <= self.held[1]:
             return self.held[2][first - self.held[0] : last - self.held[0]]
+        if self.layout.flip and self.layout.stacked:
+            height = self.layout.rows // self.layout.groups
+            experts = self.folder.rows(self.name, first // height, -(-last // height), axis=0).mT.flatten(0, 1)
+            return experts[first - first // height * height :][: last - first]
         part = self.folder.rows(self.name, first, last, axis=1 if self.layout.flip else 0)
         part = part.transpose(0, 1) if self.layout.flip else part
         return part.reshape(last - first, self.layout.cols)

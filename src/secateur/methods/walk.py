@@ -145,6 +145,10 @@ class _Walk:
                     self.residence.finished(i + 1, feeds)
                 self._report(name, time.monotonic() - begin, len(blocks) - i - 1)
 
+    def note(self, name: str, text: str) -> None:
+        """Adds a sentence to what is known about a layer."""
+        self.notes[name] = f"{self.notes[name]}; {text}" if name in self.notes else text
+
     def _there_now(self, batch: Any) -> Any:
         """A batch on the device where blocks run."""
         args, kwargs, _ = split_batch(batch)
@@ -251,10 +255,10 @@ class _Block:
             moments.add_up(self.walk.ranks, self.walk.counts)
         table = moments.table()
         for name in moments.unplaced:
-            self.walk.notes[name] = "padding could not be left out: its inputs have no axes for batch and position"
+            self.walk.note(name, "padding could not be left out: its inputs have no axes for batch and position")
         for name, experts in moments.unused.items():
             which = f"experts {', '.join(map(str, experts))}" if experts else "this expert"
-            self.walk.notes[name] = f"{which} saw no token; solved with the inputs of the other experts"
+            self.walk.note(name, f"{which} saw no token; solved with the inputs of the other experts")
         self.walk.tokens = max([self.walk.tokens, *(table[target.name]["tokens"] for target in leading)])
         found: Evidence = {}
         for name, leader in stage.leaders.items():
