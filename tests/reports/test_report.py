@@ -130,6 +130,16 @@ def test_flops_of_a_tied_weight_are_those_of_all_its_layers():
     assert row.flops_after == report.document.stages[0].flops == 2 * 4 * 8 * 20
 
 
+def test_flops_of_weights_with_names_of_their_own_are_those_of_their_module():
+    single = nn.Linear(8, 4)
+    report = sc.plan(single, sparsity=0.5).report(before=single, example_inputs=torch.randn(1, 8), seconds=0)
+    assert rows(report)["weight"].flops_after == report.document.stages[0].flops == 2 * 8 * 4
+    shared = nn.GRU(8, 4)
+    report = sc.report(before=shared, after=shared, example_inputs=torch.randn(3, 1, 8), seconds=0)
+    assert report.document.stages[0].flops > 0
+    assert {row.flops_after for row in report.document.layers} == {None}  # two weights share them
+
+
 def test_removed_blocks_are_told_from_the_blocks_that_take_their_numbers():
     torch.manual_seed(0)
     model = Deep().eval()
@@ -311,7 +321,7 @@ def test_models_keep_mode_hooks_and_values(model, images):
 
 def test_reasons_that_differ_in_a_name_alone_are_one(model):
     plan = sc.plan(model, sparsity=0.5)
-    plan.skipped = {"conv1.bias": "it follows conv1.bias", "conv2.bias": "it follows conv2.bias (see above)", "x": "other"}
+    plan.skipped = {"conv1.bias": "it follows conv1.bias", "conv2.bias": "it follows conv2.bias (see (the) above)", "x": "other"}
     found = {reason.reason: reason.names for reason in plan.report().document.reasons}
     assert found == {"it follows another layer": ["conv1.bias", "conv2.bias"], "other": ["x"]}
 

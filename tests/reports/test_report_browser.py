@@ -1,5 +1,6 @@
 """The page in a real browser: no requests, every screen, pointer, touch and keys, without script, on paper, hard names."""
 
+import itertools
 import re
 import shutil
 from dataclasses import replace
@@ -126,6 +127,20 @@ def test_no_sideways_scroll_and_no_violation_of_accessibility_rules(open_page, v
 @pytest.mark.parametrize("width", [320, 600, 800, 1000, 1920])
 def test_no_sideways_scroll_at_other_widths(open_page, width):
     assert overflow(open_page(document(), viewport={"width": width, "height": 800})) == 0
+
+
+@pytest.mark.parametrize("width", [320, 577, 961])
+def test_names_on_the_axis_lie_inside_and_apart(open_page, width):
+    names = ["vit.embeddings.cls_token", *(f"vit.layers.{i}.{part}" for i in range(6) for part in "qkvo"), "classifier"]
+    for each in (names, ["weight"], [f"a_rather_long_part_{i}.conv" for i in range(12)], [f"{i}.0" for i in range(200)]):
+        rows = [layer(i, name) for i, name in enumerate(each)]
+        page = open_page(document(layers=rows), viewport={"width": width, "height": 800})
+        boxes = [label.bounding_box() for label in page.locator(".axis span:visible").all()]
+        ends = [(box["x"], box["x"] + box["width"]) for box in boxes]
+        assert ends
+        assert all(a[1] < b[0] for a, b in itertools.pairwise(ends))
+        assert ends[0][0] >= 0
+        assert ends[-1][1] <= width
 
 
 # --- 3: pointer, touch, keys ------------------------------------------------------------------------------------------------
@@ -292,7 +307,7 @@ def test_thousand_layers_read_well(open_page):
     assert readout(page) == "model.layers.0"
     assert "layers 7" in page.locator("#readout").inner_text()
     page.locator("#find").fill("layers.77.mlp")
-    assert page.locator("#count").inner_text() == "3 of 1000 layers"
+    assert page.locator("#count").inner_text() == "3 of 1,000 layers"
     assert page.log == []
     assert overflow(page) == 0
 

@@ -56,7 +56,7 @@ def test_planner_says_which_constraint_moved_a_count():
     floored = Arithmetic(operator.floordiv, AxisSize(width), Const(3))
     planned = Planner({}, [equation(times(3, floored), AxisSize(width), width)]).counts({(group := Group(width)): 7})
     assert planned.counts == {group: 6}
-    assert planned.moved == {group: "wanted 7, nearest legal 6: (3 * (12 // 3)) == 12 (by hand)"}
+    assert planned.moved == {group: "keeps 6 instead of 7: by hand ((3 * (12 // 3)) == 12)"}
 
 
 def cost(wanted, counts):
@@ -94,7 +94,7 @@ def test_groups_that_are_not_named_stay_whole():
     width = group_of(t, "o.weight", 1)[0]
     plan = plan_counts(t, {width: 6})
     assert plan.counts == {width: 12}
-    assert "wanted 6, nearest legal 12" in plan.moved[width]
+    assert "keeps 12 instead of 6" in plan.moved[width]
     assert "//" in plan.moved[width]
 
 

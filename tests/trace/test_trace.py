@@ -213,7 +213,7 @@ def test_branch_on_an_attribute_keeps_its_side():
     radix = next(g for g in t.prunable if g.size == 2)
     plan = plan_counts(t, {radix: 1})
     assert plan.counts == {radix: 2}
-    assert "wanted 1, nearest legal 2" in plan.moved[radix]
+    assert "keeps 2 instead of 1" in plan.moved[radix]
 
 
 def test_torchscript_that_reads_sizes_marks_them():

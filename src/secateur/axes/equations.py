@@ -95,7 +95,7 @@ class Constraint:
 
     def __str__(self) -> str:
         sign = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}[self.compare.__name__]
-        return f"{'' if self.outcome else 'not '}{self.left} {sign} {self.right} ({self.why})"
+        return f"{self.why} ({'' if self.outcome else 'not '}{self.left} {sign} {self.right})"
 
 
 def _negated(answer: Any) -> Any:

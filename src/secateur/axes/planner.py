@@ -86,7 +86,7 @@ class Planner:
 
 def _reason(wanted: int, count: int, constraints: Sequence[Constraint], solved: bool) -> str:
     shown = "; ".join(dict.fromkeys(map(str, constraints[:3]))) + (" ..." if len(constraints) > 3 else "")
-    return f"wanted {wanted}, {'nearest legal' if solved else 'no legal counts found, so all are kept:'} {count}: {shown}"
+    return f"keeps {count} instead of {wanted}{'' if solved else ', because no legal counts were found'}: {shown}"
 
 
 def _lengths(e: Expr) -> Iterable[tuple[Expr, bool]]:

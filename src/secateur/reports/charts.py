@@ -12,7 +12,9 @@ from .document import Document, Histogram, LayerRow, Mask
 from .words import count, microseconds, percent, shorter
 
 MANY = 120  # above this number of layers, a column stands for a repeated block
-_GROUPS = 12  # at most so many groups of columns on the axis
+_GROUPS = 12  # at most so many groups of columns on the axis, if the names allow it
+_SPACED = 24  # more groups than this have no gaps between them
+_FEWEST = 16  # the width of the picture is at least so many columns
 _GAP = 1.0  # between two groups, in columns
 _PAD = 0.09  # on both sides of a bar
 _WIDER = 4  # a layer so many times wider than the median is drawn at full height
@@ -33,11 +35,11 @@ class Column:
 
 @dataclass(frozen=True)
 class Label:
-    """A name on the axis, at a place in percent. `narrow`: whether there is room for it on a phone too."""
+    """A name on the axis, at a place in percent. `screen`: the narrowest screen that has room for it, "" for a phone."""
 
     text: str
     left: float
-    narrow: bool
+    screen: str
     align: str = ""
 
 
@@ -67,10 +69,10 @@ class Network:
 def network(document: Document) -> Network:
     """The picture of the network."""
     layers = document.layers
-    blocks = len(layers) > MANY
-    columns = _by_block(layers) if blocks else [Column(layer.name, [i]) for i, layer in enumerate(layers)]
+    columns = _by_block(layers) if len(layers) > MANY else [Column(layer.name, [i]) for i, layer in enumerate(layers)]
     _place(columns)
-    width = columns[-1].x + 1 if columns else 1.0
+    width = max(columns[-1].x + 1, _FEWEST) if columns else 1.0
+    blocks = any(len(column.layers) > 1 for column in columns)
     return Network(columns, width, _tracks(document, columns), _labels(columns, width), blocks)
 
 
@@ -85,13 +87,15 @@ def _by_block(layers: Sequence[LayerRow]) -> list[Column]:
 
 
 def _place(columns: Sequence[Column]) -> None:
-    """Sets the groups, by as many parts of the names as give few groups, and the positions."""
+    """Sets the groups, by as many parts of the names as give few groups, and the positions. Too many groups are none."""
     names = [column.name.split(".") for column in columns]
     depth = 1
     for more in range(2, 1 + max(map(len, names), default=1)):
         if len({tuple(name[:more]) for name in names}) > _GROUPS:
             break
         depth = more
+    if len({name[0] for name in names}) > _SPACED:
+        depth = 0
     x = 0.0
     for i, (column, name) in enumerate(zip(columns, names)):
         column.group = ".".join(name[:depth])
@@ -106,28 +110,41 @@ def _runs(columns: Sequence[Column]) -> list[list[int]]:
     return [list(run) for _, run in itertools.groupby(range(len(columns)), key=lambda i: columns[i].group)]
 
 
-def _labels(columns: Sequence[Column], width: float) -> list[Label]:
-    """The names of the groups that have room: about 0.8 % of the width for a character, and 2.4 % on a phone.
+# The part of the axis that a character takes, in percent, on a wide screen, on one narrower than 60 rem, and on a phone.
+_SCREENS = {"wide": 1.0, "middle": 1.9, "": 2.5}
 
-    A name that would stick out at an end is aligned with it, or left out on a phone.
+
+def _labels(columns: Sequence[Column], width: float) -> list[Label]:
+    """The names of the groups, or of columns without groups, that have room. Those of the largest groups come first.
+
+    A name that would stick out at an end of the axis is aligned with it, if its group is the first or the last.
     """
+    common = _common_path([column.group or column.name for column in columns])
+    runs = _runs(columns) if any(column.group for column in columns) else [[i] for i in range(len(columns))]
+    taken: dict[str, list[tuple[float, float]]] = {screen: [] for screen in _SCREENS}
     found: list[Label] = []
-    taken, taken_narrow = -1.0, -1.0
-    common = _common_path([column.group for column in columns])
-    for run in _runs(columns):
-        text = shorter(columns[run[0]].group.removeprefix(common), 22)
-        middle = 50 * (columns[run[0]].x + columns[run[-1]].x + 1) / width
-        half, half_narrow = 0.4 * len(text), 1.2 * len(text)
-        align = "first" if middle < half else "last" if middle > 100 - half else ""
-        start = min(max(middle - half, 0.0), 100 - 2 * half)
-        if start <= taken:
-            continue
-        taken = start + 2 * half + 0.8
-        narrow = taken_narrow < middle - half_narrow and middle + half_narrow < 100
-        if narrow:
-            taken_narrow = middle + half_narrow + 2.4
-        found.append(Label(text, middle, narrow, align))
-    return found
+    for run in sorted(runs, key=lambda run: -len(run)):
+        first, last = columns[run[0]], columns[run[-1]]
+        text = shorter((first.group or first.name).removeprefix(common), 22)
+        middle, half = 50 * (first.x + last.x + 1) / width, _SCREENS["middle"] * len(text) / 2
+        align = "first" if first.x == 0 and middle < half else "last" if last.x + 1 == width and 100 - middle < half else ""
+        label = None
+        for screen, unit in _SCREENS.items():
+            if not _has_room(middle, align, len(text), unit, taken[screen]):
+                break
+            label = Label(text, middle, screen, align)
+        found += [label] if label else []
+    return sorted(found, key=lambda label: label.left)
+
+
+def _has_room(middle: float, align: str, length: int, unit: float, taken: list[tuple[float, float]]) -> bool:
+    """Takes the place of a name on the axis, with a margin of one character, unless a part of it is taken."""
+    start = {"first": 0.0, "last": 100 - unit * length, "": middle - unit * length / 2}[align]
+    end = start + unit * length
+    free = start >= 0 and end <= 100 and all(end + unit < first or last + unit < start for first, last in taken)
+    if free:
+        taken.append((start, end))
+    return free
 
 
 def _common_path(names: Sequence[str]) -> str:

@@ -423,4 +423,4 @@ def _grouped(title: str, call: str, reasons: Mapping[str, str]) -> list[Reason]:
 def _general(reason: str, known: set[str]) -> str:
     """A reason without the name of the layer that it is about, and without the remark in brackets at its end."""
     words = [("another layer" if word.strip("'\",;:") in known - {""} else word) for word in reason.split(" ")]
-    return re.sub(r" \([^()]*\)$", "", " ".join(words))
+    return re.sub(r" \((?:[^()]|\([^()]*\))*\)$", "", " ".join(words))

@@ -80,7 +80,7 @@ def _row(
     was: Weight, now: Weight | None, place: str, flops: tuple[Flops | None, Flops | None], known: bool, drawn: bool
 ) -> LayerRow:
     alive = 0 if now is None else _alive(now)
-    counted = [None if one is None else one.by_module.get(name, 0) for one, name in zip(flops, (was.name, place))]
+    counted = [None if one is None else one.of_weight(name) for one, name in zip(flops, (was.name, place))]
     return LayerRow(
         name=was.name,
         kind=was.kind,

@@ -35,9 +35,10 @@ _SHARES = ("accuracy", "top-1", "top-5")  # these are shown in percent
 
 @dataclass
 class Flops(FlopCount):
-    """The FLOPs of one run, in all and by module, and the modules in the order in which they were first called."""
+    """The FLOPs of one run, in all and by module, and the modules in the order in which they were called."""
 
     by_module: Counter[str] = field(default_factory=Counter)
+    owned: Counter[str] = field(default_factory=Counter)  # how many weights (not vectors) each module has
     calls: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -63,6 +64,13 @@ class Flops(FlopCount):
 
         return [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
 
+    def of_weight(self, name: str) -> int | None:
+        """The FLOPs of the layer, or of the module that owns a weight of this name; None where several weights share them."""
+        parent = name.rpartition(".")[0]
+        module = parent if name not in self.owned and parent in self.owned else name
+        found = self.by_module.get(module, 0)
+        return found if not found or self.owned[module] < 2 else None
+
 
 def flops_of(model: nn.Module, inputs: Inputs) -> Flops:
     """Runs a model with plain layers once. A module that owns parameters counts what is computed inside it."""
@@ -77,8 +85,9 @@ def flops_of(model: nn.Module, inputs: Inputs) -> Flops:
         run(model, *inputs, under=count)
     for slot in slots(model):  # a tied weight is listed once, under its first name
         first, *others = (bare_name(name).rpartition(".")[0] for name in (slot.name, *slot.also))
-        for other in others if slot.tensor.ndim > 1 else ():
-            count.by_module[first] += count.by_module.pop(other, 0)
+        if slot.tensor.ndim > 1:
+            count.owned[first] += 1
+            count.by_module[first] += sum(count.by_module.pop(other, 0) for other in others)
     return count
 
 

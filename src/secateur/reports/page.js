@@ -109,7 +109,8 @@ if (body) {
       row.hidden = !fits;
       left += fits;
     });
-    $("#count").textContent = left === rows.length ? `${left} layers` : `${left} of ${rows.length} layers`;
+    const all = `${rows.length.toLocaleString("en")} layer${rows.length === 1 ? "" : "s"}`;
+    $("#count").textContent = left === rows.length ? all : `${left.toLocaleString("en")} of ${all}`;
   };
   find.addEventListener("input", sift);
   choice.addEventListener("change", sift);

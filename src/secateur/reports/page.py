@@ -60,6 +60,7 @@ def _file(name: str) -> str:
 @cache
 def _template() -> Any:
     import jinja2
+    import markupsafe
 
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_file),
@@ -69,6 +70,7 @@ def _template() -> Any:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["tight"] = lambda text: str(text).replace(" %", "\u00a0%")
+    environment.filters["breakable"] = lambda name: markupsafe.Markup(".<wbr>").join(name.split("."))
     return environment.get_template("page.html.j2")
 
 
@@ -111,13 +113,12 @@ def _stages(document: Document) -> Stages | None:
         found += [Cell(NONE if stage.bytes is None else str(words.size(stage.bytes)))] if has["bytes"] else []
         for name in inputs:
             time = timed.get(name)
-            span = f"{words.duration(time.low).text}–{words.duration(time.high).text}" if time else ""
-            found.append(Cell(str(words.duration(time.median)) if time else NONE, after=span))
+            found.append(Cell(str(words.duration(time.median)), after=words.span(time)) if time else Cell(NONE))
         return found
 
     titles = {"nonzero": "Non-zero parameters", "flops": "FLOPs", "bytes": "On disk, packed"}
-    header = [*([metric[:1].upper() + metric[1:]] if metric else []), *(titles[key] for key in titles if has[key])]
-    header += [f"{name[:1].upper()}{name[1:]}" for name in inputs]
+    header = [*([words.capital(metric)] if metric else []), *(titles[key] for key in titles if has[key])]
+    header += [words.capital(name) for name in inputs]
     return Stages(header, [(stage, cells(stage)) for stage in document.stages])
 
 
@@ -228,7 +229,7 @@ def _reasons(document: Document) -> list[tuple[str, str, list[tuple[int, str, li
 
 def _facts(document: Document) -> list[tuple[str, str]]:
     machine, model = document.machine, document.model
-    cores = f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
+    cores = words.several(machine.cores, "core")
     load = "" if machine.load is None else f", load {machine.load:g}"
     shape = "×".join(map(str, model.inputs)) if model.inputs else ""
     facts = [

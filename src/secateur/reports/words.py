@@ -48,6 +48,14 @@ def duration(seconds: float) -> Figure:
     return Figure(text, unit)
 
 
+def span(time: Time) -> str:
+    """The 10th to the 90th percentile of a time, as numbers in the unit of its median."""
+    exact = duration(time.median)
+    unit = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[exact.unit]
+    digits = len(exact.text.partition(".")[2])
+    return "\u2060–\u2060".join(f"{end / unit:.{digits}f}" for end in (time.low, time.high))
+
+
 def whole(value: float | None) -> str:
     return NONE if value is None else f"{value:,.0f}"
 
@@ -71,8 +79,17 @@ def metric_value(metric: Metric, digits: int | None = None) -> Figure:
     if metric.unit == "%":
         step = Decimal(10) ** -(2 if digits is None else digits)
         value = Decimal(f"{metric.value:.6f}").quantize(step, ROUND_HALF_UP)  # 90.55, a binary fraction below it, is 90.6
-        return Figure(str(value), "%")
-    return Figure(f"{metric.value:.4g}", metric.unit)
+        return Figure(_minus(str(value)), "%")
+    return Figure(_minus(f"{metric.value:.4g}"), metric.unit)
+
+
+def _minus(text: str) -> str:
+    return text.replace("-", "−", 1) if text.startswith("-") else text
+
+
+def several(number: int, noun: str) -> str:
+    """A number and its noun: "1 layer", "2 layers"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def shorter(name: str, most: int = 60) -> str:
@@ -154,7 +171,7 @@ def _time_tile(was: Time | None, now: Time | None, failed: str | None) -> Tile:
     name = f"Time, {now.input}" if now else "Time"
     if now is None:
         return Tile(name, Figure(NONE), foot=f"Not measured: {failed}" if failed else "Not measured")
-    foot = f"{duration(now.low).text}\u2060–\u2060{duration(now.high)} in 80 % of {now.rounds:,} rounds"
+    foot = f"{span(now)} {duration(now.median).unit} in 80 % of {now.rounds:,} rounds"
     tile = _tile(name, was.median if was else None, now.median, duration, "faster", "slower", foot)
     if was is None:
         return tile
@@ -181,8 +198,7 @@ def _metric_tile(before: Metric | None, after: Metric | None) -> Tile:
 
 
 def _named(metric: Metric | None) -> str:
-    name = "accuracy" if metric is None else metric.name
-    return name[:1].upper() + name[1:]
+    return capital("accuracy" if metric is None else metric.name)
 
 
 # --- sentences --------------------------------------------------------------------------------------------------------------
@@ -206,9 +222,9 @@ def headline(document: Document) -> tuple[str, str]:
     ending = _metric_sentence(a.metric, z.metric)
     if gains or losses:
         text = ", but ".join(", ".join(part) for part in (gains, losses) if part)
-        return f"{_capital(text)}.", f"{_capital(ending)}."
+        return f"{capital(text)}.", f"{capital(ending)}."
     if found[1].ratio is None and found[2].ratio is None:  # what FLOPs alone say is no answer
-        return f"{percent(_zeros(document.layers), 1)} of the weights are zero.", f"{_capital(ending)}."
+        return f"{percent(_zeros(document.layers), 1)} of the weights are zero.", f"{capital(ending)}."
     return f"Nothing that was measured got smaller or faster; {ending}.", ""
 
 
@@ -247,8 +263,9 @@ def _zeros(layers: Sequence[LayerRow]) -> float:
     return 1 - sum(layer.kept for layer in layers) / total if total else 0.0
 
 
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+def capital(text: str) -> str:
+    """A sentence with a capital letter, unless it begins with a name such as native_layer_norm."""
+    return text if "_" in text.partition(" ")[0] else text[:1].upper() + text[1:]
 
 
 def lede(document: Document) -> str:
@@ -257,21 +274,23 @@ def lede(document: Document) -> str:
     for place, step in enumerate(document.steps):
         parts.append(_LEDES[step.kind](step, any(before.kind == "shrink" for before in document.steps[:place])))
     text = "; then ".join(parts) if len(parts) < 3 else f"{'; then '.join(parts[:-1])}; and {parts[-1]}"
-    sentence = f"{_capital(text)}." if text else "The model before and after, layer by layer."
+    sentence = f"{capital(text)}." if text else "The model before and after, layer by layer."
     return f"{sentence} {document.note}".strip()
 
 
 def _cut(step: Call, cut: bool) -> str:
-    what, key = ("FLOPs", "flops") if "flops" in step.numbers else ("parameters", "params")
-    left = f"{percent(step.numbers[key])} of the {what}" if key in step.numbers else ""
+    kinds = (("params", "parameters"), ("flops", "FLOPs"))
+    left = " and ".join(f"{percent(step.numbers[key])} of the {what}" for key, what in kinds if key in step.numbers)
     blocks, lists = int(step.numbers.get("blocks", 0)), int(step.numbers.get("lists", 0))
+    which = f", which leaves {left}" if left else ""
     if blocks and step.numbers["groups"] <= lists:
-        return f"{blocks} blocks were removed{f', which leaves {left}' if left else ''}"
-    return f"channels were cut{f' and {blocks} blocks removed,' if blocks else ''}{f' to {left}' if left else ''}"
+        return f"{several(blocks, 'block')} {'was' if blocks == 1 else 'were'} removed{which}"
+    also = f" and {several(blocks, 'block')} removed" if blocks else ""
+    return f"channels were cut{also}{which}"
 
 
 def _pruned(step: Call, cut: bool) -> str:
-    tensors = f" in {int(step.numbers['tensors']):,} tensors" if "tensors" in step.numbers else ""
+    tensors = f" in {several(int(step.numbers['tensors']), 'tensor')}" if "tensors" in step.numbers else ""
     weights = f"of the {'remaining ' if cut else ''}weights{tensors}"
     text = f"{percent(step.numbers['sparsity'])} {weights} were set to zero"
     if "zeros" in step.numbers:  # some were zero before
@@ -282,7 +301,9 @@ def _pruned(step: Call, cut: bool) -> str:
 
 def _packed(step: Call, cut: bool) -> str:
     done, layers = int(step.numbers["compressed"]), int(step.numbers["layers"])
-    return f"{done} of {layers} layers were packed in sparse formats that {_choice(step)}" if done else "no layer was packed"
+    verb = "was" if done == 1 else "were"
+    packed = f"{done} of {several(layers, 'layer')} {verb} packed in sparse formats that {_choice(step)}"
+    return packed if done else "no layer was packed"
 
 
 def _choice(step: Call) -> str:
@@ -291,16 +312,18 @@ def _choice(step: Call) -> str:
 
 
 def _gated(step: Call, cut: bool) -> str:
-    return f"{percent(step.numbers['sparsity'])} of the inputs of {int(step.numbers['gates'])} layers are zeroed in each call"
+    layers = several(int(step.numbers["gates"]), "layer")
+    return f"{percent(step.numbers['sparsity'])} of the inputs of {layers} are zeroed in each call"
 
 
 def _distilled(step: Call, cut: bool) -> str:
     steps = int(step.numbers["kept_step"])
-    return f"the model was trained for {steps:,} steps to match its teacher" if steps else "training did not improve it"
+    trained = f"the model was trained for {several(steps, 'step')} to match its teacher"
+    return trained if steps else "training did not improve it"
 
 
 def _reordered(step: Call, cut: bool) -> str:
-    return f"the channels of {int(step.numbers['groups'])} groups were put in another order"
+    return f"the channels of {several(int(step.numbers['groups']), 'group')} were put in another order"
 
 
 _LEDES: dict[str, Callable[[Call, bool], str]] = {
@@ -348,8 +371,10 @@ def _inexact(document: Document) -> Note | None:
         return None
     inexact, groups = (sum(int(step.numbers[key]) for step in cut) for key in ("exact", "groups"))
     why = next((reason.reason for reason in document.reasons if reason.title.startswith("Groups that were cut")), "")
-    text = f"{_capital(why)}. " if why else ""
-    return Note(f"The cut is not exact in {groups - inexact} of {groups} groups.", f"{text}The figures above include this.")
+    text = f"{capital(why)}. " if why else ""
+    return Note(
+        f"The cut is not exact in {groups - inexact} of {several(groups, 'group')}.", f"{text}The figures above include this."
+    )
 
 
 def _time_is_not_flops(document: Document) -> Note | None:
@@ -366,7 +391,7 @@ def _time_is_not_flops(document: Document) -> Note | None:
     others = [f"{_less(points, 'time')} for {words}" for words, points in saved.items() if words != worst]
     also = f" It is {', and '.join(others)}." if others else ""
     return Note(
-        f"{_less(flops)} FLOPs, but {_less(saved[worst], 'time')} for {worst}.",
+        f"{capital(_less(flops, 'FLOPs', 'fewer'))}, but {_less(saved[worst], 'time')} for {worst}.",
         f"Time also depends on memory, on kernels and on the size of the batch.{also}",
     )
 
@@ -375,9 +400,10 @@ def _saved(before: float, after: float) -> float:
     return 100 * (1 - after / before)
 
 
-def _less(points: float, noun: str = "") -> str:
-    word = ("less" if noun else "fewer") if points >= 0 else "more"
-    return f"{abs(points):.0f} % {word} {noun}".strip()
+def _less(points: float, noun: str, less: str = "less") -> str:
+    if abs(points) < 0.5:
+        return f"the same {noun}"
+    return f"{abs(points):.0f} % {less if points > 0 else 'more'} {noun}"
 
 
 def _dense(document: Document) -> Note | None:
@@ -388,10 +414,10 @@ def _dense(document: Document) -> Note | None:
     if not dense:
         return None
     reasons = [reason for reason in document.reasons if reason.call == "compress_"]
-    text = " ".join(f"{_capital(reason.reason)}: {len(reason.names)}." for reason in reasons[:3])
+    text = " ".join(f"{capital(reason.reason)}: {len(reason.names)}." for reason in reasons[:3])
     verb = "stays" if len(dense) == 1 else "stay"
     return Note(
-        f"{len(dense)} of {len(document.layers)} layers {verb} dense.",
+        f"{len(dense)} of {several(len(document.layers), 'layer')} {verb} dense.",
         f"{text} A layer is packed only in formats that {_choice(packing)}.",
     )
 
@@ -410,7 +436,7 @@ def _no_loss(document: Document) -> Note | None:
 
 
 def _are(count: int, noun: str) -> str:
-    return f"1 {noun} is" if count == 1 else f"{count} {noun}s are"
+    return f"{several(count, noun)} {'is' if count == 1 else 'are'}"
 
 
 def how_measured(document: Document) -> str:
@@ -425,7 +451,7 @@ def how_measured(document: Document) -> str:
     if any(stage.times for stage in document.stages):
         threads = document.machine.threads
         on_gpu = document.machine.gpu if document.model.device in ("", "cuda") else ""
-        on = on_gpu or f"{threads} thread{'s' if threads > 1 else ''}"
+        on = on_gpu or several(threads, "thread")
         text += f"They were timed in turn on {on}: the median, and the range of 80 % of the rounds. "
     gone = any(stage.nonzero is None or stage.bytes is None for stage in document.stages[:-1])
     return (text + (f"{NONE} is what was not measured." if gone else "")).strip()
