@@ -56,7 +56,10 @@ class Followed:
             if any(optimizer is other for other in self) or optimizers.count(optimizer) > 1:
                 raise ValueError(f"this {_kind(optimizer)} is attached already")
             if not trains(optimizer, tensors):
-                raise ValueError(f"{_kind(optimizer)} updates none of the pruned tensors; attach the one that trains them")
+                raise ValueError(
+                    f"{_kind(optimizer)} updates none of the pruned tensors; attach the one that trains them. Tensors that are "
+                    "frozen, as under adapters of PEFT, keep their zeros without a pruner: prune them once with sc.prune_."
+                )
         shared = {id(p) for optimizer in optimizers for p in _parameters(optimizer)} & set(tensors)
         if any(trains(other, shared) for other in self):
             gc.collect()  # a deleted optimizer with a learning rate scheduler is part of a reference cycle

@@ -139,6 +139,53 @@ def test_a_second_call_of_train_keeps_the_zeros(tmp_path):
     assert all(not weights[name][~mask].any() for name, mask in before.items())
 
 
+def test_another_model_starts_anew(tmp_path):
+    callback = SecateurCallback(sparsity=0.5, exclude="lm_head")
+    for seed in (0, 1):
+        run = trainer(tmp_path, callback, build(seed), steps=2, save_strategy="no")
+        run.train()
+        assert zeros(run.model) == pytest.approx(0.5, abs=1e-3)
+
+
+def test_run_that_an_error_stopped_resumes_bit_for_bit(whole, tmp_path):
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 7:
+                raise KeyboardInterrupt
+
+    callback = SecateurCallback(sc.taylor, sparsity=schedule(), exclude="lm_head")
+    run = trainer(tmp_path, callback, more=[Stop()])
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    run.remove_callback(Stop)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the pruner of the stopped run would still prune, and be warned about
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        run.train(resume_from_checkpoint=True)
+    expected = whole[0].model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in run.model.state_dict().items())
+
+
+def test_two_callbacks_resume_each_its_own_state(tmp_path):
+    def callbacks():
+        return [SecateurCallback(sparsity=s, include=f"*.{name}.weight") for name, s in (("q_proj", 0.25), ("down_proj", 0.75))]
+
+    trainer(tmp_path, *callbacks()[:1], more=callbacks()[1:], steps=3, save_steps=3).train()
+    assert {file.name for file in (tmp_path / "checkpoint-3").glob("pruner*")} == {"pruner.pt", "pruner-1.pt"}
+    first, second = callbacks()
+    trainer(tmp_path, first, build(seed=5), more=[second], steps=5, save_steps=9).train(resume_from_checkpoint=True)
+    assert [one.plan.metrics()["sparsity"] for one in (first, second)] == pytest.approx([0.25, 0.75], abs=1e-3)
+    assert all("q_proj" in name for name in first.plan.masks)
+
+
+def test_frozen_weights_under_adapters_are_named(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build(), peft.LoraConfig(target_modules=["q_proj"], r=2))
+    with pytest.raises(ValueError, match=r"frozen, as under adapters of PEFT.*sc\.prune_"):
+        trainer(tmp_path, SecateurCallback(sparsity=0.5, exclude="*lm_head*"), model, steps=1, save_strategy="no").train()
+
+
 def test_the_best_model_keeps_its_own_zeros(tmp_path):
     class First(transformers.TrainerCallback):
         """An evaluation that is best at the first checkpoint."""

@@ -321,7 +321,7 @@ def test_models_keep_mode_hooks_and_values(model, images):
 
 def test_reasons_that_differ_in_a_name_alone_are_one(model):
     plan = sc.plan(model, sparsity=0.5)
-    plan.skipped = {"conv1.bias": "it follows conv1.bias", "conv2.bias": "it follows conv2.bias (see (the) above)", "x": "other"}
+    plan.skipped = {"conv1.bias": "it follows conv1.bias", "conv2.bias": "it follows conv2.bias (see (b))", "x": "other"}
     found = {reason.reason: reason.names for reason in plan.report().document.reasons}
     assert found == {"it follows another layer": ["conv1.bias", "conv2.bias"], "other": ["x"]}
 

@@ -30,9 +30,11 @@ class PruningRun:
     def begin(self, model: nn.Module, optimizers: Iterable[Any], state: Mapping[str, Any] | None) -> None:
         """Makes the pruner, or resumes it from a state, and attaches it to the optimizers that train its tensors.
 
-        After an earlier run that was finished, the zeros of that run are kept.
+        After an earlier run on the same model that was finished, the zeros of that run are kept.
         """
-        if state is None and self.plan is not None:
+        finished = self.plan is not None and self.pruner is not None and self.pruner.model is model
+        self.plan = None
+        if state is None and finished:
             self.pruner = Pruner.hold(model)
         else:
             self.pruner = Pruner(model, self.criterion, **self.options)
@@ -41,6 +43,11 @@ class PruningRun:
             self.pruner.load_state_dict(state)
             self._check_weights(before)
         self.pruner.attach(*optimizers)
+
+    def leave(self) -> None:
+        """Detaches the pruner of a run that was stopped by an error, before another one takes its place."""
+        if self.pruner is not None:
+            self.pruner.detach()
 
     def state(self) -> dict[str, Any]:
         """The state of the pruner with whole tensors. With a sharded model, every process has to call this."""
