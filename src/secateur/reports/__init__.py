@@ -2,7 +2,7 @@
 
 - `document`: what a report says, as plain values. Everything else is made from it.
 - `collect`, with `history`, `layers` and `measure`: makes the document from models and the results of calls.
-- `words`, `charts`, `page`: the text, the pictures and the HTML, by rule.
+- `figures`, `words`, `charts`, `curves`, `page`: numbers, the text, the pictures and the HTML, by rule.
 - `output`: `Report`, the document in its four forms.
 """
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .document import Document, Histogram, LayerRow, Mask
-from .words import count, microseconds, percent, shorter
+from .figures import count, microseconds, percent, shorter
 
 MANY = 120  # above this number of layers, a column stands for a repeated block
 _GROUPS = 12  # at most so many groups of columns on the axis, if the names allow it

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .charts import short
 from .document import Line, Sweep, wilson
-from .words import percent, shorter
+from .figures import percent, shorter
 
 _FEW = 5  # so many lines are told apart by dash and marker; of more, those that change most are named
 _NAMED = 3

@@ -10,9 +10,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from . import charts, curves, words
+from . import charts, curves, figures, words
 from .document import Document, LayerRow, StageFigures
-from .words import NONE
+from .figures import NONE
 
 _SHOWN = 12  # histograms that are not folded away
 _NAMES = 200  # names of one reason that the page lists; the document has all
@@ -46,7 +46,7 @@ def render(document: Document) -> str:
             reasons=_reasons(document),
             facts=_facts(document),
             recipe=document.recipe or _recipe(document),
-            words=words,
+            figures=figures,
         )
         .lstrip()
     )
@@ -107,18 +107,18 @@ def _stages(document: Document) -> Stages | None:
 
     def cells(stage: StageFigures) -> list[Cell]:
         timed = {time.input: time for time in stage.times}
-        found = [Cell(str(words.metric_value(stage.metric)) if stage.metric else NONE)] if metric else []
-        found += [Cell(words.whole(stage.nonzero))] if has["nonzero"] else []
-        found += [Cell(NONE if stage.flops is None else str(words.count(stage.flops)))] if has["flops"] else []
-        found += [Cell(NONE if stage.bytes is None else str(words.size(stage.bytes)))] if has["bytes"] else []
+        found = [Cell(str(figures.metric_value(stage.metric)) if stage.metric else NONE)] if metric else []
+        found += [Cell(figures.whole(stage.nonzero))] if has["nonzero"] else []
+        found += [Cell(NONE if stage.flops is None else str(figures.count(stage.flops)))] if has["flops"] else []
+        found += [Cell(NONE if stage.bytes is None else str(figures.size(stage.bytes)))] if has["bytes"] else []
         for name in inputs:
             time = timed.get(name)
-            found.append(Cell(str(words.duration(time.median)), after=words.span(time)) if time else Cell(NONE))
+            found.append(Cell(str(figures.duration(time.median)), after=figures.span(time)) if time else Cell(NONE))
         return found
 
     titles = {"nonzero": "Non-zero parameters", "flops": "FLOPs", "bytes": "On disk, packed"}
-    header = [*([words.capital(metric)] if metric else []), *(titles[key] for key in titles if has[key])]
-    header += [words.capital(name) for name in inputs]
+    header = [*([figures.capital(metric)] if metric else []), *(titles[key] for key in titles if has[key])]
+    header += [figures.capital(name) for name in inputs]
     return Stages(header, [(stage, cells(stage)) for stage in document.stages])
 
 
@@ -152,9 +152,9 @@ def _table(document: Document) -> LayerTable | None:
         cells += [Cell(layer.pattern or NONE, value=layer.pattern)] if mixed else []
         if counted:
             flops = layer.flops_after
-            cells.append(Cell(NONE if flops is None else str(words.count(flops)), value=flops))
+            cells.append(Cell(NONE if flops is None else str(figures.count(flops)), value=flops))
         if gated:
-            cells.append(Cell(NONE if layer.gate is None else words.percent(layer.gate, 1), value=layer.gate))
+            cells.append(Cell(NONE if layer.gate is None else figures.percent(layer.gate, 1), value=layer.gate))
         if timed:
             cells += _time_cells(layer)
         rows.append((layer, choice, cells))
@@ -169,7 +169,7 @@ def _size_cells(layer: LayerRow) -> list[Cell]:
         return [gone, Cell("0", after=f"of {layer.params_before:,}", value=0), Cell(NONE)]
     width = Cell(f"{now:,}", before=f"{was:,} →" if now != was else "", value=now / was if was else 0.0)
     kept = Cell(f"{layer.kept:,}", after=f"of {layer.params_before:,}", value=layer.kept)
-    return [width, kept, Cell(words.percent(layer.zeros, 1), value=layer.zeros)]
+    return [width, kept, Cell(figures.percent(layer.zeros, 1), value=layer.zeros)]
 
 
 def _time_cells(layer: LayerRow) -> list[Cell]:
@@ -181,8 +181,8 @@ def _time_cells(layer: LayerRow) -> list[Cell]:
     why = layer.reason.split(" (")[0]
     return [
         Cell(layer.format or "dense", after="" if layer.format else why, value=layer.format or "dense"),
-        Cell(words.microseconds(layer.dense_us), value=layer.dense_us),
-        Cell(words.microseconds(now), value=now),
+        Cell(figures.microseconds(layer.dense_us), value=layer.dense_us),
+        Cell(figures.microseconds(now), value=now),
         Cell(NONE if faster is None else f"{faster:.2f}×", value=faster),
         size,
     ]
@@ -229,7 +229,7 @@ def _reasons(document: Document) -> list[tuple[str, str, list[tuple[int, str, li
 
 def _facts(document: Document) -> list[tuple[str, str]]:
     machine, model = document.machine, document.model
-    cores = words.several(machine.cores, "core")
+    cores = figures.several(machine.cores, "core")
     load = "" if machine.load is None else f", load {machine.load:g}"
     shape = "×".join(map(str, model.inputs)) if model.inputs else ""
     facts = [

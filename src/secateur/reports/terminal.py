@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..display import Table
 from .document import Document, LayerRow, StageFigures
-from .words import NONE, count, duration, headline, lede, metric_value, microseconds, notes, shorter, size, whole
+from .figures import NONE, count, duration, metric_value, microseconds, shorter, size, whole
+from .words import headline, lede, notes
 
 
 def as_text(document: Document) -> str:

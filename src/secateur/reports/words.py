@@ -1,101 +1,28 @@
-"""The text of a report, by rule: numbers with units, the headline, the first paragraph, the notes, the table in a terminal."""
+"""The text of a report, by rule: the five tiles, the headline, the first paragraph, the notes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from decimal import ROUND_HALF_UP, Decimal
 from typing import NamedTuple
 
-from ..display import format_seconds
 from .document import Call, Document, LayerRow, Metric, StageFigures, Time
-
-NONE = "–"  # what was not measured
-GAIN = 1.05  # a smaller ratio is not called a gain
-
-
-class Figure(NamedTuple):
-    """A number and its unit, which the page sets apart."""
-
-    text: str
-    unit: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.text} {self.unit}" if self.unit else self.text
-
-
-# --- numbers ----------------------------------------------------------------------------------------------------------------
-
-
-def _scaled(value: float, units: Sequence[tuple[float, str]]) -> Figure:
-    """Three digits and the unit that fits."""
-    size, unit = next((each for each in units if value >= 0.9995 * each[0]), units[-1])
-    number = value / size
-    digits = 0 if number >= 99.95 or (size == 1 and float(value).is_integer()) else 1 if number >= 9.995 else 2
-    return Figure(f"{number:.{digits}f}", unit)
-
-
-def count(value: float) -> Figure:
-    return _scaled(value, ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")))
-
-
-def size(value: float) -> Figure:
-    return _scaled(value, ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")))
-
-
-def duration(seconds: float) -> Figure:
-    text, unit = format_seconds(seconds).split(" ")
-    return Figure(text, unit)
-
-
-def span(time: Time) -> str:
-    """The 10th to the 90th percentile of a time, as numbers in the unit of its median."""
-    exact = duration(time.median)
-    unit = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[exact.unit]
-    digits = len(exact.text.partition(".")[2])
-    return "\u2060–\u2060".join(f"{end / unit:.{digits}f}" for end in (time.low, time.high))
-
-
-def whole(value: float | None) -> str:
-    return NONE if value is None else f"{value:,.0f}"
-
-
-def percent(share: float, digits: int = 0) -> str:
-    return f"{100 * share:.{digits}f} %"
-
-
-def times(ratio: float) -> str:
-    if ratio >= 99.95:
-        return f"{ratio:.0f}×"
-    return f"{ratio:.2f}×" if 0.95 < ratio < GAIN else f"{ratio:.1f}×"
-
-
-def microseconds(value: float | None) -> str:
-    return NONE if value is None else f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
-
-
-def metric_value(metric: Metric, digits: int | None = None) -> Figure:
-    """The value with its unit: two digits for percent, four significant ones otherwise."""
-    if metric.unit == "%":
-        step = Decimal(10) ** -(2 if digits is None else digits)
-        value = Decimal(f"{metric.value:.6f}").quantize(step, ROUND_HALF_UP)  # 90.55, a binary fraction below it, is 90.6
-        return Figure(_minus(str(value)), "%")
-    return Figure(_minus(f"{metric.value:.4g}"), metric.unit)
-
-
-def _minus(text: str) -> str:
-    return text.replace("-", "−", 1) if text.startswith("-") else text
-
-
-def several(number: int, noun: str) -> str:
-    """A number and its noun: "1 layer", "2 layers"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def shorter(name: str, most: int = 60) -> str:
-    """A name with "…" in the middle if it is longer than `most` characters."""
-    return name if len(name) <= most else f"{name[: most // 2]}…{name[-(most - most // 2 - 1) :]}"
-
+from .figures import (
+    GAIN,
+    NONE,
+    Figure,
+    capital,
+    count,
+    duration,
+    metric_value,
+    percent,
+    several,
+    shorter,
+    size,
+    span,
+    times,
+    whole,
+)
 
 # --- before and after -------------------------------------------------------------------------------------------------------
 
@@ -261,11 +188,6 @@ def _metric_sentence(before: Metric | None, after: Metric | None) -> str:
 def _zeros(layers: Sequence[LayerRow]) -> float:
     total = sum(layer.params_after for layer in layers)
     return 1 - sum(layer.kept for layer in layers) / total if total else 0.0
-
-
-def capital(text: str) -> str:
-    """A sentence with a capital letter, unless it begins with a name such as native_layer_norm."""
-    return text if "_" in text.partition(" ")[0] else text[:1].upper() + text[1:]
 
 
 def lede(document: Document) -> str:
@@ -446,8 +368,8 @@ def how_measured(document: Document) -> str:
         "tested on the same data": [stage.metric for stage in document.stages],
     }
     parts = [text for text, found in done.items() if any(one is not None for one in found)]
-    whole = all(one is not None for text in parts for one in done[text])
-    text = f"{'Every model was' if whole else 'The models were'} {' and '.join(parts)}. " if parts else ""
+    every = all(one is not None for text in parts for one in done[text])
+    text = f"{'Every model was' if every else 'The models were'} {' and '.join(parts)}. " if parts else ""
     if any(stage.times for stage in document.stages):
         threads = document.machine.threads
         on_gpu = document.machine.gpu if document.model.device in ("", "cuda") else ""
