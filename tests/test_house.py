@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import secateur
 SRC = Path(__file__).parents[1] / "src" / "secateur"
 FILES = sorted(SRC.rglob("*.py"))
 MAX_LINES = 450
+ELSEWHERE = {"torch.distributed", "torch.ops.secateur"}  # names in CONTRIBUTING.md that are not ours
 
 
 def name_of(file: Path) -> str:
@@ -179,3 +181,15 @@ print(took, sorted(new - {"torch", "numpy", "safetensors", "secateur"}))
         assert foreign == "[]", f"import secateur also imports {foreign}"
         seen.append(float(took))
     assert min(seen) < 0.5
+
+
+def test_contributing_names_only_functions_and_classes_that_exist():
+    text = (SRC.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    spans = re.findall(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    named = {span for span in spans if not span.endswith((".py", ".md", ".js", ".css", ".j2")) and span not in ELSEWHERE}
+    nodes = [node for file in FILES for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    defined |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    defined |= {file.stem for file in FILES}
+    assert len(named) > 20
+    assert sorted(span for span in named if span.rsplit(".", 1)[1] not in defined) == []

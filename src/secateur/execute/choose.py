@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -22,8 +21,9 @@ from .find import Zeros, zeros_of
 from .formats import FORMATS, PLAIN, Format, Use, as_matrix, with_values
 from .gpu.present import why_none
 from .layers import KINDS, Compressed, arguments_of, why_not
-from .restore import places, ties
+from .restore import ties
 from .result import Compression, LayerResult
+from .swap import swap_
 from .timing import call, check_threads, cold_for, for_inference, in_graphs, time_runs
 
 MARGIN = 0.95  # a format is used only if it takes at most this fraction of the dense time (or bytes)
@@ -108,7 +108,7 @@ def compress_(
         large = sum(parameter.nbytes for parameter in model.parameters()) > LARGE
         request = Request(objective, store, small, cold_for(model) if large else None)
         choices, built = _choose_all(layers, seen, ties(model), request)
-        ignored = _swap(model, {id(layers[name]): new for name, new in built.items()}, example_inputs)
+        ignored = swap_(model, {id(layers[name]): new for name, new in built.items()}, example_inputs)
     for name, new in built.items():
         new.train(modes[name])
         if id(new) in ignored:
@@ -369,50 +369,3 @@ def _seconds(layers: list[nn.Module], seen: RecordedInputs, cold: Tensor | None,
         for i, times in enumerate(clock(runs, seconds=seconds, rounds=rounds, cold=cold)):
             total[i] += times.best * seen.calls[key]
     return total
-
-
-# ---------------------------------------------------------------- replacing layers
-
-
-def _swap(model: nn.Module, new: dict[int, Compressed], example_inputs: Any) -> set[int]:
-    """Puts the compressed layers in place of the dense ones (`new` is keyed by their ids) and runs the model once.
-
-    Some containers read the weights of their layers instead of calling them. Layers that the model does not call become
-    dense again; the ids of their compressed layers are returned. If the run raises, every layer becomes dense again.
-    """
-    spots = [(parent, name, child) for parent, name, child in places(model) if id(child) in new]
-    try:
-        for parent, name, child in spots:
-            parent._modules[name] = new[id(child)]
-        with _watched(list(new.values())) as called:
-            call(model, example_inputs)
-    except BaseException:
-        for parent, name, child in spots:
-            parent._modules[name] = child
-        raise
-    ignored = {id(each) for each in new.values()} - called
-    for parent, name, child in spots:
-        if id(new[id(child)]) in ignored:
-            parent._modules[name] = child
-    return ignored
-
-
-@contextmanager
-def _watched(layers: list[Compressed]) -> Iterator[set[int]]:
-    """Collects the ids of the layers that are called inside the context.
-
-    It replaces `forward` instead of adding hooks, because some containers behave differently when their layers have hooks.
-    """
-    called: set[int] = set()
-    try:
-        for layer in layers:
-
-            def forward(input: Tensor, layer: Compressed = layer) -> Tensor:
-                called.add(id(layer))
-                return Compressed.forward(layer, input)
-
-            layer.__dict__["forward"] = forward
-        yield called
-    finally:
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
