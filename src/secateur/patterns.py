@@ -8,6 +8,7 @@ pruned block. Patterns apply to a weight as a matrix of shape (out, in * kernel 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +106,22 @@ class Pattern:
         a, b = self.block(layout)
         sizes = _run_sizes(layout.rows, a)[:, None] * _run_sizes(layout.cols, b)
         return sizes if self.lose is None else sizes.clamp(max=self.lose)
+
+    def size_counts(self, layout: Layout) -> Counter[int]:
+        """Returns how many units lose how many elements when they are pruned: `sizes` without a number for each unit."""
+        (down, height, bottom), (across, width, right) = self.runs(layout)
+        found: Counter[int] = Counter()
+        for h, rows in ((height, down // height), (bottom, bottom > 0)):
+            for w, cols in ((width, across // width), (right, right > 0)):
+                if rows * cols:
+                    found[h * w if self.lose is None else min(h * w, self.lose)] += rows * cols
+        return found
+
+    def runs(self, layout: Layout) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Returns, for rows and for columns, where smaller units at the edge begin, the size of a unit, and of one there."""
+        height, width = self.block(layout)
+        down, across = layout.rows - layout.rows % height, layout.cols - layout.cols % width
+        return (down, height, layout.rows - down), (across, width, layout.cols - across)
 
     def unfold(self, kept: Tensor, layout: Layout) -> Tensor:
         """Returns the mask of elements for a mask of units."""

@@ -166,9 +166,10 @@ def least_kept(elements: int, floor: float) -> int:
 def _most_units(scores: Scores, units: Scores, pattern: Pattern, floor: float) -> int:
     """Returns how many units of a tensor, those with the lowest scores, can go if a fraction `floor` of its elements stays."""
     spare = scores.numel - least_kept(scores.numel, floor)
+    alike = pattern.size_counts(scores.layout)
+    if len(alike) < 2:
+        return min(spare // max(alike, default=1), alike.total())
     sizes = pattern.sizes(scores.layout).reshape(-1)
-    if bool((sizes == sizes[0]).all()):
-        return min(spare // int(sizes[0]), sizes.numel())
     order = units.rows(0, units.layout.rows).reshape(-1).cpu().sort(stable=True).indices
     return int((sizes[order].cumsum(0) <= spare).sum())
 
@@ -219,7 +220,8 @@ def row_budget(
 ) -> Callable[[int], int]:
     """Returns the function that tells how many units a row of a given number of units loses."""
     elements = layout.rows * layout.cols
-    largest = int(pattern.sizes(layout).max()) if elements else 1
+    sizes = pattern.size_counts(layout)
+    largest = max(sizes, default=1)
     most = (elements - least_kept(elements, floor)) // max(pattern.grid(layout)[0] * largest, 1)
 
     def budget(size: int) -> int:
@@ -232,7 +234,7 @@ def row_budget(
             return asked
         assert sparsity is not None
         share = sparsity[name] if isinstance(sparsity, Mapping) else sparsity
-        reach = 1.0 if pattern.lose is None else int(pattern.sizes(layout).sum()) / (layout.rows * layout.cols)
+        reach = 1.0 if pattern.lose is None else sum(size * number for size, number in sizes.items()) / elements
         drop = round(share * size / reach)
         if drop > size:
             raise ValueError(f"pattern {str(pattern)!r} cannot make each row of {name!r} {share:g} sparse")

@@ -55,7 +55,7 @@ def select_shared(
 def units_of(scores: Scores, pattern: Pattern, mask: Tensor, comm: Comm) -> tuple[int, int]:
     """How many units a tensor has, and how many of them are kept, for a mask of whole units."""
     share = _share(scores)
-    (down, *heights), (across, *widths) = _runs(pattern, share.layout)
+    (down, *heights), (across, *widths) = pattern.runs(share.layout)
     bottom, right = max(down - share.box.rows[0], 0), max(across - share.box.cols[0], 0)
     parts = [part for row in (mask[:bottom], mask[bottom:]) for part in (row[:, :right], row[:, right:])]
     sizes = [height * width for height in heights for width in widths]
@@ -217,7 +217,7 @@ class Facts:
 def facts_of(scores: Mapping[str, Scores], pattern: Pattern, comm: Comm) -> Facts:
     sizes: Counter[int] = Counter()
     for one in scores.values():
-        sizes += _sizes(pattern, _share(one).layout)
+        sizes += pattern.size_counts(_share(one).layout)
     n, weight, squares = (sum(number * size**power for size, number in sizes.items()) for power in (0, 1, 2))
     every = [_share(one).layout for one in scores.values()]
     kinds = {_grid_kind(one, pattern) for one in scores.values()}
@@ -237,25 +237,6 @@ def _grid_kind(scores: Scores, pattern: Pattern) -> torch.dtype:
     if pattern.elementwise:
         return kind_of(scores)
     return torch.float64 if scores.rows(0, 0).dtype == torch.float64 else torch.float32
-
-
-def _runs(pattern: Pattern, layout: Layout) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """For rows and for columns: where the smaller units at the edge begin, the size of a unit, the size of one at the edge."""
-    height, width = pattern.block(layout)
-    down, across = layout.rows - layout.rows % height, layout.cols - layout.cols % width
-    return (down, height, layout.rows - down), (across, width, layout.cols - across)
-
-
-def _sizes(pattern: Pattern, layout: Layout) -> Counter[int]:
-    """How many units lose how many elements when they are pruned."""
-    found: Counter[int] = Counter()
-    (down, height, bottom), (across, width, right) = _runs(pattern, layout)
-    for h, rows in ((height, down // height), (bottom, bottom > 0)):
-        for w, cols in ((width, across // width), (right, right > 0)):
-            size = h * w if pattern.lose is None else min(h * w, pattern.lose)
-            if rows * cols:
-                found[size] += rows * cols
-    return found
 
 
 def _large_pools(
@@ -306,7 +287,7 @@ def _large_pools(
 
 def _most_units(name: str, layout: Layout, pattern: Pattern, floor: float) -> int:
     """How many units of a tensor can go if a fraction `floor` of its elements stays."""
-    sizes = _sizes(pattern, layout)
+    sizes = pattern.size_counts(layout)
     if len(sizes) > 1:
         raise NotImplementedError(
             f"floor= needs blocks that divide {name!r} evenly, because several processes hold parts of it; choose another "
