@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ._dist import counts, local, sharded
+from ._dist import add_counts, counts, local, sharded
 from ._tree import nearest
 
 
@@ -119,18 +119,25 @@ _CHANCE = 0.01  # a smaller fraction of zeros in every tensor is taken for chanc
 def zeros_kept(masks: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """How many of the kept elements are zero already, for each tensor that has such elements.
 
-    Empty if no tensor has more than 1 % of zeros: random weights have a few. Sharded tensors have no entry.
+    Empty if no tensor has more than 1 % of zeros: random weights have a few. `tensors` are the parts on this process, and all
+    processes that hold parts have to ask.
     """
-    whole = {name: tensor for name, tensor in tensors.items() if not sharded(masks[name]) and not tensor.is_meta}
+    there = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
     zeros: dict[str, int] = {}
-    for device in {tensor.device for tensor in whole.values()}:  # one transfer for each device
-        here = [name for name, tensor in whole.items() if tensor.device == device]
-        filled = torch.stack([torch.count_nonzero(whole[name]) for name in here]).tolist()
-        zeros |= {name: whole[name].numel() - number for name, number in zip(here, filled, strict=True)}
-    if not any(number > _CHANCE * whole[name].numel() for name, number in zeros.items()):
+    for device in {tensor.device for tensor in there.values()}:  # one transfer for each device
+        here = [name for name, tensor in there.items() if tensor.device == device]
+        filled = torch.stack([torch.count_nonzero(there[name]) for name in here]).tolist()
+        zeros |= {name: there[name].numel() - number for name, number in zip(here, filled, strict=True)}
+    own = {name: masks[name] for name in there}
+    split = any(sharded(mask) for mask in own.values())
+    many = any(number > _CHANCE * own[name].numel() for name, number in zeros.items())
+    if not (many or split):
         return {}
-    counted = {name: int(torch.count_nonzero((whole[name] == 0) & masks[name])) for name in whole if zeros[name]}
-    return {name: number for name, number in counted.items() if number}
+    kept = [int(torch.count_nonzero((there[name] == 0) & local(own[name]))) if zeros[name] else 0 for name in own]
+    found = add_counts(own, [zeros[name] for name in own], kept) if split else [*(zeros[name] for name in own), *kept]
+    if not any(number > _CHANCE * mask.numel() for number, mask in zip(found, own.values(), strict=False)):
+        return {}
+    return {name: number for name, number in zip(own, found[len(own) :], strict=True) if number}
 
 
 def _unbits(bits: Tensor, shape: tuple[int, ...], name: str) -> Tensor:

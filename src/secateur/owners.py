@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ._dist import Box, Comm, Share, comm_of
+from ._dist import Box, Comm, Share, comm_of, together
 from ._layers import Layout
 from .criteria import Criterion
 from .evidence import TensorEvidence, input_norms, random_scores
@@ -55,11 +55,13 @@ def scores_of(criterion: Criterion, evidence: TensorEvidence, number: int = 0) -
     table = {}
     for leaf in sorted(criterion.needs | {"weight"}):
         table[leaf] = leaves[leaf] if leaf == "input_norm" else move(share, leaves[leaf], share.boxes, whole)
-    found = torch.empty(0, 0)
-    if mine:
-        held = _Whole(evidence.name, share.layout, evidence.device, evidence.step, table)
-        found = criterion.scores(held).rows(0, share.layout.rows)
-    (kind,) = comm_of({evidence.name: share}).sum(RANKED.index(found.dtype) * mine)
+    found, kind, comm = torch.empty(0, 0), 0, comm_of({evidence.name: share})
+    with together(comm, f"compute {criterion} of {evidence.name!r}"):
+        if mine:
+            held = _Whole(evidence.name, share.layout, evidence.device, evidence.step, table)
+            found = criterion.scores(held).rows(0, share.layout.rows)
+            kind = RANKED.index(found.dtype)
+    (kind,) = comm.sum(kind)
     found = found if mine else torch.empty(0, 0, dtype=RANKED[kind], device=evidence.device)
     return replace(Scores.of(move(share, found, whole, share.boxes), evidence.layout), share=share)
 

@@ -13,7 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from . import kernels
-from ._dist import Group, comm_of, counts, digest, like, local, refuse_stage, replicas_of, reshard_, sharded
+from ._dist import (
+    Group,
+    check_copies,
+    comm_of,
+    counts,
+    like,
+    local,
+    mesh_comm,
+    model_comm,
+    refuse_stage,
+    replicas_of,
+    reshard_,
+    sharded,
+    together,
+)
 from ._hints import hints
 from ._tree import Prunable, as_module, bare_name, check_unpacked, slots
 from .arguments import plain_arguments
@@ -293,13 +307,14 @@ def plan(
     include, exclude = globs_of("include", include), globs_of("exclude", exclude)
     arguments = plain_arguments(plan, locals())
     model = as_module(model)
-    recipe = Settings.of(criterion, pattern, scope, sparsity, count, spread, method, floor)
-    if recipe.scheduled:
-        raise TypeError(f"{recipe.scheduled[0]} changes with the step; use sc.Pruner for it, and a number to prune once")
-    if recipe.method.revives:
-        raise TypeError(f"{recipe.method} brings weights back as training goes on; use sc.Pruner for it")
-    found, skipped = targets(model, include=include, exclude=exclude, types=types)
-    check_streamed(recipe, found, data, loss)
+    with together(model_comm(model), "use its arguments"):
+        recipe = Settings.of(criterion, pattern, scope, sparsity, count, spread, method, floor)
+        if recipe.scheduled:
+            raise TypeError(f"{recipe.scheduled[0]} changes with the step; use sc.Pruner for it, and a number to prune once")
+        if recipe.method.revives:
+            raise TypeError(f"{recipe.method} brings weights back as training goes on; use sc.Pruner for it")
+        found, skipped = targets(model, include=include, exclude=exclude, types=types)
+        check_streamed(recipe, found, data, loss)
     once = recipe.needs - STREAMED
     if data is not None and bool(once) + bool(recipe.needs & STREAMED) + measures(recipe) > 1:
         data = list(data)  # it is run through more than once
@@ -345,8 +360,12 @@ def make_plan(
         refuse_stage(model)
     comm = comm_of({target.name: target.share for target in found}, group)
     if not comm.alone:
-        comm.check_same(recipe.describe(step))
-        comm.within.check_same(str([(t.name, tuple(t.tensor.shape), t.tensor.dtype) for t in found]))
+        shares = dict(recipe.spread) if isinstance(recipe.spread, Mapping) else ""
+        how = f"{recipe.describe(step)} {shares} at step {step}"
+        own = str([(t.name, tuple(t.tensor.shape), t.tensor.dtype) for t in found])
+        if comm.stages is not None:
+            comm.check_same(how)
+        comm.within.check_same(f"{how}: {own}")
     with torch.no_grad():
         evidence = {t.name: TensorEvidence(t, table[t.name], step) for t in found}
         scores = {name: scores_of(recipe.criterion, one, number) for number, (name, one) in enumerate(evidence.items())}
@@ -390,8 +409,9 @@ def make_plan(
         solutions = solve_all(model, found, recipe.method.needs, data, solve, notes, blend=recipe.method.blend)
     masks = Masks({t.name: like(solutions[t.name].mask, t.tensor) for t in found})
     weights = {name: solution.weight for name, solution in solutions.items() if solution.weight is not None}
-    if recipe.needs:
-        _check_replicas(model, masks, weights)
+    partly = len({sharded(mask) for mask in masks.values()}) > 1
+    if recipe.needs or (partly and not comm.alone):
+        check_copies(replicas_of(model) if comm.within.alone else mesh_comm(masks.values()), comm.within, masks, weights)
     made = Plan(masks, skipped, recipe.describe(step), weights=weights, solved=solved, notes=notes)
     _warn_of_collapse(made, to_be_empty, previous)
     return made
@@ -406,16 +426,4 @@ def _warn_of_collapse(made: Plan, asked: Set[str], previous: Masks | None) -> No
             f"nothing is left of {shown}, so the outputs of such a layer no longer depend on its inputs; pass floor= (0.01 "
             "keeps at least 1 % of every tensor), exclude it, or prune less",
             stacklevel=frames_inside(),
-        )
-
-
-def _check_replicas(model: nn.Module, masks: Masks, weights: Mapping[str, Tensor]) -> None:
-    """Raises on every process unless all replicas of a model in DistributedDataParallel have the same masks and weights."""
-    comm = replicas_of(model)
-    plain = [] if comm.alone else [*weights.items(), *((name, mask) for name, mask in masks.items() if not sharded(mask))]
-    same = comm.same([digest(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()) for _, tensor in plain])
-    if odd := [name for (name, _), equal in zip(plain, same, strict=True) if not equal]:
-        raise ValueError(
-            f"the processes of DistributedDataParallel made different masks or weights for {odd[:3]}, because each has its own "
-            "data=. Give all of them the same batches. The model is unchanged."
         )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import kernels
-from ._dist import Group, like, local, reshard_, sharded
+from ._dist import Group, like, local, mesh_comm, model_comm, reshard_, sharded, together
 from ._hints import hints
 from ._tree import Prunable, as_module
 from .budgets import Spread
@@ -81,15 +81,18 @@ class Pruner:
         group: Group | None = None,
     ):
         model = as_module(model)
-        recipe = Settings.of(criterion, pattern, scope, sparsity, count, spread, method_of(method, grow, swap), floor)
-        needs = recipe.needs - STREAMED
-        if data is not None or needs - {"grad", "grad_square"}:
-            check_evidence(needs, data, loss)
-        check_ste(recipe, ste, every)
-        found, skipped = targets(model, include=include, exclude=exclude, types=types)
-        check_streamed(recipe, found, data, loss)
-        if ste and any(sharded(target.tensor) for target in found):
-            raise NotImplementedError("ste=True puts a mask into the forward pass, which FSDP2 does not see; use it unsharded")
+        with together(model_comm(model), "use its arguments"):
+            recipe = Settings.of(criterion, pattern, scope, sparsity, count, spread, method_of(method, grow, swap), floor)
+            needs = recipe.needs - STREAMED
+            if data is not None or needs - {"grad", "grad_square"}:
+                check_evidence(needs, data, loss)
+            check_ste(recipe, ste, every)
+            found, skipped = targets(model, include=include, exclude=exclude, types=types)
+            check_streamed(recipe, found, data, loss)
+            if ste and any(sharded(target.tensor) for target in found):
+                raise NotImplementedError(
+                    "ste=True puts a mask into the forward pass, which FSDP2 does not see; use it unsharded"
+                )
         self._begin(model, recipe, found, skipped, data, loss, ste, every, keep_dense, group)
 
     @classmethod
@@ -337,8 +340,9 @@ class Pruner:
         if self._sharded:
             reshard_(self.model)
         self._check_sizes()
-        alive = {t.name: int((t.weight[~local(self._masks[t.name])] != 0).sum()) for t in self._targets}
-        if broken := {name: number for name, number in alive.items() if number}:
+        alive = [int((t.weight[~local(self._masks[t.name])] != 0).sum()) for t in self._targets]
+        everywhere = mesh_comm(target.tensor for target in self._targets).sum(*alive)  # all processes of shards raise
+        if broken := {t.name: number for t, number in zip(self._targets, everywhere, strict=True) if number}:
             raise RuntimeError(
                 f"pruned weights are not zero: {broken}. Something changed them after the last pruner.step(): an "
                 "optimizer that is not attached, one that steps in the backward pass, or a checkpoint. Attach it, or call "
@@ -410,9 +414,10 @@ class Pruner:
 
         Either model may be compiled (torch.compile), wrapped in DistributedDataParallel, or sharded over other processes.
         """
-        self._check_running("load_state_dict()")
-        state = upgraded(state, self._targets)
-        check_state(state, self.recipe, self._options())
+        with together(model_comm(self.model), "load its state"):
+            self._check_running("load_state_dict()")
+            state = upgraded(state, self._targets)
+            check_state(state, self.recipe, self._options())
         found = tensors_from(state, self._targets, self._masks, self._dense)
         if self._pruned_by_attach:
             check_weights(self._targets, self._masks, found[0])

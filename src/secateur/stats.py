@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ._dist import DataRanks, data_ranks_of, local_as, run_of
+from ._dist import Comm, DataRanks, data_ranks_of, local_as, run_of, together
 from ._layers import Layout, layout_of
 from ._tree import Loose
 from .edit import eager_experts, eval_mode, no_mha_fastpath, why_failed
@@ -64,7 +64,8 @@ def collect(
             batch = next(data, None)
             if not all(ranks.flags(batch is not None)):
                 raise ValueError("data= gave no batch; one is needed for the shape of the model's input")
-            _linearised(model, targets, batch, table)
+            with together(ranks.comm, "run on its batch of data="):
+                _linearised(model, targets, batch, table)
             data = itertools.chain([batch], data)
         if needs - {"linear_grad"}:
             _one_pass(model, [Target(t.slot, t.share.layout) for t in targets], needs, data, loss, table, unread, ranks)
@@ -204,13 +205,15 @@ def _one_pass(
     """Runs the model on all batches, and adds up what the processes found. The layouts are those of whole tensors."""
     gradients = needs & {"grad", "grad_square"}
     batches, listening = 0, Event()
+    own = Comm() if ranks.steps_together else ranks.comm  # FSDP2 sends and receives in every run
     with contextlib.ExitStack() as stack:
+        stack.enter_context(together(own, "run on its batches of data="))
         differentiate = stack.enter_context(_gradients_of(model, targets, ranks)) if gradients else None
         if "input_norm" in needs:
             sums = InputSquares(table, listening)
             stack.enter_context(listen(targets, sums.called, sums.passed))
         stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
-        for batch, counts in ranks.batches(track(data, "scores from data")):
+        for batch, counts in ranks.batches(_checked(track(data, "scores from data"))):
             batches += counts
             if batches == 1 and loss is None:
                 warn_of_unused_input(model, batch)
@@ -220,7 +223,8 @@ def _one_pass(
                 mine = counts and turn == ranks.rank
                 output = _output(model, batch, listening if mine else Event())
                 if differentiate is not None:
-                    value = loss_of(model, output, batch, split_batch(batch)[2], loss)
+                    with together(ranks.comm if ranks.steps_together else Comm(), "compute its loss"):
+                        value = loss_of(model, output, batch, split_batch(batch)[2], loss)
                     for one, gradient in zip(targets, differentiate(value * mine), strict=True):
                         add_gradient(Target(one.slot, _part(one)), gradient, gradients, table[one.name])
     (total,) = ranks.comm.sum(batches)
@@ -229,6 +233,12 @@ def _one_pass(
     _add_up(targets, needs, table, ranks)
     for target in targets:
         _finish(target, needs, total, table[target.name], unread)
+
+
+def _checked(data: Iterable[Any]) -> Iterator[Any]:
+    for batch in data:
+        split_batch(batch)  # raises unless it is a batch
+        yield batch
 
 
 def _part(target: Target) -> Layout:

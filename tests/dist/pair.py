@@ -29,6 +29,15 @@ class Raised:
         return f"Raised({self.type}: {self.text})"
 
 
+def _context() -> Any:
+    """Starts processes from one that has imported torch already: importing it four times takes a busy machine a minute."""
+    if "forkserver" not in mp.get_all_start_methods():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "secateur"])
+    return context
+
+
 class Pair:
     """`both(function, *args)` runs `function(rank, *args)` in all processes (two, or `world`) and gives their answers."""
 
@@ -37,7 +46,7 @@ class Pair:
         self._processes: list[Any] = []
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = _context()
         self._started += 1
         meeting = (self._folder / f"meeting{self._started}").as_uri()
         self._questions = [context.Queue() for _ in range(self.world)]
@@ -69,13 +78,25 @@ class Pair:
         found: list[Any] = []
         for rank, answers in enumerate(self._answers):
             try:
-                found.append(answers.get(timeout=max(deadline - time.monotonic(), 0.1)))
+                found.append(self._answer(rank, answers, deadline))
             except queue.Empty:
+                alive = self._processes[rank].is_alive()
+                why = f"gave no answer in {PATIENCE:.0f} s" if alive else "has died"
                 self.stop()
-                raise AssertionError(f"rank {rank} gave no answer in {PATIENCE:.0f} s; before it: {found}") from None
+                raise AssertionError(f"rank {rank} {why}; before it: {found}") from None
         if not all(in_step for _, in_step in found):
             self.stop()  # what they say to each other no longer fits
         return [answer for answer, _ in found]
+
+    def _answer(self, rank: int, answers: Any, deadline: float) -> Any:
+        """The answer of a process. Raises queue.Empty when time is up, or when the process has died."""
+        while True:
+            alive = self._processes[rank].is_alive()
+            try:
+                return answers.get(timeout=1.0)
+            except queue.Empty:
+                if not alive or time.monotonic() > deadline:
+                    raise
 
     def both(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What each process gave; an exception in any fails the test."""

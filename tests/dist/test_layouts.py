@@ -7,7 +7,10 @@ import torch
 import torch.distributed as dist
 from layouts import LAYOUTS, bare, build, shard_by_hand, spread, weights
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import secateur as sc
 
@@ -103,6 +106,73 @@ def test_uneven_and_empty_shares(four, axis, kind):
     compare(four.both(in_uneven_shards, kind, axis), plans(build(kind), UNEVEN))
 
 
+# --- unusual meshes and models --------------------------------------------------------------------------------------
+
+FEW = ["global", "tensor", "row", "2:4", "4x1", "in", "out", "random", "lamp", "erk"]
+
+
+def on_mesh(rank: int, shape: tuple[int, ...], axes: str, kind: str) -> dict[str, dict]:
+    """Weights on a mesh whose axes shard rows ("0"), columns ("1"), or replicate ("r")."""
+    model, mesh = build(kind), init_device_mesh("cpu", shape)
+    places = [Replicate() if axis == "r" else Shard(int(axis)) for axis in axes]
+    for layer in model:
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, places))
+    return plans(model, FEW)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [((1, 4), "00"), ((4, 1), "10"), ((4, 1), "r0"), ((2, 1, 2), "0r1"), ((2, 2), "10"), ((1, 2, 2), "r01"), ((2, 2), "00")],
+    ids=str,
+)
+def test_meshes_of_several_axes_with_uneven_shares(four, shape, axes):
+    kind = "uneven, ties"
+    compare(four.both(on_mesh, shape, axes, kind), plans(build(kind), FEW))
+
+
+def on_two_meshes(rank: int) -> dict[str, dict]:
+    """One layer over all processes, and one over each axis of a mesh of two."""
+    model, line, square = build("even, ties"), init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    for layer, mesh, axis in zip(model, (line, square["b"], square["a"]), (0, 1, 0), strict=True):
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(axis)]))
+    return plans(model, FEW)
+
+
+def test_layers_on_different_meshes_rank_together(four):
+    compare(four.both(on_two_meshes), plans(build("even, ties"), FEW))
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is that of the last layer, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.middle, self.head = nn.Embedding(13, 8), nn.Linear(8, 8), nn.Linear(8, 13, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def of_special_models(rank: int) -> list[dict]:
+    tied = fully_shard(Tied())
+    compiled = torch.compile(spread(build(), "fsdp"), backend="eager")
+    offloaded = fully_shard(build(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    frozen = build().requires_grad_(False)
+    words, mesh = nn.Sequential(Tied().embed), init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(words, mesh, {"0": RowwiseParallel(input_layouts=Replicate())})
+    models = [(tied, ("head", "middle")), (compiled, ()), (offloaded, ()), (spread(frozen, "fsdp"), ()), (words, "0")]
+    found = [bare(sc.plan(m, sparsity=0.5, scope="global", include=i).masks) for m, i in models]
+    return [{name.removeprefix("_orig_mod."): mask for name, mask in masks.items()} for masks in found]
+
+
+def test_tied_compiled_offloaded_frozen_and_embedded_weights(pair):
+    plain = [(Tied(), ("head", "middle")), *[(build(), ())] * 3, (nn.Sequential(Tied().embed), "0")]
+    expected = [dict(sc.plan(m, sparsity=0.5, scope="global", include=i).masks) for m, i in plain]
+    for found in pair.both(of_special_models):
+        for got, masks in zip(found, expected, strict=True):
+            assert got.keys() == masks.keys()
+            assert all(torch.equal(got[name], mask) for name, mask in masks.items())
+
+
 # --- training: what is pruned stays pruned --------------------------------------------------------------------------
 
 
@@ -122,8 +192,6 @@ def trained(rank: int, layout: str | None, more: dict) -> tuple:
 
 
 def _like(value, parameter):
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
     mesh = parameter.device_mesh
     return distribute_tensor(value, mesh, [Replicate()] * mesh.ndim).redistribute(placements=parameter.placements)
 
@@ -154,8 +222,6 @@ def test_training_prunes_as_one_process_does(four, layout, run):
 def staged(rank: int, kind: str, sharded: bool) -> dict:
     model = build(kind)
     if sharded:  # two stages, each sharded over two processes
-        from torch.distributed.device_mesh import init_device_mesh
-
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
         stage, group = rank // 2, mesh.get_group("stage")
         own = nn.ModuleDict({str(i): fully_shard(model[i], mesh=mesh["data"]) for i in ((0,), (1, 2))[stage]})

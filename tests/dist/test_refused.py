@@ -7,8 +7,9 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import spread
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import secateur as sc
 
@@ -71,3 +72,122 @@ def stage_of_a_pipeline(rank: int) -> str:
 def test_a_global_pool_on_one_stage_is_refused(pair):
     for text in pair.both(stage_of_a_pipeline):
         assert "stage" in text
+
+
+# --- one process raises, or does something else ---------------------------------------------------------------------
+
+
+def odd_batches(rank: int):
+    yield torch.ones(2, 8)
+    if rank == 1:
+        raise OSError("the disk is gone")
+
+
+def mean(output: torch.Tensor, _: object) -> torch.Tensor:
+    return output.mean()
+
+
+ODD = {
+    "argument": lambda rank, model: sc.prune_(model, sparsity=0.5 + rank),
+    "argument of a pruner": lambda rank, model: sc.Pruner(model, sparsity=0.5 + rank),
+    "glob": lambda rank, model: sc.prune_(model, sparsity=0.5, include=["0", "7"][rank]),
+    "share by name": lambda rank, model: sc.prune_(model, sparsity=0.5, spread={"0.weight": 0.9 - 0.1 * rank}),
+    "step": lambda rank, model: one_step_ahead(rank, model),
+    "criterion": lambda rank, model: sc.prune_(model, sc.weight.map([abs, failing][rank]), sparsity=0.5, include="2"),
+    "data": lambda rank, model: sc.prune_(model, sc.wanda, sparsity=0.5, data=odd_batches(rank)),
+    "batch": lambda rank, model: sc.prune_(model, sc.wanda, sparsity=0.5, data=[[torch.ones(2, 8), "text"][rank]]),
+    "loss": lambda rank, model: sc.prune_(
+        model, sc.taylor, sparsity=0.5, data=[torch.ones(2, 8)], loss=[mean, lambda a, b: failing(a)][rank]
+    ),
+    "state": lambda rank, model: sc.Pruner(model, sparsity=0.5).load_state_dict({"version": [1, 7][rank]}),
+    "zeros": lambda rank, model: overwritten(rank, model).verify(),
+}
+
+
+def failing(_: object) -> torch.Tensor:
+    raise ArithmeticError("this one fails")
+
+
+def one_step_ahead(rank: int, model: nn.Module) -> None:
+    pruner = sc.Pruner(model, sc.random(0), sparsity=sc.constant(0.5))
+    for _ in range(rank):
+        pruner._step += 1
+    pruner.step()
+
+
+def overwritten(rank: int, model: nn.Module) -> sc.Pruner:
+    pruner = sc.Pruner(model, sparsity=0.5)
+    pruner.step()
+    if rank == 1:
+        model[0].weight.to_local().detach().fill_(1)
+    return pruner
+
+
+def odd_one_out(rank: int, what: str, layout: str) -> str:
+    model = spread(build(), layout)
+    return refusal(lambda: ODD[what](rank, model), Exception)
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_all_processes_raise_if_one_of_them_cannot_go_on(pair, what):
+    for text in pair.both(odd_one_out, what, "fsdp"):
+        assert text
+
+
+@pytest.mark.parametrize("what", ["data", "batch", "loss"])
+def test_all_replicas_raise_if_one_of_them_cannot_use_its_data(pair, what):
+    other, own = pair.both(odd_one_out, what, "ddp")
+    assert "another process" in other
+    assert "another process" not in own
+
+
+def ragged(rank: int) -> str:
+    model = spread(build(), "ddp")
+    data = [torch.ones(2, 8 - rank)]
+    return refusal(lambda: sc.plan(model, sparsity=0.5, method="sparsegpt", data=data), Exception)
+
+
+def test_a_batch_that_does_not_fit_on_one_process_is_refused_on_all(pair):
+    other, own = pair.both(ragged)
+    assert "another process" in other
+    assert "(2, 7)" in own
+
+
+# --- copies that are not copies, groups that overlap ----------------------------------------------------------------
+
+
+def with_own_copies(rank: int) -> str:
+    model = build()
+    fully_shard(model[0])
+    with torch.no_grad():
+        model[2].weight.mul_(1 + rank)  # as experts of which each process has its own
+    return refusal(lambda: sc.prune_(model, sparsity=0.5, scope="global"), ValueError)
+
+
+def test_whole_tensors_that_differ_between_the_processes_are_refused(pair):
+    for text in pair.both(with_own_copies):
+        assert "'2.weight'" in text
+        assert "group=" in text
+
+
+def sharded_over_its_group(rank: int) -> str:
+    model = spread(build(), "fsdp")
+    return refusal(lambda: sc.prune_(model, sparsity=0.5, scope="global", group=dist.group.WORLD), ValueError)
+
+
+def test_a_group_over_which_the_tensors_are_sharded_is_refused(pair):
+    for text in pair.both(sharded_over_its_group):
+        assert "need no group=" in text
+
+
+def outside_of_the_group(rank: int) -> str:
+    group = dist.new_group([0, 1])
+    if rank > 1:
+        return refusal(lambda: sc.prune_(build(), sparsity=0.5, scope="global", group=group), ValueError)
+    sc.prune_(build(), sparsity=0.5, scope="global", group=group)
+    return refusal(lambda: sc.prune_(build(), "no such criterion"), ValueError)
+
+
+def test_a_process_outside_of_the_group_is_told(four):
+    *_, text = four.both(outside_of_the_group)
+    assert "not in group=" in text

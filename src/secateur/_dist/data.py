@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .groups import Comm, group_of_ranks, replicas_of
+from .groups import Comm, group_of_ranks, replicas_of, together
 from .shares import sharded
 
 _BUCKET = 1 << 24  # bytes that are added up at once
@@ -68,7 +68,8 @@ class DataRanks:
         given, none = iter(data), object()
         filler: Any = none
         while True:
-            batch = next(given, none)
+            with together(self.comm, "get its next batch of data="):
+                batch = next(given, none)
             have = self.flags(batch is not none)
             if not any(have):
                 return

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._layers import Layout
-from .guards import instances
+from .guards import instances, reshard_
 from .shares import Share, local, sharded, share_of
 
 Group = dist.ProcessGroup
@@ -158,6 +158,8 @@ def digest(data: bytes) -> int:
 def comm_of(shares: Mapping[str, Share], group: Any = None) -> Comm:
     """How the processes that hold parts of these tensors agree. `group`: processes that hold other tensors of the model."""
     spread = {name: share for name, share in shares.items() if share.mesh is not None}
+    if group is not None and dist.get_rank(group) < 0:
+        raise ValueError("this process is not in group=; only the processes of the group make the call")
     stages = [] if group is None or dist.get_world_size(group) == 1 else [group]
     ranks: set[int] = set()
     for mesh in {id(share.mesh): share.mesh for share in spread.values()}.values():
@@ -173,6 +175,11 @@ def comm_of(shares: Mapping[str, Share], group: Any = None) -> Comm:
             "(include=...), or shard all of them over parts of one mesh"
         )
     ranks = _closed(largest, ranks)
+    if stages and len(ranks & set(dist.get_process_group_ranks(group))) > 1:
+        raise ValueError(
+            f"{list(spread)[:3]} are sharded over processes of group=, and group= is for processes that hold other tensors of "
+            "the model (stages of a pipeline). Sharded tensors need no group="
+        )
     one = next((share for share in spread.values() if set(share.ranks) == ranks), None)
     return Comm([group_of_ranks(sorted(ranks)) if one is None else group_of(one), *stages], min(ranks), *stages)
 
@@ -189,6 +196,15 @@ def mesh_comm(tensors: Iterable[Tensor]) -> Comm:
     return Comm([group_of_ranks(sorted(largest))], min(largest))
 
 
+def model_comm(model: nn.Module) -> Comm:
+    """The processes that all have to make a call for this model: those of its mesh. Alone if no mesh has all of them."""
+    reshard_(model)
+    try:
+        return mesh_comm(model.parameters())
+    except ValueError:
+        return Comm()
+
+
 def _closed(mesh: Any, ranks: set[int]) -> set[int]:
     """The ranks along all axes of the mesh that these ranks go along, so that all processes find the same set."""
     here = mesh.get_coordinate()
@@ -203,16 +219,40 @@ def _at(mesh: Any, rank: int) -> list[int]:
 
 def counts(masks: Mapping[str, Tensor]) -> list[int]:
     """How many elements of each mask are true, over every process that holds a part (which then must all ask)."""
-    shares = {name: share_of(name, mask, Layout(tuple(mask.shape))) for name, mask in masks.items()}
+    return add_counts(masks, [_count(local(mask)) for mask in masks.values()])
+
+
+def add_counts(tensors: Mapping[str, Tensor], *here: Sequence[int]) -> list[int]:
+    """Counts of this process's parts, one for each tensor, as those of whole tensors. Several lists give one long list."""
+    shares = {name: share_of(name, tensor, Layout(tuple(tensor.shape))) for name, tensor in tensors.items()}
     comm = comm_of(shares)
-    here = [_count(local(mask)) if comm.counted(shares[name]) else 0 for name, mask in masks.items()]
-    return list(comm.sum(*here))
+    counted = [comm.counted(share) for share in shares.values()]
+    return list(comm.sum(*(n * mine for each in here for n, mine in zip(each, counted, strict=True))))
 
 
 def _count(mask: Tensor) -> int:
     if mask.device.type == "cpu":
         return int(np.count_nonzero(mask.numpy()))
     return int(mask.sum())  # count_nonzero would take eight bytes an element there
+
+
+def check_copies(comm: Comm, parts: Comm, masks: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Raises on every process of `comm` unless all copies of a tensor on them have the same masks and new weights.
+
+    `parts` are the processes that hold the parts of one copy of a sharded tensor.
+    """
+    if comm.alone:
+        return
+    every = [*masks.items(), *weights.items()]
+    own = torch.tensor([digest(local(tensor).cpu().contiguous().view(torch.uint8).numpy().tobytes()) for _, tensor in every])
+    split = torch.tensor([sharded(masks[name]) for name, _ in every])
+    whole = torch.where(split, parts.add_(own.clone()), own)  # the sum of the digests of all parts
+    if odd := [name for (name, _), equal in zip(every, comm.same(whole.tolist()), strict=True) if not equal]:
+        raise ValueError(
+            f"the processes made different masks or weights for {odd[:3]}, of which each holds a copy: the copies, or the "
+            "gradients and inputs behind them, are not the same. Begin with the same weights on all processes. For tensors "
+            "that are to differ, such as experts, make a call of their own (include=...) with group=. Nothing has changed."
+        )
 
 
 def exchange(share: Share, pieces: Sequence[Tensor], sizes: Iterable[int]) -> list[Tensor]:

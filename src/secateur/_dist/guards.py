@@ -54,7 +54,7 @@ def refuse_stage(model: nn.Module) -> None:
     if pipelining is None or not dist.is_initialized():
         return
     stages = [stage for stage in instances(pipelining._PipelineStageBase) if stage.num_stages > 1]
-    if any(model is stage.submod for stage in stages):
+    if any(module is stage.submod for stage in stages for module in model.modules()):  # torch.compile wraps it
         raise NotImplementedError(
             "this model is one stage of a pipeline, and scope='global' would rank its weights apart from those of the other "
             "stages. Pass group=, the process group of the stages, or use scope='tensor'."

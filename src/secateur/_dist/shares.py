@@ -43,16 +43,18 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
     """`part`, this process's share, as a tensor that is sharded as `tensor` is."""
     if not _is_dtensor(tensor):
         return part
-    from torch.distributed.tensor import DTensor
+    return _as_sharded(part, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())  # type: ignore
 
-    return DTensor.from_local(
-        part,
-        tensor.device_mesh,  # type: ignore[attr-defined]
-        tensor.placements,  # type: ignore[attr-defined]
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+
+def _as_sharded(part: Tensor, mesh: Any, placements: Sequence[Any], shape: Size, stride: tuple[int, ...]) -> Tensor:
+    """This process's part of a sharded tensor as that tensor. It stays on its device, as weights that FSDP2 offloads do."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    if part.device.type == mesh.device_type:
+        return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, part.dtype))
+    return DTensor(part, spec, requires_grad=False)  # `from_local` would move it to the device of the mesh
 
 
 class Box(NamedTuple):
@@ -181,10 +183,7 @@ def by_rows(share: Share, multiple: int = 1) -> tuple[list[Box], tuple[Any, ...]
 
 def as_rows(part: Tensor, share: Share, rows: int) -> Tensor:
     """Rows of this process as a sharded matrix of so many rows, laid out as `by_rows` says."""
-    from torch.distributed.tensor import DTensor
-
-    shape, stride = Size((rows, part.shape[1])), (part.shape[1], 1)
-    return DTensor.from_local(part, share.mesh, by_rows(share)[1], run_check=False, shape=shape, stride=stride)
+    return _as_sharded(part, share.mesh, by_rows(share)[1], Size((rows, part.shape[1])), (part.shape[1], 1))
 
 
 def sharded_axes(name: str, tensor: Tensor) -> list[int]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import copied, moved, signature, tensors_of
-from .._dist import DataRanks, data_ranks_of, local, run_of
+from .._dist import DataRanks, data_ranks_of, local, run_of, together
 from .._tree import Loose
 from ..blocks import repeated_blocks
 from ..display import format_seconds
@@ -49,6 +49,7 @@ def solve_all(
     notes: dict[str, str] | None = None,
     residence: Residence | None = None,
     blend: tuple[float, float] | None = None,
+    ranks: DataRanks | None = None,
 ) -> dict[str, Solution]:
     """A solution for each target. Without streamed evidence all targets see the model as it is.
 
@@ -56,6 +57,7 @@ def solve_all(
     number of inputs) and "stage" (its number in the block). "residual" is there for layers whose output is added to the
     residual stream. With `blend` (see `Method.blend`), some layers have "shift" in place of "cross" and "residual". `notes`
     receives sentences about layers, blocks and batches, by name. `residence` says where blocks are while they are solved.
+    `ranks` are the processes that each have a part of the data; by default those of DistributedDataParallel.
     """
     if not needs & STREAMED:
         items = track(found, "solve", lambda target: target.name)
@@ -64,7 +66,7 @@ def solve_all(
     if isinstance(model, Loose):
         raise TypeError("this method runs a model on data=, and these are tensors without one")
     notes = {} if notes is None else notes
-    ranks = data_ranks_of(model, {target.name: target.tensor for target in found}, "Gram matrices")
+    ranks = ranks or data_ranks_of(model, {target.name: target.tensor for target in found}, "Gram matrices")
     run, given = run_of(model), {target.name: target for target in found}
     if run is not model:  # the names of targets begin with that of the module inside of DistributedDataParallel
         given = {name.removeprefix("module."): target for name, target in given.items()}
@@ -112,7 +114,7 @@ class _Walk:
         by_name = {target.name: target for target in self.found}
         blocks = repeated_blocks(self.model, by_name, lists=(nn.ModuleList, nn.Sequential))
         inner = [block.module for block in blocks if block.module is not self.model]
-        with self.residence.outside(self.model, inner, inner[:1]):
+        with self.alike(), self.residence.outside(self.model, inner, inner[:1]):
             if self.residence.device is None:
                 chain = Chain.of(self.model, inner, self.batches)
             else:
@@ -132,7 +134,9 @@ class _Walk:
                 own, since = [by_name[name] for name in block.names], len(self.changes)
                 last = i + 1 == len(inner) < len(blocks)
                 with self._there(name, block.module, inner):
-                    part = _Block(self, name, block.module, own, *self._calls(block.module, i, feeds))
+                    with self.alike():
+                        calls = self._calls(block.module, i, feeds)
+                    part = _Block(self, name, block.module, own, *calls)
                     yield from part.evidence()
                     if chain is not None and feeds is not None and (i in chain.last_use or last):
                         chain.last_use.setdefault(i, len(inner))
@@ -148,6 +152,10 @@ class _Walk:
     def note(self, name: str, text: str) -> None:
         """Adds a sentence to what is known about a layer."""
         self.notes[name] = f"{self.notes[name]}; {text}" if name in self.notes else text
+
+    def alike(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which the batches of this process run. If that fails on one process, all of them raise."""
+        return together(self.ranks.comm, "run on its batches of data=")
 
     def _there_now(self, batch: Any) -> Any:
         """A batch on the device where blocks run."""
@@ -206,7 +214,8 @@ class _Block:
     def evidence(self) -> Iterator[tuple[list[Target], Evidence]]:
         by_name = {target.name: target for target in self.targets}
         self._since = 0 if self.module is self.walk.model else len(self.walk.changes)
-        stages, windows, tapes = self._plan()
+        with self.walk.alike():
+            stages, windows, tapes = self._plan()
         self.walk.ranks.comm.check_same(f"{self.name}: {[dict(stage.leaders) for stage in stages]}")
         device = self.walk.residence.device
         self.pruned = Parts(self.module, self.calls, tapes, device)
@@ -240,17 +249,8 @@ class _Block:
         if self.walk.blend is not None:
             shared = [leader for name, leader in stage.leaders.items() if name != leader]
             moments.blend(*self.walk.blend, [target for target in leading if target.name not in shared])
-        for batch, window in enumerate(windows):
-            moments.next_batch(self.walk.valid[batch])
-            if self.dense is not None:
-                moments.dense = True
-                with self.walk.changes.out(self._since):
-                    reads = self._reads(self.dense, batch, window, leading)
-                for seen in reads:
-                    moments.feed(seen)
-                moments.dense = False
-            for seen in self._reads(self.pruned, batch, window, leading):
-                moments.feed(seen)
+        with self.walk.alike():
+            self._run(moments, windows, leading)
         if self.walk.ranks.size > 1:
             moments.add_up(self.walk.ranks, self.walk.counts)
         table = moments.table()
@@ -266,6 +266,20 @@ class _Block:
             if "residual" in table.get(name, {}):
                 found[name]["residual"] = table[name]["residual"]
         return found
+
+    def _run(self, moments: Moments, windows: Sequence[Window], leading: Sequence[Target]) -> None:
+        """Runs all batches through a stage, in the dense block and in the pruned one."""
+        for batch, window in enumerate(windows):
+            moments.next_batch(self.walk.valid[batch])
+            if self.dense is not None:
+                moments.dense = True
+                with self.walk.changes.out(self._since):
+                    reads = self._reads(self.dense, batch, window, leading)
+                for seen in reads:
+                    moments.feed(seen)
+                moments.dense = False
+            for seen in self._reads(self.pruned, batch, window, leading):
+                moments.feed(seen)
 
     def _reads(self, parts: Parts, number: int, window: Window, leading: Sequence[Target]) -> list[Seen]:
         """Runs one call up to the last read of a stage, and returns its reads. The next run goes on from the first of them."""
