@@ -1,7 +1,8 @@
 """Prunes a model that lies in a folder of safetensors files by methods that need calibration data, one block at a time.
 
 The model is built without memory for its weights. Each block is read, solved, and written to a file of its own. A run that was
-stopped goes on from its journal and writes the same files.
+stopped goes on from its journal and writes the same files. Several processes split the batches: all of them solve each block
+with the sums of all, and the first one writes it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._dist import Comm
+from ._dist import Comm, DataRanks, digest, together
 from .blocks import repeated_blocks
 from .evidence import TensorEvidence
-from .io import JOURNAL, Entry, Folder, Journal, Tensors, rename, replacing, write_index, write_tensors
+from .io import JOURNAL, Entry, Folder, Journal, Tensors, as_bytes, rename, replacing, write_index, write_tensors
 from .methods import LayerProblem, Method, OnDevice, Solution, as_mapping, from_mapping, solve_all
 from .owners import scores_of
 from .settings import Settings
@@ -36,17 +37,18 @@ def prune_blocks(
     batches: Iterable[Any],
     settings: Settings,
     device: torch.device,
+    ranks: DataRanks,
 ) -> tuple[dict[str, int], dict[str, str]]:
     """Solves the blocks of a model on the meta device, and writes them. Returns how much of each tensor is kept, and notes.
 
-    One block at a time is read to `device`. The inputs of the blocks lie on the host.
+    One block at a time is read to `device`. The inputs of the blocks lie on the host. Each of `ranks` has its own `batches`.
     """
     check_blocks(settings)
     notes: dict[str, str] = {}
-    with FromFolder(model, found, folder, journal, device) as home:
+    with FromFolder(model, found, folder, journal, device, ranks.comm) as home:
         journal.read()  # raises for another run, before any work is done
         method = settings.method
-        solve_all(model, found, method.needs, batches, _solver(settings), notes, home, method.blend)
+        solve_all(model, found, method.needs, batches, _solver(settings), notes, home, method.blend, ranks)
         home.finish()
     return home.kept, notes
 
@@ -86,10 +88,10 @@ class FromFolder(OnDevice):
     """Reads a block from a folder when it is needed, and writes it when it is solved."""
 
     def __init__(
-        self, model: nn.Module, found: Sequence[Target], folder: Folder, journal: Journal, device: torch.device
+        self, model: nn.Module, found: Sequence[Target], folder: Folder, journal: Journal, device: torch.device, comm: Comm
     ) -> None:
         super().__init__(device)
-        self.folder, self.journal, self.target = folder, journal, journal.target
+        self.folder, self.journal, self.target, self.comm = folder, journal, journal.target, comm
         self.kept: dict[str, int] = {}
         self._names: dict[tuple[int, str], list[str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
@@ -142,13 +144,20 @@ class FromFolder(OnDevice):
             yield
             by_name = {own: t for (m, attribute), t in there.items() for own in self._names[id(m), attribute]}
             tensors = {n: by_name[n].detach().cpu() for n in self._stored(block)}
+            self._check_same(name, tensors)
             self._wait()  # so that at most one block waits for the disk
             self._writing = self._writer.submit(self._write, self._number[id(block)], tensors)
 
+    def _check_same(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Raises on all processes unless they solved a block alike."""
+        if not self.comm.alone and not all(self.comm.same([digest(as_bytes(tensor)) for tensor in tensors.values()])):
+            raise RuntimeError(f"the processes of group= got different weights for {name!r}; run them on devices of one kind")
+
     def _wait(self) -> None:
-        """Waits until the last block is written, and raises what went wrong."""
-        if self._writing is not None:
-            self._writing.result()
+        """Waits until the last block is written, and raises on all processes what went wrong."""
+        with together(self.comm, "write its block"):
+            if self._writing is not None:
+                self._writing.result()
 
     def solved(self, name: str, solution: Solution) -> Solution:
         self.kept[name] = int(solution.mask.sum())
@@ -167,16 +176,24 @@ class FromFolder(OnDevice):
             dtype, shape = self.folder.entries[name]
             entries[name] = Entry(dtype, shape, tensor if callable(tensor) else lambda tensor=tensor: tensor)
         file = self.target / self._file(number)
-        with replacing(file) as beside:
-            write_tensors(beside, entries, {"format": "pt"})
-        rename(beside, file)
+        if self.comm.rank == 0:
+            with replacing(file) as beside:
+                write_tensors(beside, entries, {"format": "pt"})
+            rename(beside, file)
         self._written |= dict.fromkeys(tensors, file.name)
 
+    def _streams(self, number: int | str) -> str:
+        """The name of the file with what this process's batches are after so many blocks."""
+        return f"{JOURNAL}.{self.comm.rank}.{number}.safetensors"
+
     def resume(self, feeds: tuple[Feed, Feed]) -> int:
-        self.journal.begin()
+        with together(self.comm, f"make {self.target}"):
+            if self.comm.rank == 0:
+                self.journal.begin()
         for known in self.journal.read():
-            with (self.target / known["streams"]).open("rb") as handle:
-                tensors = Tensors(handle, known["streams"])
+            streams = self._streams(known["blocks"])
+            with together(self.comm, f"read {streams}"), (self.target / streams).open("rb") as handle:
+                tensors = Tensors(handle, streams)
                 found = {name: tensors.read(name) for name in tensors.entries}
                 tensors.close()
             for feed, name in zip(feeds, ("pruned", "dense"), strict=True):
@@ -189,31 +206,38 @@ class FromFolder(OnDevice):
     def finished(self, number: int, feeds: tuple[Feed, Feed]) -> None:
         tensors = {**as_mapping(feeds[0], "pruned"), **as_mapping(feeds[1], "dense")}
         large = sum(tensor.untyped_storage().nbytes() for tensor in tensors.values()) > _SMALL
-        if number == len(self._number) or (large and time.monotonic() - self._saved < _EVERY):
+        wait = number == len(self._number) or (large and time.monotonic() - self._saved < _EVERY)
+        if self.comm.sum(not wait)[0] == 0:  # all processes save the same blocks
             return
         self._wait()
+        with together(self.comm, "save its batches"):
+            self._save_streams(number, tensors)
+        with together(self.comm, "write the journal"):  # when all have saved, so that one file says how far all of them are
+            if self.comm.rank == 0:
+                self.journal.write(blocks=number, kept=self.kept, files=self._written)
+        for file in self.target.glob(self._streams("*")):
+            if file.name != self._streams(number):
+                file.unlink()
+        self._saved = time.monotonic()
+
+    def _save_streams(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         if self.device is not None and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        streams = self.target / f"{JOURNAL}.{number}.safetensors"
+        streams = self.target / self._streams(number)
         with replacing(streams) as beside:
             entries = {name: Entry(t.dtype, tuple(t.shape), lambda t=t: t) for name, t in tensors.items()}
             write_tensors(beside, entries, {})
         rename(beside, streams)
-        self.journal.write(blocks=number, streams=streams.name, kept=self.kept, files=self._written)
-        for file in self.target.glob(f"{JOURNAL}.*.safetensors"):
-            if file != streams:
-                file.unlink()
-        self._saved = time.monotonic()
 
     def finish(self) -> None:
         """Writes the tensors outside of blocks, one at a time, the index, and the other files of the source."""
         self._wait()
-        rest = [name for name in self.folder.entries if name not in self._of_blocks]
-        self._write(
-            len(self._number),
-            {name: self._changed.get(name, lambda name=name: self.folder.read(name)) for name in rest},
-        )
-        self.folder.copy_rest(self.target, index=False)
-        size = sum(Entry(dtype, shape, torch.empty).bytes for dtype, shape in self.folder.entries.values())
-        write_index(self.target, self._written, size)
-        self.journal.remove()
+        with together(self.comm, "write the rest"):
+            rest = [name for name in self.folder.entries if name not in self._of_blocks]
+            new = {name: self._changed.get(name, lambda name=name: self.folder.read(name)) for name in rest}
+            self._write(len(self._number), new)
+            if self.comm.rank == 0:
+                self.folder.copy_rest(self.target, index=False)
+                size = sum(Entry(dtype, shape, torch.empty).bytes for dtype, shape in self.folder.entries.values())
+                write_index(self.target, self._written, size)
+                self.journal.remove()

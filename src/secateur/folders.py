@@ -6,6 +6,7 @@ Criteria without data read a slab of rows at a time, and the model is not built.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from . import kernels
 from ._arguments import tensors_of
-from ._dist import Box, Comm, Group
+from ._dist import Box, Comm, DataRanks, Group, together
 from ._hints import hints
 from ._layers import Layout
 from .budgets import Spread
@@ -122,46 +123,50 @@ def prune_folder(
         sparsity, count, pattern, scope, exclude, types, spread: as for `prune_`.
         include: globs over names. Without `into` it is required, because files do not say which tensors are weights.
         method: as for `prune_`. Methods that need data, such as "sparsegpt" and "flow", need `into` and `data`.
-        data: calibration batches, as for `prune_`.
+        data: calibration batches, as for `prune_`. With `group`, those of this process.
         into: a function that builds the model; its weights take no memory. It says which tensors are weights of which layers,
             as `prune_` chooses them, and their order among equal scores.
         device: where blocks are solved, by default the CPU.
-        group: a process group whose processes all call this function and share the files.
+        group: a process group whose processes all call this function. They share the files, or with `data` the batches.
     """
-    settings = Settings.of(criterion, pattern, scope, sparsity, count, spread, method)
-    written, blocks = Path(target), bool(settings.method.needs & STREAMED)
-    _check(settings, blocks)
-    if written.exists() and (not written.is_dir() or written.resolve() == Path(source).resolve()):
-        raise ValueError(f"target={str(target)!r} must be another folder than the source")
-    batches = [] if data is None or not blocks else list(data)
-    if blocks:
-        check_evidence(settings.needs & STREAMED, data if data is None else batches, None, of=str(settings.method))
-        if into is None or group is not None:
-            raise ValueError(
-                f"{settings.method} runs the model block by block, in one process; pass into= (a function that builds the "
-                "model), and no group="
-            )
-    comm = Comm() if group is None else Comm([group])
-    with Folder(Path(source)) as folder:
-        model = None if into is None else built(into).eval()
-        chosen, found, skipped = _chosen(folder, model, include, exclude, types)
-        journal = Journal(written, _run_of(settings, folder, chosen, batches), comm.rank)
+    ranks = DataRanks(group)
+    with contextlib.ExitStack() as stack:
+        with together(ranks.comm, "use its arguments"):
+            settings = Settings.of(criterion, pattern, scope, sparsity, count, spread, method)
+            written, blocks = Path(target), bool(settings.method.needs & STREAMED)
+            batches = _check(settings, blocks, data, into)
+            if written.exists() and (not written.is_dir() or written.resolve() == Path(source).resolve()):
+                raise ValueError(f"target={str(target)!r} must be another folder than the source")
+            folder = stack.enter_context(Folder(Path(source)))
+            model = None if into is None else built(into).eval()
+            chosen, found, skipped = _chosen(folder, model, include, exclude, types)
+            run = _run_of(settings, folder, chosen)
+        ranks.comm.check_same(str(run))
+        seen = ranks.comm.gather(_digest(batches)) if blocks else []
+        journal = Journal(written, {**run, "data": seen}, ranks.rank)
         if blocks:
             assert model is not None
-            kept, notes = prune_blocks(model, found, folder, journal, batches, settings, torch.device(device or "cpu"))
+            where = torch.device(device or "cpu")
+            kept, notes = prune_blocks(model, found, folder, journal, batches, settings, where, ranks)
             kept = {name: kept[one.name] for name, one in zip(chosen, found, strict=True)}
         else:
-            job = _Job(folder, settings, chosen, comm, _files_of(folder, comm))
+            job = _Job(folder, settings, chosen, ranks.comm, _files_of(folder, ranks.comm))
             kept, notes = _prune_slabs(job, journal), {}
     layers = [Layer(name, layout.shape, kept[name], layout.rows * layout.cols) for name, layout in chosen.items()]
     return PrunedFolder(written, settings.describe(), layers, skipped, notes)
 
 
-def _check(settings: Settings, blocks: bool) -> None:
+def _check(settings: Settings, blocks: bool, data: Iterable[Any] | None, into: object) -> list[Any]:
+    """The batches, if blocks are solved with them. Raises where the arguments ask for more than a folder allows."""
     if settings.scheduled:
         raise TypeError(f"{settings.scheduled[0]} changes with the step; pass a number to prune once")
     if blocks:
-        return check_blocks(settings)
+        check_blocks(settings)
+        batches = [] if data is None else list(data)
+        check_evidence(settings.needs & STREAMED, data if data is None else batches, None, of=str(settings.method))
+        if into is None:
+            raise ValueError(f"{settings.method} runs the model block by block; pass into= (a function that builds the model)")
+        return batches
     if settings.needs or settings.method.rewrites or settings.method.revives:
         raise NotImplementedError(
             f"{settings.criterion} with {settings.method} needs data or changes weights; prune_folder takes criteria without "
@@ -169,17 +174,23 @@ def _check(settings: Settings, blocks: bool) -> None:
         )
     if not settings.criterion.elementwise:
         raise NotImplementedError(f"{settings.criterion} looks at whole tensors, and prune_folder reads slabs; use prune_")
+    return []
 
 
-def _run_of(settings: Settings, folder: Folder, chosen: Mapping[str, Layout], batches: Sequence[Any]) -> dict[str, Any]:
+def _run_of(settings: Settings, folder: Folder, chosen: Mapping[str, Layout]) -> dict[str, Any]:
     """What a run does, for its journal: a repeated call goes on only if all of this is the same."""
-    names, seen = hashlib.sha256("\n".join(chosen).encode()), hashlib.sha256()
+    names = hashlib.sha256("\n".join(chosen).encode())
+    recipe = [settings.describe(), dict(settings.spread) if isinstance(settings.spread, Mapping) else None]
+    source = [str(folder.path.resolve()), folder.stamp()]
+    return {"recipe": recipe, "source": source, "choice of tensors": names.hexdigest()}
+
+
+def _digest(batches: Sequence[Any]) -> str:
+    seen = hashlib.sha256()
     for batch in batches:
         for tensor in tensors_of(split_batch(batch)[:2]):
             seen.update(as_bytes(tensor))
-    recipe = [settings.describe(), dict(settings.spread) if isinstance(settings.spread, Mapping) else None]
-    source = [str(folder.path.resolve()), folder.stamp()]
-    return {"recipe": recipe, "source": source, "choice of tensors": names.hexdigest(), "data": seen.hexdigest()}
+    return seen.hexdigest()
 
 
 def _chosen(
@@ -287,7 +298,6 @@ class _Job:
     def cuts(self) -> dict[str, tuple[Pool, Facts, int]]:
         """The cut of each tensor's pool: nothing for small pools, which are ranked as they are written."""
         settings, scores = self.settings, self.scores()
-        self.comm.check_same(f"{settings.describe()} {list(self.chosen)}")
         if self.small or not scores:
             return {}
         shares = settings.shares(scores, 0)
@@ -349,21 +359,22 @@ def _layout_of_rows(layout: Layout, rows: int, pattern: Pattern) -> Layout:
 def _prune_slabs(job: _Job, journal: Journal) -> dict[str, int]:
     """Writes the files of this process that are not written yet. Returns how many elements of each tensor are kept."""
     cuts, target = job.cuts(), journal.target
-    done = {file: kept for part in journal.read() for file, kept in part["done"].items()}
-    if job.comm.rank == 0:
-        journal.begin()
-    job.comm.sum(1)  # the others wait until the folder is ready
-    for file in job.mine:
-        if file not in done or not _same_size(target / file, job.folder.size(file)):
-            with replacing_file(target / file) as out:
-                done[file] = _write_file(job, cuts, file, out)
-            journal.write(done=done)
+    with together(job.comm, f"make {target}"):
+        done = {file: kept for part in journal.read() for file, kept in part["done"].items()}
+        if job.comm.rank == 0:
+            journal.begin()
+    with together(job.comm, "write its files"):
+        for file in job.mine:
+            if file not in done or not _same_size(target / file, job.folder.size(file)):
+                with replacing_file(target / file) as out:
+                    done[file] = _write_file(job, cuts, file, out)
+                journal.write(done=done)
     kept = {name: number for file in job.mine for name, number in done[file].items()}
-    _, *every = job.comm.sum(1, *(kept.get(name, 0) for name in job.chosen))  # after this all files are written
-    if job.comm.rank == 0:
-        job.folder.copy_rest(target)
-        journal.remove()
-    job.comm.sum(1)  # the others wait until the folder is whole
+    every = job.comm.sum(*(kept.get(name, 0) for name in job.chosen))
+    with together(job.comm, "copy the other files"):
+        if job.comm.rank == 0:
+            job.folder.copy_rest(target)
+            journal.remove()
     return dict(zip(job.chosen, every, strict=True))
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import nn
 
 import secateur as sc
-from secateur import folders, io
+from secateur import folder_walk, folders, io
 
 pytestmark = pytest.mark.dist
 CUT = {"sparsity": 0.6, "scope": "global", "include": "*"}
@@ -89,3 +90,122 @@ def test_an_unfinished_run_of_another_recipe_is_refused_on_all(pair, tmp_path):
     pair.both(pruned, str(tmp_path / "dense"), str(tmp_path / "two"), True)
     for text in pair.both(other, str(tmp_path / "dense"), str(tmp_path / "two")):
         assert "unfinished run with another recipe" in text
+
+
+# --- block by block: the processes split the batches ----------------------------------------------------------------
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 40}
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(2)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **SIZES)).eval()
+
+
+def texts(numbers: list[int]) -> list[list[torch.Tensor]]:
+    """The batches of each process, of which no two are alike."""
+    drawn = iter(range(sum(numbers)))
+    seeds = [[next(drawn) for _ in range(number)] for number in numbers]
+    return [[torch.randint(40, (2, 12 + n), generator=torch.Generator().manual_seed(n)) for n in own] for own in seeds]
+
+
+def walked(rank: int, source: str, target: str, method: str, numbers: list[int], stop: int | None) -> dict | str:
+    """Prunes a folder block by block. `stop`: raises when so many blocks are done and the journal is written."""
+    finished = folder_walk.FromFolder.finished
+
+    def interrupted(self, number, feeds):
+        finished(self, number, feeds)
+        if number == stop:
+            raise KeyboardInterrupt
+
+    folder_walk.FromFolder.finished = interrupted
+    how = {"method": method, "pattern": "2:4", "exclude": "lm_head", "into": llama, "data": texts(numbers)[rank]}
+    try:
+        return sc.prune_folder(source, target, group=dist.group.WORLD, **how).to_dict()
+    except (KeyboardInterrupt, ValueError, RuntimeError) as error:
+        return str(error)
+    finally:
+        folder_walk.FromFolder.finished = finished
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dense")
+    llama().save_pretrained(folder, max_shard_size="10KB")
+    return folder
+
+
+def pruned_alone(dense: Path, method: str, numbers: list[int]) -> nn.Module:
+    model = llama()
+    data = [batch for own in texts(numbers) for batch in own]
+    sc.prune_(model, method=method, pattern="2:4", exclude="lm_head", data=data)
+    return model
+
+
+@pytest.mark.parametrize("numbers", [[2, 3], [3, 0]], ids=["unequal", "one without"])
+@pytest.mark.parametrize("method", ["sparsegpt", "flow"])
+def test_processes_split_the_batches_of_a_folder(pair, dense, tmp_path, method, numbers):
+    """Sums are added in another order, so weights are equal to rounding; the masks of these data are the same."""
+    one, two = pair.both(walked, str(dense), str(tmp_path / "two"), method, numbers, None)
+    assert one == two
+    assert one["sparsity"] == 0.5
+    model = pruned_alone(dense, method, numbers)
+    found = type(model).from_pretrained(tmp_path / "two")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found.state_dict()[name] == 0, tensor == 0), name
+        torch.testing.assert_close(found.state_dict()[name], tensor)
+    assert not list((tmp_path / "two").glob("secateur*"))
+
+
+def test_processes_go_on_with_the_blocks_that_are_left(pair, dense, tmp_path):
+    pair.both(walked, str(dense), str(tmp_path / "whole"), "flow", [2, 1], None)
+    cut = tmp_path / "cut"
+    pair.both(walked, str(dense), str(cut), "flow", [2, 1], 2)
+    assert json.loads((cut / "secateur.journal.0.json").read_text())["blocks"] == 2
+    before = (cut / "model-00001-of-00004.safetensors").stat().st_mtime_ns
+    for text in pair.both(walked, str(dense), str(cut), "flow", [1, 2], None):
+        assert "unfinished run with another data" in text
+    pair.both(walked, str(dense), str(cut), "flow", [2, 1], None)
+    assert (cut / "model-00001-of-00004.safetensors").stat().st_mtime_ns == before
+    assert content(cut) == content(tmp_path / "whole")
+
+
+def without_room(rank: int, source: str, target: str, method: str | None) -> str:
+    """The first process cannot write."""
+    of_blocks, of_slabs = folder_walk.write_tensors, folders._write_file
+
+    def full(*_, **__):
+        raise OSError("no space left on the disk")
+
+    if rank == 0:
+        folder_walk.write_tensors = folders._write_file = full
+    how = {"method": method, "into": llama, "data": texts([1, 1])[rank]} if method else {"include": "*"}
+    try:
+        sc.prune_folder(source, target, group=dist.group.WORLD, sparsity=0.5, exclude="lm_head", **how)
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    finally:
+        folder_walk.write_tensors, folders._write_file = of_blocks, of_slabs
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("method", [None, "sparsegpt"])
+def test_all_processes_raise_if_one_of_them_cannot_write(pair, dense, tmp_path, method):
+    own, other = pair.both(without_room, str(dense), str(tmp_path / "full"), method)
+    assert "no space" in own
+    assert "another process" in other
+
+
+def elsewhere(rank: int, source: str, target: str) -> str:
+    try:
+        sc.prune_folder([source, "missing"][rank], target, sparsity=0.5, include="*", group=dist.group.WORLD)
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_all_processes_raise_if_one_of_them_finds_no_folder(pair, dense, tmp_path):
+    other, own = pair.both(elsewhere, str(dense), str(tmp_path / "out"))
+    assert "another process" in other
+    assert "missing" in own
