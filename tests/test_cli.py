@@ -513,7 +513,10 @@ def test_an_output_that_exists_is_kept_unless_forced(here):
 
 
 def test_an_interrupt_leaves_no_files(here):
-    process = start("prune", "cli_nets:slow", "--sparsity", 0.5, "-o", "out", cwd=here)
+    def listen() -> None:  # a background job of a shell ignores interrupts, and so do the processes that it starts
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    process = start("prune", "cli_nets:slow", "--sparsity", 0.5, "-o", "out", cwd=here, preexec_fn=listen)
     for _ in range(1200):
         if (here / "saving").exists() or process.poll() is not None:
             break

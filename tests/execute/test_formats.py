@@ -12,6 +12,7 @@ from .patterns import pruned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PATTERNS = ("1x1", "4x1", "16x1", "1x8", "1x16", "16x16", "2:4", "4:8")
+ROUNDED = {"quads"}  # formats of rounded weights alone; test_values.py has their laws
 LAWS = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
@@ -27,7 +28,7 @@ def near(got: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, bias: torch.T
     return bool(((got.double() - exact).abs() <= {torch.float32: 1e-6}.get(dtype, 1e-2) * size + 1e-30).all())
 
 
-@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"pairs", "sparse24_mma", "cusparselt", "dense_blocks"}))
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - ROUNDED - {"pairs", "sparse24_mma", "cusparselt", "dense_blocks"}))
 @LAWS
 @given(
     rows=st.sampled_from([1, 7, 16, 64, 100, 144, 272]),
@@ -63,7 +64,7 @@ def test_every_format_computes_what_dense_does(
         assert near(y, x, matrix, bias, dtype)
 
 
-@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"sparse24_mma", "cusparselt"}))
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - ROUNDED - {"sparse24_mma", "cusparselt"}))
 def test_every_format_stores_the_smallest_weights(name):
     dtype = torch.bfloat16 if name in ("pairs", "amx_tiles") else torch.float32
     matrix = pruned(64, 128, "2:4", 0.5, dtype)
