@@ -8,7 +8,8 @@ stories15m is calibrated on 128 stories and evaluated on the last 150 of `text/t
 after the other, each with BOS first; `offsets`: where each begins, and the end). smollm2 is calibrated on sequences of 256
 tokens from the first half of `text/wikitext2_raw_test.txt` and evaluated on 16 from the second half; it needs `tokenizers`.
 Embedding and output stay dense. Times are processor seconds of this process (seconds with --device cuda), with the first call's
-imports made before. The dense model of `distill_` is the model before pruning, and its batches have 8 sequences.
+imports made before. "SparseGPT, plain" is plain_sparsegpt.py: float32, and each block runs twice, as in the published code. The
+dense model of `distill_` is the model before pruning, and its batches have 8 sequences.
 
 With --results, each row is appended to FILE as a line of JSON when it is done. Rows that FILE has are not computed again, so a
 run that was interrupted goes on where it was, several commands can share the rows, and the table shows all of them.
@@ -27,6 +28,7 @@ from typing import Any
 
 import gate_stories
 import numpy
+import plain_sparsegpt
 import torch
 from _bench import machine, show
 from gate_stories import EVALUATED, LAYERS, perplexity, stories
@@ -41,10 +43,12 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "2:4": {"pattern": "2:4"},
     "4:8": {"pattern": "4:8"},
 }
+PLAIN = "SparseGPT, plain"
 ROWS: dict[str, dict[str, Any]] = {
     "magnitude": {"criterion": sc.magnitude},
     "Wanda": {"criterion": sc.wanda, "scope": "row"},
     "SparseGPT": {"method": "sparsegpt"},
+    PLAIN: {},
     "Wanda + refit": {"criterion": sc.wanda, "scope": "row", "method": sc.methods.topk()},
     "ADMM": {"method": "admm"},
     "flow": {"method": "flow"},
@@ -99,24 +103,38 @@ def seconds(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def prune(
-    dense: nn.Module, how: dict[str, Any], amount: dict[str, Any], data: list[Any], small: list[Any]
-) -> tuple[nn.Module, sc.Plan, float]:
-    """A pruned copy, its plan, and the seconds that took. `small` are the same sequences in batches for `distill_`."""
-    model, options = copy.deepcopy(dense), {**how, **amount}
-    distill, device = options.pop("distill", False), next(dense.parameters()).device
-    if "pattern" in amount:
-        options.pop("scope", None)
-    begin = seconds(device)
-    plan = sc.prune_(model, **options, include=LAYERS, data=data)
-    if distill:
-        sc.distill_(model, dense, small)
-    return model, plan, seconds(device) - begin
+class Bench:
+    """Prunes copies of a dense model and evaluates them. `small`: the same sequences as `data`, in batches for `distill_`."""
 
+    def __init__(self, dense: nn.Module, data: list[Any], small: list[Any], judged: list[Tensor]) -> None:
+        self.dense, self.data, self.small, self.judged = dense, data, small, judged
+        self._last: tuple[Any, ...] = ()
 
-def measure(dense: nn.Module, row: str, name: str, data: list[Any], small: list[Any], judged: list[Tensor]) -> dict[str, float]:
-    pruned, plan, took = prune(dense, ROWS[row], PATTERNS[name], data, small)
-    return {"perplexity": perplexity(pruned, judged), "zeros": plan.metrics()["sparsity"], "seconds": took}
+    def prune(self, row: str, name: str) -> tuple[nn.Module, float]:
+        """A pruned copy, and the seconds that took. `distill_` goes on from the copy of the row before, where that fits."""
+        options = {**ROWS[row], **PATTERNS[name]}
+        distill, device = options.pop("distill", False), next(self.dense.parameters()).device
+        if "pattern" in PATTERNS[name]:
+            options.pop("scope", None)
+        if not distill or self._last[:1] != (options,):
+            model, begin = copy.deepcopy(self.dense), seconds(device)
+            if row == PLAIN:
+                plain_sparsegpt.prune_(model, self.data, **PATTERNS[name])
+            else:
+                sc.prune_(model, **options, include=LAYERS, data=self.data)
+            self._last = options, model, seconds(device) - begin
+        _, model, took = self._last
+        if distill:
+            begin, self._last = seconds(device), ()
+            sc.distill_(model, self.dense, self.small)
+            took += seconds(device) - begin
+        return model, took
+
+    def measure(self, row: str, name: str) -> dict[str, float]:
+        model, took = self.prune(row, name)
+        weights = [layer.weight for layer in model.layers.modules() if isinstance(layer, nn.Linear)]
+        zeros = sum(int((weight == 0).sum()) for weight in weights) / sum(weight.numel() for weight in weights)
+        return {"perplexity": perplexity(model, self.judged), "zeros": zeros, "seconds": took}
 
 
 class Results:
@@ -164,7 +182,8 @@ def main(
     calibrated, judged = [one.to(device) for one in calibrated], [one.to(device) for one in judged]
     data, small = batches(calibrated, size), batches(calibrated, 8)
     first = [{key: value[:1, :16] for key, value in data[-1].items()}]
-    prune(dense, ROWS["SparseGPT"], PATTERNS["2:4"], first, first)  # imports, compiled loops
+    Bench(dense, first, first, judged).prune("SparseGPT", "2:4")  # imports, compiled loops
+    bench = Bench(dense, data, small, judged)
     known = Results(results)
     common = {
         "model": model,
@@ -176,20 +195,20 @@ def main(
         "device": device,
     }
     base = known.get({**common, "row": "dense"}, lambda: {"perplexity": perplexity(dense, judged)})["perplexity"]
-    table = [("dense", "", f"{base:.3f}", "", "", "", "")]
+    table = [("dense", "", f"{base:.3f}", *[""] * 5)]
     for name in patterns:
-        reference = None
+        times: dict[str, float] = {}
         for row in rows:
             settings = {**common, "row": row, "pattern": name}
-            found = known.get(settings, lambda row=row, name=name: measure(dense, row, name, data, small, judged))
+            found = known.get(settings, lambda row=row, name=name: bench.measure(row, name))
             value, took = found["perplexity"], found["seconds"]
-            reference = took if row == "SparseGPT" else reference
-            ratio = f"{took / reference:.2f}x" if reference else ""
-            table.append((row, name, f"{value:.3f}", f"{value / base:.3f}x", f"{found['zeros']:.2%}", f"{took:.1f} s", ratio))
+            times[row] = took
+            ratios = [f"{took / times[other]:.2f}x" if other in times else "" for other in ("SparseGPT", PLAIN)]
+            table.append((row, name, f"{value:.3f}", f"{value / base:.3f}x", f"{found['zeros']:.2%}", f"{took:.1f} s", *ratios))
             print(f"{row}, {name}: {value:.3f}, {took:.1f} s", file=sys.stderr, flush=True)
     tokens = sum(map(len, calibrated))
     title = f"{model}, {calibration} calibration sequences (seed {seed}, {tokens:,} tokens), perplexity on {len(judged)} others"
-    show(title, ("method", "pruned", "perplexity", "to dense", "zeros", "time", "over SparseGPT"), table)
+    show(title, ("method", "pruned", "perplexity", "to dense", "zeros", "time", "over SparseGPT", "over plain"), table)
 
 
 if __name__ == "__main__":

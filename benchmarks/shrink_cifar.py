@@ -44,6 +44,16 @@ BATCH = 125
 STEPS = 100  # in which the peer goes from all to almost nothing
 
 
+def nets_of(models: Path) -> Any:
+    """The module nets.py in the folder of models."""
+    spec = importlib.util.spec_from_file_location("nets", models / "nets.py")
+    assert spec is not None
+    assert spec.loader is not None
+    nets = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(nets)
+    return nets
+
+
 def augmented(images: Tensor, seed: int = 0) -> Tensor:
     """Random crops with padding 4, and flips."""
     draw = torch.Generator().manual_seed(seed)
@@ -158,11 +168,7 @@ def main() -> None:
     for path in (data, models / "nets.py", *(models / f"resnets/resnet{n}.safetensors" for n in BLOCKS)):
         if not path.exists():
             raise SystemExit(f"{path} is not there; see the first lines of this file for what goes where")
-    spec = importlib.util.spec_from_file_location("nets", models / "nets.py")
-    assert spec is not None
-    assert spec.loader is not None
-    nets = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(nets)
+    nets = nets_of(models)
     with numpy.load(data) as arrays:
         images = augmented(nets.cifar_images(arrays["x_train"][:calibrated]))
         labels = torch.as_tensor(arrays["y_train"][:calibrated]).long()
