@@ -167,6 +167,19 @@ def test_the_wide_variant_aims_at_the_target_with_curvature_too():
     assert gains[0] > 0.99 * gains[8192]
 
 
+@pytest.mark.parametrize("wide", [8192, 0])
+def test_the_mask_is_that_of_the_target(wide):
+    aimed = direct = masked = 0.0
+    for seed in range(4):
+        one, W = problem(rows=12, cols=24, seed=seed, mixing=0.1), problem(rows=12, cols=24, seed=seed + 50).W
+        start = replace(one, W=W, B=one.W @ one.H, scores=Scores.magnitude(W))  # other weights that want the outputs of `one`
+        method, how = sc.methods.admm(wide=wide), (Pattern(), Amount(sparsity=0.6), None)
+        aimed += error(one, method.solve(start, *how).weight)
+        direct += error(one, method.solve(one, *how).weight)
+        masked += error(one, sc.methods.topk().solve(start, *how).weight)
+    assert aimed < 1.1 * direct < 0.3 * masked
+
+
 # --- laws -------------------------------------------------------------------------------------------------------------
 
 
