@@ -1,7 +1,7 @@
 """Perplexity of a real language model after one-shot pruning of the linear layers of its blocks, next to what pruning costs.
 
     python benchmarks/oneshot_lm.py --models DIR [--model stories15m|smollm2] [--rows NAME ...] [--patterns NAME ...] [--seed 0]
-        [--results FILE] [--device cuda] [--blocks N]
+        [--results FILE] [--device cuda] [--blocks N] [--steps 32]
 
 DIR holds `stories15m/` or `smollm2/` (config.json, model.safetensors: Llamas of 15 M and 135 M parameters) and `text/`.
 stories15m is calibrated on 128 stories and evaluated on the last 150 of `text/tinystories_tokens.npz` (`ids`: all stories, one
@@ -44,6 +44,7 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "4:8": {"pattern": "4:8"},
 }
 PLAIN = "SparseGPT, plain"
+STEPS = 32  # of `distill_`
 ROWS: dict[str, dict[str, Any]] = {
     "magnitude": {"criterion": sc.magnitude},
     "Wanda": {"criterion": sc.wanda, "scope": "row"},
@@ -106,8 +107,8 @@ def seconds(device: torch.device) -> float:
 class Bench:
     """Prunes copies of a dense model and evaluates them. `small`: the same sequences as `data`, in batches for `distill_`."""
 
-    def __init__(self, dense: nn.Module, data: list[Any], small: list[Any], judged: list[Tensor]) -> None:
-        self.dense, self.data, self.small, self.judged = dense, data, small, judged
+    def __init__(self, dense: nn.Module, data: list[Any], small: list[Any], judged: list[Tensor], steps: int = STEPS) -> None:
+        self.dense, self.data, self.small, self.judged, self.steps = dense, data, small, judged, steps
         self._last: tuple[Any, ...] = ()
 
     def prune(self, row: str, name: str) -> tuple[nn.Module, float]:
@@ -126,13 +127,13 @@ class Bench:
         _, model, took = self._last
         if distill:
             begin, self._last = seconds(device), ()
-            sc.distill_(model, self.dense, self.small)
+            sc.distill_(model, self.dense, self.small, steps=self.steps)
             took += seconds(device) - begin
         return model, took
 
     def measure(self, row: str, name: str) -> dict[str, float]:
         model, took = self.prune(row, name)
-        weights = [layer.weight for layer in model.layers.modules() if isinstance(layer, nn.Linear)]
+        weights = [layer.weight for layer in model.get_submodule("layers").modules() if isinstance(layer, nn.Linear)]
         zeros = sum(int((weight == 0).sum()) for weight in weights) / sum(weight.numel() for weight in weights)
         return {"perplexity": perplexity(model, self.judged), "zeros": zeros, "seconds": took}
 
@@ -169,6 +170,7 @@ def main(
     results: Path | None,
     device: str,
     blocks: int | None,
+    steps: int,
 ) -> None:
     folder = models / model
     if missing := [str(p) for p in (folder / "config.json", folder / "model.safetensors", models / "text") if not p.exists()]:
@@ -183,7 +185,7 @@ def main(
     data, small = batches(calibrated, size), batches(calibrated, 8)
     first = [{key: value[:1, :16] for key, value in data[-1].items()}]
     Bench(dense, first, first, judged).prune("SparseGPT", "2:4")  # imports, compiled loops
-    bench = Bench(dense, data, small, judged)
+    bench = Bench(dense, data, small, judged, steps)
     known = Results(results)
     common = {
         "model": model,
@@ -199,7 +201,8 @@ def main(
     for name in patterns:
         times: dict[str, float] = {}
         for row in rows:
-            settings = {**common, "row": row, "pattern": name}
+            more = {"steps": steps} if "distill" in ROWS[row] and steps != STEPS else {}
+            settings = {**common, "row": row, "pattern": name, **more}
             found = known.get(settings, lambda row=row, name=name: bench.measure(row, name))
             value, took = found["perplexity"], found["seconds"]
             times[row] = took
@@ -208,6 +211,7 @@ def main(
             print(f"{row}, {name}: {value:.3f}, {took:.1f} s", file=sys.stderr, flush=True)
     tokens = sum(map(len, calibrated))
     title = f"{model}, {calibration} calibration sequences (seed {seed}, {tokens:,} tokens), perplexity on {len(judged)} others"
+    title += f", {steps} steps of distill_" if any("distill" in ROWS[row] for row in rows) else ""
     show(title, ("method", "pruned", "perplexity", "to dense", "zeros", "time", "over SparseGPT", "over plain"), table)
 
 
@@ -222,6 +226,7 @@ if __name__ == "__main__":
     parser.add_argument("--calibration", type=int, default=128, help="calibration sequences")
     parser.add_argument("--evaluate", type=int, default=EVALUATED, help="sequences to evaluate")
     parser.add_argument("--size", type=int, default=16, help="sequences in a batch")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of distill_")
     parser.add_argument("--results", type=Path, help="file of measured rows, one line of JSON each; it is read and appended to")
     parser.add_argument("--device", default="cpu", help="where the model runs, such as cuda")
     parser.add_argument("--blocks", type=int, help="use so many blocks of the model only, to try a command out")

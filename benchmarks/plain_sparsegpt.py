@@ -5,6 +5,8 @@ Each block runs twice on all batches: with hooks that add up the Gram matrices o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +18,7 @@ class _Reached(Exception):
 
 
 @torch.no_grad()
-def prune_(model: nn.Module, data: list[dict[str, Tensor]], sparsity: float = 0.5, pattern: str = "") -> None:
+def prune_(model: Any, data: list[dict[str, Tensor]], sparsity: float = 0.5, pattern: str = "") -> None:
     """Prunes the linear layers of `model.layers`. Positions that the attention mask excludes count nowhere."""
     calls = [_first_call(model, batch) for batch in data]
     valid = [batch["attention_mask"].bool() for batch in data]
@@ -25,7 +27,7 @@ def prune_(model: nn.Module, data: list[dict[str, Tensor]], sparsity: float = 0.
         grams = {layer: layer.weight.new_zeros(layer.in_features, layer.in_features) for layer in linears}
         there = valid[0]
 
-        def add(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        def add(layer: Any, args: tuple[Tensor, ...]) -> None:
             x = args[0][there]  # noqa: B023
             grams[layer].addmm_(x.T, x)  # noqa: B023
 
@@ -39,7 +41,7 @@ def prune_(model: nn.Module, data: list[dict[str, Tensor]], sparsity: float = 0.
         calls = [(block(*call), *call[1:]) for call in calls]
 
 
-def _first_call(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+def _first_call(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """The arguments of the first block."""
     found: list[tuple[Tensor, ...]] = []
 

@@ -1,6 +1,8 @@
 """distill_: a pruned model comes closer to the dense one, its zeros stay, and nothing changes where that fails."""
 
 import copy
+import itertools
+import math
 
 import pytest
 import torch
@@ -70,7 +72,11 @@ def test_the_held_out_distance_is_that_of_the_returned_weights():
 def test_the_model_is_unchanged_where_the_held_out_batches_get_worse():
     model, dense = pruned()
     before = copy.deepcopy(model.state_dict())
-    done = distill_(model, dense, batches(), steps=40, lr=3.0)
+
+    def away(output, wanted):  # training leads away from the teacher
+        return (output - wanted).square().mean() * (-1 if torch.is_grad_enabled() else 1)
+
+    done = distill_(model, dense, batches(), steps=40, lr=1e-2, loss=away)
     assert not done.improved
     assert done.after == done.before
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -97,6 +103,49 @@ def test_training_stops_when_it_gets_worse_twice_in_a_row():
     done = distill_(model, dense, batches(), steps=40, loss=loss, holdout=held)
     assert len(done.training) == 20
     assert not done.improved
+
+
+def test_the_rate_rises_over_the_warmup_and_falls_along_a_cosine():
+    model, at = nn.Linear(1, 1, bias=False), []
+
+    def slope(output, wanted):  # its gradient is always 1, so a step of Adam moves the weight by the rate
+        if torch.is_grad_enabled():
+            at.append(model.weight.item())
+        return output.mean()
+
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    distill_(model, nn.Linear(1, 1), [torch.ones(1, 1)] * 4, steps=12, lr=1e-2, warmup=4, loss=slope)
+    cosine = [0.5 * (1 + math.cos(math.pi * step / 12)) for step in range(12)]
+    rates = [1e-2 * min(1, (step + 1) / 4) * part for step, part in enumerate(cosine)]
+    moved = [a - b for a, b in itertools.pairwise([*at, model.weight.item()])]
+    assert moved == pytest.approx(rates, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_where_the_held_out_batches_get_worse_it_goes_back_and_on_at_half_the_rate(dtype):
+    model, at = nn.Linear(1, 1, bias=False).to(dtype), []
+
+    def slope(output, wanted):  # training lowers the weight, and the held-out batch wants it to stay where it is
+        if torch.is_grad_enabled():
+            at.append(model.weight.item())
+        return output.mean() if torch.is_grad_enabled() else (output - 0.5).square().mean()
+
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    data = [torch.ones(1, 1, dtype=dtype)] * 4
+    done = distill_(model, nn.Linear(1, 1).to(dtype), data, steps=8, lr=0.1, warmup=0, loss=slope)
+    assert at[0] == at[2] == at[4] == 0.5  # looks after every second step
+    assert 0.09 < at[0] - at[1] < 0.11
+    assert 0.014 < at[2] - at[3] < 0.018  # Adam begins with 0.37 of the rate, which is 0.0427 by then
+    assert at[3] - at[4] < 0 < at[4] - at[5] < 0.5 * (at[2] - at[3])
+    assert not done.improved
+
+
+def test_a_rate_that_is_too_high_is_halved_until_it_helps():
+    model, dense = pruned()
+    done = distill_(model, dense, batches(), steps=40, lr=0.3)
+    assert done.looks[0][1] > done.before > 2 * done.after
 
 
 def test_undo_is_exact_and_needs_the_old_values():

@@ -28,7 +28,7 @@ from .targeting import Target
 KINDS = ("none", "diag", "fisher")  # each knows more than the one before
 _WIDEST = 8192  # with more outputs, only the diagonal of G is kept
 _ENOUGH = 10  # tokens per output; with fewer, G is shrunk towards its diagonal
-_ELEMENTS = 1 << 22  # labels are drawn for parts of the logits of about this size
+_ELEMENTS = {"cpu": 1 << 18}  # logits are worked on in parts of about this size, which fits into the cache of a CPU
 
 
 @dataclass(frozen=True)
@@ -112,15 +112,19 @@ def logits_of(output: Any) -> Tensor:
     return found
 
 
+def parts_of(logits: Tensor) -> Iterator[slice]:
+    """The rows of a matrix of logits, in parts that take little memory."""
+    step = max(_ELEMENTS.get(logits.device.type, 1 << 22) // logits.shape[1], 1)
+    return (slice(first, first + step) for first in range(0, len(logits), step))
+
+
 def _sampled(output: Any, valid: Tensor | None, draw: torch.Generator, number: int) -> tuple[Tensor, Tensor]:
     """The logits, and the gradient of the summed cross-entropy by them, for labels drawn from the model's distribution."""
     logits = logits_of(output)
     flat = logits.detach().reshape(-1, logits.shape[-1])
     gradient = torch.empty_like(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
     uniform = torch.rand(len(flat), 1, generator=draw, dtype=torch.float64).to(gradient)
-    step = max(_ELEMENTS // flat.shape[1], 1)
-    for first in range(0, len(flat), step):
-        part = slice(first, first + step)
+    for part in parts_of(flat):
         p = torch.softmax(flat[part], -1, dtype=gradient.dtype, out=gradient[part])
         below = p.cumsum(-1)
         label = torch.searchsorted(below, uniform[part] * below[:, -1:], right=True).clamp_max(flat.shape[1] - 1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ._hints import hints
 from ._tree import as_module, check_unpacked, slots
 from .arguments import plain_arguments
-from .curvature import logits_of, valid_positions
+from .curvature import logits_of, parts_of, valid_positions
 from .display import Reported, Table
 from .edit import IN_TRAINING, forget_, preserve_rng, record_
 from .masks import Masks
@@ -24,7 +24,6 @@ from .pruner import Pruner
 from .stats import as_it_was, check_evidence, on_batch, split_batch
 from .targeting import Globs, all_match, globs_of, under
 
-_ELEMENTS = 1 << 22  # the divergence of logits is computed for parts of about this size
 _LOOKS = (0.25, 0.5, 0.75, 1.0)  # parts of the steps after which the held-out batches are looked at
 _PATIENCE = 2  # training stops after so many looks in a row that are each worse than the one before
 Distance = Callable[[Any, Any], Tensor]
@@ -137,8 +136,9 @@ def distill_(
     """Trains the weights that are left, in place, so that the model's outputs come closer to those of the dense teacher.
 
     Every step is one batch of `data=`, in an order drawn with `seed`. Zeros stay zero: those of the masks of `pruner=`, or else
-    all that weights have. The mean distance on held-out batches is measured a few times, and the model gets the best weights
-    that were found; if none are better than those it had, it comes out unchanged, bit for bit.
+    all that weights have. The mean distance on held-out batches is measured a few times. Where it got worse, training goes back
+    to the best weights, and on at half the rate. The model gets the best weights that were found; if none are better than those
+    it had, it comes out unchanged, bit for bit.
 
     Args:
         model: the pruned model.
@@ -146,7 +146,7 @@ def distill_(
         data: batches as for `prune_`; targets are not used.
         steps: how many batches to train on.
         lr: the rate of Adam after `warmup` steps; it then falls to 0 along a cosine. Weights that came out of `admm` or
-            `sparsegpt` are at a minimum, and a high rate throws them out of it. If no step improves, try half of it.
+            `sparsegpt` are at a minimum, and a high rate throws them out of it.
         warmup: the number of steps over which the rate rises.
         holdout: the fraction of the batches that is held out, at least one; or batches to use for that.
         loss: a function of the two models' outputs. By default it is the Kullback-Leibler divergence of their logits.
@@ -178,8 +178,10 @@ def distill_(
                     result.looks.append((step, _held_out(model, teacher, held, loss)))
                     if result.looks[-1][1] < result.after:
                         result.after, result.kept_step, best = result.looks[-1][1], step, student.values()
-                    if result.getting_worse:
+                    elif result.getting_worse:
                         break
+                    else:
+                        student.back_off(best)
         except BaseException:
             best = old
             raise
@@ -298,8 +300,7 @@ class _Student:
         distance = backward()
         for name, parameter in self.trained.items():
             if parameter.grad is not None:
-                grad = parameter.grad.masked_fill_(self.zeros[name], 0) if name in self.zeros else parameter.grad
-                self.wide[name].grad = grad.to(self.wide[name].dtype)
+                self.wide[name].grad = parameter.grad.to(self.wide[name].dtype)
         self.optimizer.step()
         self.rate.step()
         with torch.no_grad():
@@ -311,6 +312,15 @@ class _Student:
                 parameter.grad = self.wide[name].grad = None
         return distance
 
+    def back_off(self, values: Mapping[str, Tensor]) -> None:
+        """Goes back to these values, to go on from there at half the rate and in a new direction."""
+        self.put(values)
+        for state in self.optimizer.state.values():
+            state["exp_avg"].zero_()
+        self.rate.base_lrs = [lr / 2 for lr in self.rate.base_lrs]
+        for group in self.optimizer.param_groups:
+            group["lr"] /= 2  # that of the next step
+
     def values(self) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self.trained.items()}
 
@@ -318,6 +328,7 @@ class _Student:
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 parameter.copy_(values[name])
+                self.wide[name].copy_(parameter)
 
 
 def _order(batches: Sequence[Any], steps: int, draw: torch.Generator) -> Iterator[Any]:
@@ -384,10 +395,9 @@ def _divergence(logits: Tensor, wanted: Tensor, valid: Tensor | None, *, gradien
     if valid is not None and valid.shape == logits.shape[:-1]:
         there = valid.flatten().to(own.device)
     count = len(own) if there is None else int(there.sum())
-    slope = torch.zeros_like(own) if gradient else None
-    total, step = 0.0, max(_ELEMENTS // own.shape[1], 1)
-    for first in range(0, len(own), step):
-        part = slice(first, first + step)
+    slope = torch.empty_like(own) if gradient else None
+    total = 0.0
+    for part in parts_of(own):
         log_q = own[part].float().log_softmax(-1)
         log_p = other[part].float().log_softmax(-1)
         p = log_p.exp()

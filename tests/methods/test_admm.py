@@ -84,6 +84,14 @@ def test_ten_steps_are_nearly_exact():
         assert error(one, found.weight) < 1.05 * best
 
 
+def test_ten_steps_are_nearly_exact_with_curvature_too():
+    for seed in range(3):
+        one = ScaledProblem.of(problem(rows=24, cols=48, tokens=1000, seed=seed, fisher="fisher", mixing=0.1))
+        mask = torch.rand(24, 48, generator=torch.Generator().manual_seed(seed)) < 0.5
+        best, found = (float(one.errors(refit(one, one.W, mask, steps)).sum()) for steps in (200, 10))
+        assert found < 1.005 * best
+
+
 @pytest.mark.parametrize("fisher", [None, "diag"])
 def test_the_masks_are_near_the_best_of_all_masks(fisher):
     sums = dict.fromkeys(METHODS, 0.0)
