@@ -1,4 +1,4 @@
-"""A language model: 2:4 zeros with calibration data, saved, loaded by from_pretrained, and generating text.
+"""A language model with 2:4 zeros from calibration data: saved, compressed, generating text. Then a smaller one.
 
 Without arguments it trains a tiny Llama on the text of this project's README, letter by letter, for some seconds. With a model
 of your own: `python examples/huggingface.py --model FOLDER --text FILE`, a folder with a tokenizer and some kilobytes of text.
@@ -55,10 +55,19 @@ def perplexity(model: Any, data: Tensor) -> float:
     return math.exp(sum(losses) / len(losses))
 
 
+def written_by(model: Any, prompt: Tensor) -> Tensor:
+    """The tokens that a model appends to a prompt, with a key-value cache of a fixed size."""
+    mask = torch.ones_like(prompt)
+    made = model.generate(
+        prompt, attention_mask=mask, max_new_tokens=32, do_sample=False, cache_implementation="static", pad_token_id=0
+    )
+    return made[0, prompt.shape[1] :]
+
+
 def main(
     folder: str | None = None, text: str | None = None, steps: int = 150, out: str = "out/huggingface"
 ) -> dict[str, float]:
-    """Returns the perplexity of the dense model and of each way to prune it."""
+    """Returns the perplexity of the dense model, of each way to prune it, and of a smaller model."""
     if folder is None:
         (model, data), speller = tiny(steps), None
     else:
@@ -67,25 +76,49 @@ def main(
         data = rows(speller(Path(text or __file__).read_text(encoding="utf-8"), return_tensors="pt").input_ids[0])
     half = len(data) // 2
     calibration = [{"input_ids": part} for part in data[:half].split(8)]  # a batch is what the model takes
+    judged, prompt = data[half:], data[half][None, :16]
 
+    # Zeros: two of four neighbouring weights, by four methods. The last one is the best.
     ways: dict[str, dict[str, Any]] = {
         "magnitude": {"criterion": sc.magnitude},
         "Wanda": {"criterion": sc.wanda, "data": calibration},
         "SparseGPT": {"method": "sparsegpt", "data": calibration},
+        "flow": {"method": "flow", "data": calibration},
     }
-    found, pruned = {"dense": perplexity(model, data[half:])}, model
+    found, pruned = {"dense": perplexity(model, judged)}, model
     for name, arguments in ways.items():
         pruned = copy.deepcopy(model)
         sc.prune_(pruned, pattern="2:4", exclude="lm_head", **arguments)
-        found[name] = perplexity(pruned, data[half:])
+        found[name] = perplexity(pruned, judged)
+
+    # An ordinary folder of Hugging Face, with the zeros in it.
+    sc.save(pruned, f"{out}/pruned")
+    again = type(model).from_pretrained(f"{out}/pruned").eval()
+    assert perplexity(again, judged) == found["flow"]
+
+    # Sparse formats for the layers, which must be wide to get faster; those of the tiny model get smaller. The text stays.
+    before = written_by(again, prompt)
+    objective = "speed" if folder else "size"
+    compression = sc.compress_(again, {"input_ids": prompt[:, :1]}, objective=objective)
+    tokens = written_by(again, prompt)
+
+    # A smaller model: fewer channels in every MLP, as many in each, so that a config can describe it.
+    small, plan = sc.shrink(
+        model, calibration[0], params=0.85, scope="tensor", exclude=("*embed_tokens", "*self_attn*", "lm_head"), bias=False
+    )
+    sc.distill_(small, model, calibration, lr=1e-3)
+    found["shrunk"] = perplexity(small, judged)
+    saved = sc.save(small, f"{out}/small")
+    assert saved["from_pretrained"] is True
+    loaded = type(model).from_pretrained(f"{out}/small").eval()
+    assert torch.equal(written_by(loaded, prompt), written_by(small, prompt))
+
     for name, value in found.items():
         print(f"{name:<9}  perplexity {value:.2f}")
-
-    sc.save(pruned, out)  # an ordinary folder of Hugging Face
-    again = type(model).from_pretrained(out).eval()
-    assert perplexity(again, data[half:]) == found["SparseGPT"]
-    written = again.generate(data[half][None, :16], max_new_tokens=32, do_sample=False)[0].tolist()
-    print(f"\n{out} writes: {speller.decode(written) if speller else bytes(written).decode()!r}")
+    print(f"\n{compression}\n\n{plan}")
+    new = tokens.tolist()
+    print(f"\ncompressed, it writes {'the same' if torch.equal(tokens, before) else 'another'} text")
+    print(f"{out}/pruned writes: {speller.decode(new) if speller else bytes(new).decode()!r}")
     return found
 
 

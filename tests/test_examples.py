@@ -59,8 +59,12 @@ def test_vision_on_images_from_a_file(example, tmp_path):
 @example_of("huggingface")
 def test_huggingface(example, tmp_path, capsys):
     found = example.main(steps=60, out=str(tmp_path))
-    assert found["dense"] < found["SparseGPT"] < min(found["Wanda"], found["magnitude"])
-    assert "writes: " in capsys.readouterr().out
+    assert found["dense"] < found["flow"] < found["SparseGPT"] < min(found["Wanda"], found["magnitude"])
+    assert found["shrunk"] < found["magnitude"]
+    printed = capsys.readouterr().out
+    assert "21 of 23 layers compressed for size" in printed
+    assert "compressed, it writes the same text" in printed
+    assert f"{tmp_path}/pruned writes: " in printed
 
 
 @example_of("lightning_callback")

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         grad_square,
         input_norm,
         lamp,
-        linear_grad,
         magnitude,
         movement,
         random,
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
         wanda,
         weight,
     )
+    from .criteria import linear_grad as linear_grad
     from .distill import distill_
     from .execute import bench, compress_, decompress_
     from .folders import prune_folder
@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from .reports import report
     from .schedules import Schedule, cosine, cubic, exponential, join, linear, one_shot
     from .summaries import summary
-    from .surgery import activation_variance, bn_scale, fpgm, reconstruction, shrink, shrink_
+    from .surgery import activation_variance, bn_scale, fpgm, reap, reconstruction, shrink, shrink_
+    from .surgery import obs as obs
     from .targeting import targets
     from .tuning import search, sensitivity
 
@@ -84,7 +85,6 @@ __all__ = [
     "join",
     "lamp",
     "linear",
-    "linear_grad",
     "load",
     "magnitude",
     "merge_lora_",
@@ -96,6 +96,7 @@ __all__ = [
     "prune_",
     "prune_folder",
     "random",
+    "reap",
     "reconstruction",
     "reorder_",
     "report",
@@ -121,7 +122,7 @@ __all__ = [
 _HOMES = {
     "activations": "gate_",
     "budgets": "by_loss erk owl uniform",
-    "criteria": "Criterion criterion fisher grad grad_square input_norm lamp linear_grad magnitude movement random ria snip "
+    "criteria": "Criterion criterion fisher grad grad_square input_norm lamp magnitude movement random ria snip "
     "synflow taylor wanda weight",
     "distill": "distill_",
     "execute": "bench compress_ decompress_",
@@ -140,12 +141,12 @@ _HOMES = {
     "reports": "report",
     "schedules": "Schedule cosine cubic exponential join linear one_shot",
     "summaries": "summary",
-    "surgery": "activation_variance bn_scale fpgm reconstruction shrink shrink_",
+    "surgery": "activation_variance bn_scale fpgm reap reconstruction shrink shrink_",
     "targeting": "targets",
     "tuning": "search sensitivity",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
-_RESULTS = {"Gates": "activations"}  # public, and returned by functions: not listed in __all__
+_UNLISTED = {"Gates": "activations", "linear_grad": "criteria", "obs": "surgery"}  # public, and not in __all__
 _MODULES = ("layers", "methods", "ops")  # public modules
 _MOVED = {"input_first": "secateur.layers.input_first"}
 _METHODS = ("admm", "drop_and_grow", "flow", "own", "rank", "sparsegpt", "topk")
@@ -157,7 +158,7 @@ after_import("torch", lambda: import_module(".torch_ops", __name__))
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f".{name}", __name__)
-    if home := _HOME.get(name) or _RESULTS.get(name):
+    if home := _HOME.get(name) or _UNLISTED.get(name):
         globals()[name] = getattr(import_module(f".{home}", __name__), name)
         return globals()[name]
     hint = f". It is now {_MOVED[name]}." if name in _MOVED else ""

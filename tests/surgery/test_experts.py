@@ -83,7 +83,7 @@ def saliency(model, data, layer):
 @pytest.mark.parametrize("make", [mixtral, qwen_moe])
 def test_the_experts_with_the_least_gate_times_norm_are_removed(make):
     model, data = make(), tokens()
-    small, plan = sc.shrink(model, data[0], "reap", experts=0.5, data=data)
+    small, plan = sc.shrink(model, data[0], sc.reap, experts=0.5, data=data)
     for layer in range(2):
         expected = saliency(model, data, layer)
         stay = sorted(sorted(expected, key=lambda e: -expected[e])[:2])

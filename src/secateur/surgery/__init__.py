@@ -8,7 +8,7 @@ are exact), `depth` (whole blocks), `calibrate` (scores of units and repairs fro
 """
 
 from ..edit import Attribute, Cuts, apply_cuts_
-from .calibrate import UnitCriterion, activation_variance, bn_scale, fpgm, reconstruction, unit_criterion
+from .calibrate import UnitCriterion, activation_variance, bn_scale, fpgm, obs, reap, reconstruction, unit_criterion
 from .cut import cuts_of
 from .exact import fold_
 from .pipeline import shrink, shrink_
@@ -31,6 +31,8 @@ __all__ = [
     "UnitCriterion",
     "unit_criterion",
     "fpgm",
+    "obs",
+    "reap",
     "bn_scale",
     "activation_variance",
     "reconstruction",

@@ -87,7 +87,7 @@ def shrink(
         model: any module that runs on the example inputs.
         example_inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
         criterion: element scores, summed over the tensors that produce a unit; or a criterion of whole units (`sc.fpgm`,
-            `sc.bn_scale`, `sc.activation_variance`, `sc.reconstruction`, "obs"); or the name of one ("wanda").
+            `sc.bn_scale`, `sc.activation_variance`, `sc.reconstruction`, `sc.obs`); or the name of one ("wanda").
         channels: the fraction of units. A mapping gives ratios by name, `{"layer1.*": 0.5}`: globs over names of groups,
             tensors and modules; the last glob that matches counts, and other groups stay whole.
         params: the fraction of parameters, including the biases that the cut adds.
@@ -97,7 +97,7 @@ def shrink(
         depth: the fraction of blocks (transformer layers, residual blocks) that remains, alone or before one of the targets
             above. Blocks whose removal changes the output least on `data`, or else on the example inputs, are removed first.
         experts: the fraction of the experts of each mixture that remains, alone. Those with the least effect on `data` are
-            removed first (REAP), with their rows of the router. This is never exact.
+            removed first (`sc.reap`), with their rows of the router. This is never exact.
         multiple_of: sizes that are multiples of this number stay multiples.
         scope: "global" (all groups compete; scores are divided by the mean of their group), "tensor" (every group keeps the
             same fraction) or "isomorphic" (groups of the same structure compete).
