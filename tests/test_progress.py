@@ -159,6 +159,19 @@ def test_work_that_ends_by_the_clock_shows_the_time_that_is_left():
         assert row.reached(120.0) == (10.0, 10.0)
 
 
+def test_the_remaining_time_does_not_grow_while_one_item_is_worked_on():
+    with Progress("refit", 4, quiet=True) as report:
+        row = report._row
+        report("a")
+        assert row.times(row.begin + 30) == "30 s"
+        report("b")
+        report("c")
+        row.begin, row.since = 100.0, 120.0  # two items in 20 seconds
+        assert row.times(120.0) == "20 s, about 20 s left"
+        assert row.times(125.0) == "25 s, about 15 s left"
+        assert row.times(150.0) == "50 s, about 10 s left"  # the last item
+
+
 @pytest.mark.parametrize(
     ("rounds", "spent", "left"),
     [

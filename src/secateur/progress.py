@@ -67,6 +67,7 @@ class Progress:
         """Reports that work on `what` begins."""
         self._row.what = what
         self._row.calls += 1
+        self._row.since = time.monotonic()
 
     def remains(self, seconds: float) -> None:
         """Reports that the work takes about so many seconds from now."""
@@ -118,6 +119,7 @@ class _Row:
     what: str = ""
     calls: int = 0
     begin: float = field(default_factory=time.monotonic)
+    since: float = 0.0  # when work on the current item began
     end: float | None = None  # when the work will be done, where that is known
 
     @property
@@ -140,13 +142,18 @@ class _Row:
         return min(now, self.end) - self.begin, self.end - self.begin
 
     def times(self, now: float) -> str:
-        """The elapsed time, and the remaining time at the mean speed so far."""
+        """The elapsed time, and the remaining time if the next items take as long as the finished ones did on average.
+
+        While an item takes longer, the items after it are counted.
+        """
         elapsed = now - self.begin
         if self.end is not None:
             return f"{_duration(elapsed)}, about {_duration(max(self.end - now, 0.0))} left"
         if self.total is None or not self.done or self.calls > self.total:
             return _duration(elapsed)
-        return f"{_duration(elapsed)}, about {_duration(elapsed / self.done * (self.total - self.done))} left"
+        each = (self.since - self.begin) / self.done
+        left = max(each * (self.total - self.done) - (now - self.since), each * (self.total - self.calls))
+        return f"{_duration(elapsed)}, about {_duration(left)} left"
 
 
 def _duration(seconds: float) -> str:
