@@ -201,6 +201,8 @@ def test_calls_of_the_package_show_what_they_work_on(capsys, monkeypatch):
     assert "scores from data: batch" in capsys.readouterr().err
     sc.shrink(model, data[0][0], channels=0.5)
     assert "shrink: " in capsys.readouterr().err
+    sc.shrink(model, data[0][0], sc.reconstruction, channels=0.5, data=data)
+    assert re.search(r"shrink, scores: 0\.weight, 1 of \d", capsys.readouterr().err)
     sc.bench(model, data[0][0], seconds=0.3)
     assert re.search(r"bench: model \(\d+ s, about \d+ s left\)", capsys.readouterr().err)
 

@@ -81,7 +81,7 @@ def unit_errors(
         inputs = _inputs(trace, readers, batches, repair)
         few = _few(model, batches[0])
         whole = _answer(model, few)
-        for group, found in readers.items():
+        for group, found in track(readers.items(), "scores", lambda entry: entry[0].members[0].tensor):
             known = [inputs[r.module] for r in found]
             order = eliminate([_state(r, known, repair) for r, known in zip(found, known)], group.size)
             shares = _arriving(model, whole, found, known, order, few, repair)

@@ -19,6 +19,7 @@ from ..._layers import Layout, layout_of
 from ..._tree import slots
 from ...axes import Group, Member
 from ...curvature import Curvature, curvature
+from ...progress import track
 from ...stats import Loss, check_evidence
 from ...targeting import Target
 from ...trace import Trace
@@ -49,7 +50,8 @@ def unit_costs(
         return {group: why for group, why in read.items() if isinstance(why, str)}
     measured = curvature(trace.model, [targets[name] for name in names], data, kind="inputs", loss=loss)
     return {
-        group: found if isinstance(found, str) else _scores(found, group, measured, repair) for group, found in read.items()
+        group: found if isinstance(found, str) else _scores(found, group, measured, repair)
+        for group, found in track(read.items(), "scores", lambda entry: entry[0].members[0].tensor)
     }
 
 
