@@ -329,6 +329,13 @@ def test_hugging_face_folders_with_a_text_file(here, llama):
     again = LlamaForCausalLM.from_pretrained("out")
     assert float((again.model.layers[0].mlp.up_proj.weight == 0).float().mean()) == 0.5
     assert AutoTokenizer.from_pretrained("out")("a b")["input_ids"] == [1, 2]
+    larger = AutoTokenizer.from_pretrained(llama)
+    larger.add_tokens([f"{c}x" for c in "abcdefghijklmnopqrstuvwxyz"])
+    larger.save_pretrained("larger")
+    Path("more.txt").write_text("zx yx " * 40)
+    other = ("--data more.txt --length 16 --tokenizer larger --sparsity 0.5 -o x",)
+    assert "more tokens than the 32 that the model knows" in run("prune", llama, *other, code=1)
+    assert "holds no tokenizer that loads" in run("prune", llama, other[0].replace("larger", "."), code=1)
     small = answer("shrink out --channels 0.5 --set scope=tensor --exclude *self_attn* --inputs 1x8 -o small")
     assert [stage for each in sc.Recipe.load("small").to_dict()["stages"] for stage in each] == ["prune", "shrink"]
     assert small["results"][0]["totals"]["params"][1] < small["results"][0]["totals"]["params"][0]

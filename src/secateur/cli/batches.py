@@ -191,8 +191,7 @@ def _texts(file: Path, asked: Asked, source: Source) -> Iterable[Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        why = str(error).partition("\n")[0][:120]
-        raise Failure(f"{folder} holds no tokenizer that loads ({why}); pass --tokenizer") from None
+        raise Failure(f"{folder} holds no tokenizer that loads; name a folder that does with --tokenizer") from error
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -201,6 +200,9 @@ def _texts(file: Path, asked: Asked, source: Source) -> Iterable[Any]:
     rows = tokens[: len(tokens) // asked.length * asked.length].view(-1, asked.length)
     if not len(rows):
         raise Failure(f"{file} has {len(tokens)} tokens, fewer than one sequence of --length {asked.length}")
+    known = max((m.num_embeddings for m in source.module.modules() if isinstance(m, nn.Embedding)), default=None)
+    if known is not None and int(rows.max()) >= known:
+        raise Failure(f"the tokenizer of {folder} has more tokens than the {known:,} that the model knows; pass another one")
     labelled = "labels" in inspect.signature(source.module.forward).parameters
     for part in rows.split(asked.batch_size):
         yield {"input_ids": part, "labels": part} if labelled else {"input_ids": part}
