@@ -29,7 +29,7 @@ lint: $(STAMP)
 
 # The site: site/index.html
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo site/index.html
 
 imports: $(STAMP)
