@@ -193,3 +193,7 @@ def test_contributing_names_only_functions_and_classes_that_exist():
     defined |= {file.stem for file in FILES}
     assert len(named) > 20
     assert sorted(span for span in named if span.rsplit(".", 1)[1] not in defined) == []
+
+
+def test_sparsegpt_shows_that_a_method_fits_into_150_lines():
+    assert len((SRC / "methods" / "sparsegpt.py").read_text(encoding="utf-8").splitlines()) <= 150

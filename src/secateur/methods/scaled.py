@@ -226,3 +226,14 @@ def fast_products(device: torch.device, precision: str = "high") -> Iterator[Non
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def cholesky(name: str, matrix: Tensor) -> Tensor:
+    """The lower Cholesky factor of a Gram matrix of layer `name`, or of its inverse."""
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    if bool(failed.any()) or not bool(factor.isfinite().all()):
+        raise ValueError(
+            f"the Gram matrix of the inputs of {name!r} is singular or not finite; use more calibration data, a larger damp=, "
+            "or look for NaN in the data"
+        )
+    return factor

@@ -17,7 +17,7 @@ from ..scores import Scores
 from ..select import select
 from ..values import requested
 from .grid import on_grid
-from .scaled import ScaledProblem
+from .scaled import ScaledProblem, cholesky
 from .seam import Amount, LayerProblem, Method, Solution
 
 
@@ -46,8 +46,8 @@ class SparseGPT(Method):
         diagonal = H.diagonal(dim1=-2, dim2=-1)
         ridge = self.damp * diagonal.mean(-1, keepdim=True)
         ridge = torch.where(diagonal.amax(-1, keepdim=True) > 0, ridge, torch.ones_like(ridge))  # no input at all: any will do
-        lower = _cholesky(problem.name, H + torch.diag_embed(ridge.expand_as(diagonal)))
-        upper = _cholesky(problem.name, torch.cholesky_inverse(lower)).mT.to(plain.dtype)
+        lower = cholesky(problem.name, H + torch.diag_embed(ridge.expand_as(diagonal)))
+        upper = cholesky(problem.name, torch.cholesky_inverse(lower)).mT.to(plain.dtype)
         start = plain if problem.B is None else _ideal(problem, lower, ridge).to(plain.dtype)
         cost = torch.where(diagonal > 0, upper.diagonal(dim1=-2, dim2=-1).reciprocal(), 0)  # an unused input costs nothing
         walk = _Walk(problem.name, start.view(H.shape[0], -1, H.shape[-1]).clone(), upper, cost, pattern, amount, previous)
@@ -72,16 +72,6 @@ def sparsegpt(damp: float = 0.01, width: int = 128, values: str | None = None, g
     With `values`, the weights are rounded as `compress_(values=, group=)` stores them (see `admm`).
     """
     return SparseGPT(damp, width, values, group)
-
-
-def _cholesky(name: str, matrix: Tensor) -> Tensor:
-    factor, failed = torch.linalg.cholesky_ex(matrix)
-    if bool(failed.any()) or not bool(factor.isfinite().all()):
-        raise ValueError(
-            f"the Gram matrix of the inputs of {name!r} is singular or not finite; use more calibration data, a larger damp=, "
-            "or look for NaN in the data"
-        )
-    return factor
 
 
 def _ideal(problem: LayerProblem, lower: Tensor, ridge: Tensor) -> Tensor:
