@@ -2,7 +2,9 @@
 
 One thread. All contenders of a case run in turn, and the best round of each counts, in processor time. One row is measured
 cold, with the weights read from memory. "floor" is the time to read the packed bytes at the measured bandwidth, "error" the
-relative error of the output. `SECATEUR_CPU=x86-64-v3` measures the AVX2 kernels on a newer CPU. `--only WORD` selects cases.
+relative error of the output. `SECATEUR_CPU=x86-64-v3` measures the AVX2 kernels on a newer CPU; the peers are held to AVX2 by
+`FBGEMM_ENABLE_INSTRUCTIONS=AVX2`, `MKL_ENABLE_INSTRUCTIONS=AVX2`, `ONEDNN_MAX_CPU_ISA=AVX2` and `ATEN_CPU_CAPABILITY=avx2`.
+`--only WORD` selects cases.
 """
 
 from __future__ import annotations
