@@ -287,6 +287,10 @@ WRONG = {
     "no stages": ("version: 1", r"stages: expected a list of stages"),
     "a list": ("- prune", r"a recipe is a mapping"),
     "not YAML": ("a: [", r"not YAML"),
+    "twice": (stages("{prune: {sparsity: 0.5, sparsity: 0.6}}"), "'sparsity' is there twice"),
+    "gate value": (stages("{gate: {sparsity: 2}}"), r"stages\[0\]\.gate: sparsity=2 must be a number from 0 to below 1"),
+    "distill value": (stages("{distill: {steps: -3}}"), r"stages\[0\]\.distill: steps=-3 must be"),
+    "reorder value": (stages("{reorder: {pattern: 4x1}}"), r"stages\[0\]\.reorder: reorder_ is for patterns n:m"),
     "typo above": ("version: 1\nstage: []", r"\.stage: unknown field.*'stages'"),
     "typo in a stage": (stages("{prun: {}}"), r"stages\[0\]\.prun: unknown field.*'prune'"),
     "typo in a field": (

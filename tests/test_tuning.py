@@ -180,6 +180,13 @@ def test_curves_around_a_sparsity_prune_the_other_groups_too():
         sc.sensitivity(model, agreement, around=0.6)
 
 
+@pytest.mark.parametrize("call", [sc.sensitivity, sc.search])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_metric_of_the_dense_model_must_be_finite(call, value):
+    with pytest.raises(ValueError, match="for the model as it is given, so no drop can be measured"):
+        call(torch.nn.Linear(8, 8), lambda model: value)
+
+
 def test_a_metric_that_improves_or_is_nan_is_no_gain():
     found = recommended(a={0.5: 1.2, 0.9: math.nan}, b={0.5: 0.5, 0.9: 0.4})
     assert found.recommend(drop=0.0) == pytest.approx({"a": 0.5, "b": 0.0})

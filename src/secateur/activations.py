@@ -225,14 +225,19 @@ class Gates(Reported):
 # --- finding layers, checking arguments -----------------------------------------------------------------------------
 
 
-def _check(model: nn.Module, sparsity: float, method: str, spread: str, data: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+def check_gate_values(sparsity: Any, method: str, spread: str) -> None:
+    """Raises ValueError for arguments of `gate_` that fit no model."""
     if not isinstance(sparsity, Real) or isinstance(sparsity, bool) or not 0 <= float(sparsity) < 1:
         raise ValueError(f"sparsity={sparsity!r} must be a number from 0 to below 1: the share of input elements to zero")
     for argument, given, known in (("method", method, METHODS), ("spread", spread, SPREADS)):
         if given not in known:
             raise ValueError(f"{argument}={given!r} must be one of {', '.join(map(repr, known))}.{nearest(str(given), known)}")
+
+
+def _check(model: nn.Module, sparsity: float, method: str, spread: str, data: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+    check_gate_values(sparsity, method, spread)
     if data is None and (method != "topk" or spread == "greedy"):
         why = f"method={method!r}" if method != "topk" else f"spread={spread!r}"
         raise ValueError(f"{why} is calibrated, so pass data= (an iterable of batches); method='topk' alone needs none")

@@ -198,13 +198,18 @@ def _check(model: nn.Module, teacher: Any, steps: Any, lr: Any, warmup: Any, los
     if not isinstance(teacher, nn.Module) or teacher is model:
         raise ValueError("teacher= is the dense model: pass a copy that was made before pruning (copy.deepcopy(model))")
     check_unpacked(model, "distill_ trains its weights")
+    check_training_values(steps, lr, warmup)
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss={loss!r} must be a function of the model's output and the teacher's output")
+
+
+def check_training_values(steps: Any, lr: Any, warmup: Any) -> None:
+    """Raises ValueError for numbers that no training could take."""
     for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0)):
         if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name}={value!r} must be a whole number of steps, {least} or more")
     if not isinstance(lr, Real) or not 0 < float(lr) < math.inf:
         raise ValueError(f"lr={lr!r} must be a number above 0")
-    if loss is not None and not callable(loss):
-        raise TypeError(f"loss={loss!r} must be a function of the model's output and the teacher's output")
 
 
 def _split(data: Iterable[Any], holdout: Any, seed: int) -> tuple[list[Any], list[Any], torch.Generator]:

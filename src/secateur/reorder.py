@@ -179,9 +179,8 @@ def find_orders(
     loss: Loss | None = None,
 ) -> Reordering:
     """What `reorder_` with the same arguments does. The model is unchanged. `curvature` can be one that was measured before."""
-    model, shape = as_module(model), Pattern.parse(pattern)
-    if not shape.keep or not shape.elementwise:
-        raise ValueError(f"reorder_ is for patterns n:m such as '2:4', not {str(shape)!r}: others have no neighbours to choose")
+    model, shape = as_module(model), neighbour_pattern(pattern)
+    assert shape.keep
     check_evidence(frozenset({"inputs"}), data, loss, of="reorder_")
     found, _ = targets(model, include=include, exclude=exclude)
     batches = list(data or ())
@@ -384,3 +383,11 @@ def _close(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
         if not bool(((one == other) | ((one - other).abs() <= slack)).all()):
             return False
     return True
+
+
+def neighbour_pattern(pattern: str | Pattern) -> Pattern:
+    """Reads the pattern of `reorder_`. Raises ValueError unless it is n:m."""
+    shape = Pattern.parse(pattern)
+    if not shape.keep or not shape.elementwise:
+        raise ValueError(f"reorder_ is for patterns n:m such as '2:4', not {str(shape)!r}: others have no neighbours to choose")
+    return shape

@@ -18,6 +18,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+PATIENCE = 120_000  # milliseconds that a step may take on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def browser():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=PATIENCE)
         yield found
         found.close()
 
@@ -38,6 +39,7 @@ def open_page(browser, tmp_path):
     def open_(made, name="report.html", **options):
         file = Report(made).save(tmp_path / name)
         context = browser.new_context(**{"viewport": WIDE, **options})
+        context.set_default_timeout(PATIENCE)
         contexts.append(context)
         page = context.new_page()
         page.log = []
@@ -232,9 +234,9 @@ def test_recipe_is_copied_or_selected(open_page):
     page = open_page(document())
     page.clock.install()  # the label stays until the test lets its 1.5 seconds pass
     page.locator(".copy").click()
-    expect(page.locator(".copy")).to_have_text(re.compile("^(Copied|Selected)$"), timeout=30_000)
+    expect(page.locator(".copy")).to_have_text(re.compile("^(Copied|Selected)$"), timeout=PATIENCE)
     page.clock.run_for(1500)
-    expect(page.locator(".copy")).to_have_text("Copy", timeout=30_000)
+    expect(page.locator(".copy")).to_have_text("Copy", timeout=PATIENCE)
 
 
 # --- 4: without script, on paper --------------------------------------------------------------------------------------------
@@ -315,6 +317,7 @@ def test_thousand_layers_read_well(open_page):
 def test_notebook_frame_shows_the_page_and_keeps_its_styles(open_page, browser, tmp_path):
     (tmp_path / "cell.html").write_text(f"<!doctype html><body>{Report(document(4))._repr_html_()}", encoding="utf-8")
     context = browser.new_context(viewport=WIDE)
+    context.set_default_timeout(PATIENCE)
     page = context.new_page()
     page.goto((tmp_path / "cell.html").as_uri())
     frame = page.frame_locator("iframe")

@@ -19,15 +19,15 @@ from torch import nn
 
 from .._hints import unknown_argument
 from .._tree import nearest
-from ..activations import gate_
+from ..activations import check_gate_values, gate_
 from ..arguments import GIVEN_AT_RUN
 from ..criteria import Criterion
-from ..distill import distill_
+from ..distill import check_training_values, distill_
 from ..execute import compress_
 from ..methods import Method
 from ..patterns import Pattern
 from ..pruning import prune_
-from ..reorder import reorder_
+from ..reorder import neighbour_pattern, reorder_
 from ..settings import Settings
 from ..surgery import ShrinkRequest, UnitCriterion, check_request, shrink, shrink_
 
@@ -181,6 +181,12 @@ def _check_values(kind: str, arguments: dict[str, Any], path: str) -> None:
             Settings.of(*(given[name] for name in names))
         if kind == "shrink":  # repairs need data, which are not here yet
             check_request(ShrinkRequest(**{**given, "reestimate": False, "refit": False}))
+        if kind == "gate":
+            check_gate_values(given["sparsity"], given["method"], given["spread"])
+        if kind == "distill":
+            check_training_values(given["steps"], given["lr"], given["warmup"])
+        if kind == "reorder":
+            neighbour_pattern(given["pattern"])
     except (ValueError, TypeError) as error:
         raise BadRecipe(f"{path}: {error}") from None
 

@@ -1,4 +1,7 @@
-"""Reads YAML with the numbers of YAML 1.2: "2:4" is text and 1e-4 is a number. PyYAML reads them as 124 and as text."""
+"""Reads YAML with the numbers of YAML 1.2: "2:4" is text and 1e-4 is a number. PyYAML reads them as 124 and as text.
+
+A key that a mapping has twice is an error, where PyYAML takes the last one.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,15 @@ def _loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """A SafeLoader with other numbers."""
+        """A SafeLoader with other numbers, and without keys that are there twice."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+                seen.add(str(key.value))
+            return super().construct_mapping(node, deep)
 
     Loader.yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in known if tag not in _NUMBERS]

@@ -21,7 +21,7 @@ from ..progress import Progress
 from ..recipes import Recipe
 from ..stats import Loss
 from ..summaries import summary
-from .measuring import Evaluate, Journal, check_evaluate, fingerprint, loss_of, measured
+from .measuring import Evaluate, Journal, check_evaluate, fingerprint, loss_of, measured, measured_before
 
 # The numbers that a search may vary, from hardly any pruning to the most: sparsities rise, fractions that remain fall.
 RANGES = {
@@ -169,9 +169,7 @@ def search(
     batches = list(data) if data is not None and iter(data) is data else data
     settings = {"recipe": base.to_dict(), "vary": ranges, "better": better or "higher"}
     kept = Journal(journal, {"call": "search", "model": fingerprint(model), "settings": settings})
-    dense = kept.get("dense", lambda: {"value": measured(evaluate, model)})["value"]
-    if math.isnan(dense):
-        raise ValueError("evaluate returned NaN for the model as it is given, so no drop can be measured; check evaluate")
+    dense = kept.get("dense", lambda: {"value": measured_before(evaluate, model)})["value"]
     _check_drop(drop, dense, better)
     tried: list[Tried] = []
     best: tuple[float, nn.Module | None, list[Any]] | None = None

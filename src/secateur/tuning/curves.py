@@ -27,7 +27,7 @@ from ..progress import Progress
 from ..stats import Loss
 from ..surgery import UnitCriterion, shrink
 from ..targeting import Globs
-from .measuring import Evaluate, Journal, check_evaluate, fingerprint, loss_of, measured
+from .measuring import Evaluate, Journal, check_evaluate, fingerprint, loss_of, measured, measured_before
 
 AnyCriterion = Criterion | UnitCriterion | Callable[..., Tensor] | str
 
@@ -253,7 +253,7 @@ def sensitivity(
         variants = _Removed(model, criterion, levels, example_inputs, exclude, data, loss)
     about = {"call": "sensitivity", "model": fingerprint(model), "settings": variants.settings}
     kept = Journal(journal, about)
-    dense = kept.get("dense", lambda: {"value": measured(evaluate, model)})["value"]
+    dense = kept.get("dense", lambda: {"value": measured_before(evaluate, model)})["value"]
     curves: dict[str, dict[float, float]] = {group: {} for group in variants.members}
     base = None
 

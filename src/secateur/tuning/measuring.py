@@ -48,6 +48,14 @@ def check_evaluate(evaluate: object, better: str | None) -> None:
         raise ValueError(f"better={better!r} must be 'higher' (accuracy) or 'lower' (perplexity, loss)")
 
 
+def measured_before(evaluate: Evaluate, model: nn.Module) -> float:
+    """The metric of the model as it is given. Raises ValueError if it is not finite: nothing could be compared with it."""
+    found = measured(evaluate, model)
+    if not math.isfinite(found):
+        raise ValueError(f"evaluate returned {found} for the model as it is given, so no drop can be measured; check evaluate")
+    return found
+
+
 def loss_of(value: float, dense: float, better: str) -> float:
     """How much worse a metric is than that of the dense model; infinite for NaN."""
     drop = dense - value if better == "higher" else value - dense
