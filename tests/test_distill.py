@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import secateur as sc
-from secateur.distill import Distilled, _divergence, distill_
+from secateur.distill import Distilled, _divergence, _order, distill_
 
 
 def net(seed=0):
@@ -213,6 +213,17 @@ def test_the_masks_of_a_pruner_can_be_kept_instead_of_all_zeros():
     distill_(model, dense, batches(), lr=1e-2, pruner=pruner)
     assert bool((model[0].weight[:, 0] != 0).any())
     assert torch.equal(model[3].weight == 0, ~pruner.masks["3.weight"])
+
+
+def test_every_pass_over_the_batches_has_an_order_of_its_own():
+    orders = []
+    for seed in (0, 0, 1):
+        drawn = list(_order(range(8), 20, torch.Generator().manual_seed(seed)))
+        assert sorted(drawn[:8]) == sorted(drawn[8:16]) == list(range(8))
+        assert len(set(drawn[16:])) == 4
+        assert drawn[:8] != drawn[8:16] != list(range(8)) != drawn[:8]
+        orders.append(drawn)
+    assert orders[0] == orders[1] != orders[2]
 
 
 def test_the_result_is_the_same_for_the_same_seed():
