@@ -220,6 +220,23 @@ def test_by_loss_prunes_more_where_the_loss_reacts_less(method):
     assert "by_loss(0.3)" in str(plan)
 
 
+def test_by_loss_prunes_more_where_fewer_tokens_come_by():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.often, self.rarely = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            return torch.cat([self.often(x), self.rarely(x[: len(x) // 16])])
+
+    torch.manual_seed(0)
+    model, data = Net(), [torch.randn(256, 16) for _ in range(4)]
+    model.rarely.load_state_dict(model.often.state_dict())
+    plan = sc.plan(model, sparsity=0.5, spread=sc.by_loss(0.3), data=data)
+    sparsity = {layer.name: layer.sparsity for layer in plan.layers}
+    assert sparsity["rarely.weight"] > 0.6 > 0.4 > sparsity["often.weight"]
+
+
 def test_without_gradients_by_loss_compares_relative_errors_and_says_so():
     model, data = quiet_and_loud()
     plan = sc.plan(model, sparsity=0.5, spread=sc.by_loss(curvature="none"), data=data, exclude="head")
