@@ -66,14 +66,14 @@ def moved(value: Any, device: torch.device | None) -> Any:
 
 
 def is_tree(value: Any) -> bool:
-    """Whether there is nothing but tensors, numbers and text in a tree, so that all its tensors are found."""
+    """True if a tree holds only tensors, numbers and text, so that `tensors_of` finds all its tensors."""
     if isinstance(value, tuple | list | dict):
         return all(map(is_tree, _items(value)))
     return value is None or isinstance(value, Tensor | str | bytes | int | float | complex)
 
 
 def signature(value: Any) -> Any:
-    """What two calls have in common that run through the same operators: types, dtypes and numbers of axes, not sizes."""
+    """A key that is equal for calls which run through the same operators: types, dtypes and numbers of axes, not sizes."""
     if isinstance(value, Tensor):
         return value.dtype, value.ndim, value.device.type
     if isinstance(value, dict):

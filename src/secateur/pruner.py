@@ -326,7 +326,7 @@ class Pruner:
         return self._masks.sparsity
 
     def plan(self) -> Plan:
-        """What has been pruned so far, as a plan to print or to apply to a copy of the model."""
+        """Returns a plan of everything pruned so far, to print or to apply to a copy of the model."""
         dense = {name: self._dense[name][~local(self._masks[name])] for name in self._dense}
         return Plan(self._masks, self.skipped, self.recipe.describe(self._step), dense)
 

@@ -306,7 +306,7 @@ def _fraction(name: str, value: object) -> Number:
 
 
 def _number_hint(value: object) -> str:
-    """What to pass instead of something that is not a number as `sparsity=`."""
+    """A hint for the error where `sparsity=` is not a number."""
     if isinstance(value, Mapping):
         return f"; for numbers by name pass spread={value!r}"
     if isinstance(value, str) and _is_pattern(value):

@@ -132,7 +132,7 @@ class Chain:
 
 
 class Feed:
-    """What the blocks of a chain return on their way, as far as later blocks read it."""
+    """Holds the outputs of the blocks of a chain until the last block that reads them has run."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
@@ -144,11 +144,11 @@ class Feed:
         return [calls[i].filled(made) for calls, made in zip(self.chain.links, self.made, strict=True)]
 
     def output(self, i: int, batch: int) -> Any:
-        """What block `i`, the last that fed this, returned on one batch."""
+        """Returns the output of block `i` on one batch. `i` must be the block of the last `put`."""
         return replaced(self.trees[i][batch], dict(enumerate(self.made[batch][i])), [0])
 
     def put(self, i: int, outputs: Iterable[Any]) -> None:
-        """Takes what block `i` returned, and drops what no later block reads."""
+        """Stores the outputs of block `i`, and drops outputs that no later block reads."""
         trees = self.trees = {i: []}
         for made, output in zip(self.made, outputs, strict=True):
             made[i] = tensors_of(output)
@@ -188,7 +188,7 @@ class _Enough(BaseException):
 
 
 class _Template:
-    """What the first block of a chain returned on a batch: `tree`, once its tensors are known to look like its input."""
+    """The output of the first block of a chain: `tree`, set if its tensors have the shape, dtype and device of its input."""
 
     tree: Any = None
 

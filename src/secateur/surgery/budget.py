@@ -25,7 +25,7 @@ _TRIES = 4  # cuts for one latency target: the speed of the machine changes from
 
 @dataclass(frozen=True)
 class Baseline:
-    """What targets are fractions of: the given model, with all its blocks.
+    """The reference for all targets: the given model, with all its blocks.
 
     `units`: how many units it has for each unit of the model that is cut; 1 unless blocks were removed.
     """
@@ -135,7 +135,7 @@ class Budget:
         return measure
 
     def _costs(self, scores: UnitScores) -> dict[Group, float] | None:
-        """What one unit of each group adds to the quantity that the target limits (FLOPs for latency)."""
+        """The cost of one unit of each group, in the quantity that the target limits (in FLOPs for latency)."""
         if not self.priced:
             return None
         if self.what == "channels":
@@ -191,7 +191,7 @@ class Budget:
         raise ValueError(self._with_tries(self._miss(timing.ratio, timing.spread)))
 
     def _note(self, choice: ChosenCounts, found: float) -> str:
-        """What was reached, where that is not what was asked."""
+        """A note with the fraction that was reached, if it differs from the target."""
         steps = "units are whole" if self.multiple_of == 1 else f"units are whole and multiple_of={self.multiple_of}"
         if not self.ratios:
             return "" if met(found, self.target) else f"asked {self.target:g}, reached {found:.3g}: {steps}"

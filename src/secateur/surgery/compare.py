@@ -14,7 +14,7 @@ from ..trace import main_outputs
 
 
 def answer(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None = None) -> Any:
-    """What a copy of the model returns in eval mode, in this dtype (None: its own)."""
+    """The output of a copy of the model in eval mode, in this dtype (None: its own)."""
     args, kwargs = _as_dtype(dtype, inputs)
     made = copied(model)
     return run(made if dtype is None else widened(made, dtype), args, kwargs)

@@ -66,7 +66,7 @@ def _batch_size(inputs: Inputs) -> int | None:
 
 
 def _may_hold(step: Step, number: int) -> bool:
-    """Whether a step makes values from the batch size: a new tensor of that size, or a number beside a tensor."""
+    """True if a step may compute with the batch size: it makes a tensor of that size, or has that number as an argument."""
     numbers = {v for v in (*step.args, *step.kwargs.values()) if isinstance(v, int | float) and not isinstance(v, bool)}
     sizes = {n for v in step.args if isinstance(v, tuple) for n in v if isinstance(n, int)}
     if not step.inputs:

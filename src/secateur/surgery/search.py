@@ -46,7 +46,7 @@ def percent(target: float, spread: float | None = None) -> str:
 
 
 def figure(found: float, spread: float | None = None) -> str:
-    """What remains, with its spread if it was measured."""
+    """The fraction that remains, with its spread if it was measured."""
     return f"{found:.4g}" if spread is None else f"{found:.3g} ± {spread:.2g}"
 
 

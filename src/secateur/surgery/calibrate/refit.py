@@ -231,7 +231,7 @@ def _regression(
 
 
 def _goal(layer: FitLayer, y: Tensor, bypass: tuple[Tensor, Tensor] | None) -> Tensor:
-    """What the layer should return: the output of the dense layer, and what the tensor it is added to has lost."""
+    """The target of the fit: the output of the dense layer, plus the change of the tensor that it is added to."""
     if bypass is not None:
         y = y + bypass[1]
     if layer.outputs is not None:

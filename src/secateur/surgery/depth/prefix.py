@@ -23,7 +23,7 @@ _FEW = 8  # with fewer blocks, running whole models takes less time
 
 
 class Prefixes:
-    """What the blocks of one list receive, block by block, while the blocks in `drop` are removed.
+    """The inputs of the blocks of one list, block by block, while the blocks in `gone` are removed.
 
     `removed` makes a context in which the model is without them. `start` has to be called for every block that is left, in
     order; it returns a context in which the blocks in front of it are skipped.

@@ -196,7 +196,7 @@ def _number_to_remove(model: nn.Module, depth: float, total: int, kept: Mapping[
 
 
 def _answers(model: nn.Module, batches: Sequence[Inputs], source: str) -> list[list[Tensor]]:
-    """What the whole model returns for each batch. Raises where it does not run, or returns no finite number."""
+    """The outputs of the whole model for each batch. Raises if it does not run, or returns no finite number."""
     kind, found = type(model).__name__, []
     for number, batch in enumerate(batches):
         try:
