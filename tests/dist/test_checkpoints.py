@@ -116,14 +116,14 @@ def test_saved_on_two_processes_and_gone_on_with_one(folders, run):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_saved_on_two_processes_and_gone_on_with_two(pair, folders, run):
-    for found in pair.both(gone_on, "fsdp", run, folders[run], [1, 3]):
+    for found in pair.both(gone_on, "fsdp", run, folders[run], list(range(LAST - 1))):
         same(found, run)
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "fsdp + tp"])
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "fsdp + tp"])
 @pytest.mark.parametrize("run", RUNS)
 def test_saved_on_two_processes_and_gone_on_with_four(four, folders, run, layout):
-    for found in four.both(gone_on, layout, run, folders[run], [2] if "tp" in layout else [1, 3]):
+    for found in four.both(gone_on, layout, run, folders[run], list(range(LAST - 1)) if layout == "fsdp" else [2]):
         same(found, run)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,6 +92,17 @@ def test_the_cut_by_digits_is_that_of_select(scope, pattern, dtype):
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+@pytest.mark.parametrize("name", ["global", "row", "16x16"])
+def test_weights_that_fsdp2_offloads_are_pruned_on_the_host(name):
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    want = sc.plan(build().cpu(), **PRUNINGS[name]).masks
+    model = fully_shard(build().cpu(), offload_policy=CPUOffloadPolicy())
+    got = sc.prune_(model, **PRUNINGS[name]).masks
+    assert all(torch.equal(got[n].to_local(), want[n]) for n in want)
+    assert all(int((p.to_local() == 0).sum()) >= int((~want[n]).sum()) for n, p in model.named_parameters() if n in want)
+
+
 def trained(model):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     pruner = sc.Pruner(model, sparsity=sc.cubic(0.8, end=4), scope="global")
@@ -126,6 +139,8 @@ def test_evidence_of_a_sharded_model_gives_the_same_masks(criterion, scope):
 def test_fsdp1_is_refused():
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    wrapped = FullyShardedDataParallel(nn.Sequential(nn.Linear(64, 64)).cuda(), use_orig_params=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that one process has nothing to shard
+        wrapped = FullyShardedDataParallel(nn.Sequential(nn.Linear(64, 64)).cuda(), use_orig_params=True)
     with pytest.raises(NotImplementedError, match=r"FSDP1|FullyShardedDataParallel"):
         sc.Pruner(wrapped, sparsity=0.5)

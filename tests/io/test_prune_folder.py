@@ -144,32 +144,59 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_a_killed_run_goes_on(tmp_path):
-    """The limit on the size of a file kills the process in the second file, which is larger than the first."""
-    small, large = torch.randn(64, 64), torch.randn(256, 256)
+KILLED = """
+    import json, os, sys
+    from pathlib import Path
+    from secateur import folders, io
+    source, target, how = sys.argv[1], Path(sys.argv[2]), {"sparsity": 0.5, "scope": "global", "include": "*"}
+    write, copy, wrote = folders._write_file, io.Folder.copy_rest, []
+
+    def note(job, cuts, file, out):
+        wrote.append(file)
+        return write(job, cuts, file, out)
+
+    def dies(job, cuts, file, out):
+        if len(wrote) == stop:
+            out.write(job.folder.header(file))
+            out.flush()
+            os._exit(9)
+        return note(job, cuts, file, out)
+
+    def dies_at_the_end(*_):
+        os._exit(9)
+
+    found = []
+    for stop in range(4):
+        if os.fork() == 0:
+            folders._write_file = dies
+            io.Folder.copy_rest = dies_at_the_end
+            folders.prune_folder(source, target / str(stop), **how)
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == 9
+        folders._write_file = note
+        folders.prune_folder(source, target / str(stop), **how)
+        found.append(len(wrote))
+        wrote.clear()
+    print(json.dumps(found))
+"""
+
+
+def test_a_run_that_is_killed_in_any_file_goes_on(tmp_path):
+    """In the first, second or third file, or after them; files that were written are not written again."""
     folder = tmp_path / "dense"
     folder.mkdir()
-    save_file({"a.weight": small}, folder / "a.safetensors")
-    save_file({"b.weight": large}, folder / "b.safetensors")
-    weight_map = {"a.weight": "a.safetensors", "b.weight": "b.safetensors"}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    code = """
-        import resource, signal, sys
-        from secateur import prune_folder
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, 1 << 17))
-        prune_folder(sys.argv[1], sys.argv[2], sparsity=0.5, scope="global", include="*")
-    """
-    killed = run(code, str(folder), str(tmp_path / "sparse"))
-    assert killed.returncode != 0
-    assert not (tmp_path / "sparse" / "b.safetensors").exists()
-    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "sparse").glob("a.safetensors")}
-    prune_folder(folder, tmp_path / "sparse", sparsity=0.5, scope="global", include="*")
-    tensors = {"a.weight": small, "b.weight": large}
+    tensors = {f"{i}.weight": torch.randn(64 * (i + 1), 64) for i in range(3)}
+    where = {name: f"{name[0]}.safetensors" for name in tensors}
+    for name, tensor in tensors.items():
+        save_file({name: tensor}, folder / where[name])
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    done = run(KILLED, str(folder), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [3, 2, 1, 0]
     sc.prune_(tensors, sparsity=0.5, scope="global", include="*")
-    assert all(torch.equal(read(tmp_path / "sparse")[name], tensor) for name, tensor in tensors.items())
-    assert all((tmp_path / "sparse" / name).stat().st_mtime_ns == time for name, time in before.items())
-    assert not list((tmp_path / "sparse").glob("*.tmp")) + list((tmp_path / "sparse").glob("*journal*"))
+    for stop in range(4):
+        assert all(torch.equal(read(tmp_path / str(stop))[name], tensor) for name, tensor in tensors.items())
+        names = {file.name for file in (tmp_path / str(stop)).iterdir()}
+        assert names == {*where.values(), "model.safetensors.index.json"}
 
 
 def test_memory_does_not_grow_with_the_files(tmp_path):
