@@ -9,15 +9,18 @@ for each of several.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from . import kernels
 from .scores import Scores
 
+_AT_ONCE = 1 << 18  # elements whose bits are counted at once
+_FEW = 16  # the keys near a cut are kept if they are at most one in so many
 BUCKET = 1 << 20  # counts that are added up at once (8 MiB)
 _INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 _FLOATS = {32: torch.float32, 64: torch.float64}
@@ -65,6 +68,9 @@ class Part:
             yield key.view(-1), first, last, nan
 
 
+Near = tuple[Tensor, Tensor]  # keys that share the leading digit of the cut, and their positions in the part
+
+
 @dataclass(eq=False)
 class Pool:
     """Tensors whose elements compete: those with the lowest keys go, `drop` of `total`.
@@ -83,6 +89,7 @@ class Pool:
     before: int = 0  # counted before the cut, and at it
     equal: int = 0
     last_stays: bool = False
+    near: dict[int, Near] = field(default_factory=dict)  # by part, where they are few
 
     @property
     def trivial(self) -> bool:
@@ -184,8 +191,17 @@ def _count(pool: Pool, bits: int, digit: _Digit) -> tuple[Tensor, int]:
     """The number (or weight) of elements with each value of a digit, and in how many slabs there is NaN."""
     bins: Tensor | None = None
     nans = 0
-    for part in pool.parts:
+    for place, part in enumerate(pool.parts):
         if not part.counted or (digit.kind == "index" and part.number != pool.number):
+            continue
+        if digit.leads and (raw := _raw(part, bits)) is not None:
+            counts, nan = _leading(raw, bits, digit)
+            nans += nan
+            bins = counts if bins is None else bins.add_(counts)
+            continue
+        if not digit.leads and (near := _near(pool, place, bits, digit)) is not None:
+            now = _near_digits(pool, part, near, digit)
+            bins = now if bins is None else bins.add_(now.to(bins.device))
             continue
         for key, first, last, nan in part.keys(bits, check=digit.leads):
             nans += nan
@@ -203,6 +219,61 @@ def _count(pool: Pool, bits: int, digit: _Digit) -> tuple[Tensor, int]:
                 now.scatter_add_(0, found.long(), sizes if at is None else sizes[at])
             bins = now if bins is None else bins.add_(now.to(bins.device))
     return torch.zeros(1 << digit.bits, dtype=torch.int64) if bins is None else bins, nans
+
+
+def _raw(part: Part, bits: int) -> Any:
+    """The bits of a part whose scores are plain magnitudes, as an array, or None. They are counted without making keys."""
+    values = part.scores.magnitude_of
+    plain = part.scores.power == 1 and part.scores.under is None and part.allowed is None and part.safe is None
+    if values is None or not plain or part.sizes is not None or values.device.type != "cpu" or not values.is_contiguous():
+        return None
+    fits = values.dtype == torch.float32 if bits == 32 else values.dtype == torch.bfloat16 and bits == 16
+    return values.reshape(-1).view(_INTEGERS[bits]).numpy() if fits else None
+
+
+def _leading(raw: Any, bits: int, digit: _Digit) -> tuple[Tensor, bool]:
+    """The number of magnitudes with each value of the leading digit, and whether there is NaN among them."""
+    half, infinite = 1 << (digit.bits - 1), 0x7F80 << (bits - 16)
+    found = np.zeros(2 * half, dtype=np.int64)
+    for begin in range(0, raw.size, _AT_ONCE):
+        found[half:] += np.bincount((raw[begin : begin + _AT_ONCE] >> digit.shift) & (half - 1), minlength=half)
+    nan = bool(found[half + (infinite >> digit.shift) :].any())
+    return torch.from_numpy(found), nan and bool(((raw & ((1 << (bits - 1)) - 1)) > infinite).any())
+
+
+def _near(pool: Pool, place: int, bits: int, digit: _Digit) -> Near | None:
+    """The keys of a part that share the leading digit, found in the round after it and kept if they are few."""
+    part = pool.parts[place]
+    if place in pool.near or pool.weighted or digit.kind != "score" or digit.shift + 2 * digit.bits != bits:
+        return pool.near.get(place)
+    found: list[Near] = []
+    if (raw := _raw(part, bits)) is not None:
+        for begin in range(0, raw.size, _AT_ONCE):
+            slab = raw[begin : begin + _AT_ONCE]
+            at = np.flatnonzero((slab >> digit.bits + digit.shift) & ((1 << (digit.bits - 1)) - 1) == pool.prefix)
+            keys = torch.from_numpy(slab[at] & ((1 << (bits - 1)) - 1))
+            found.append((keys, torch.from_numpy(at) + begin))
+    else:
+        for key, first, _, _ in part.keys(bits):
+            at = ((key >> digit.bits + digit.shift) == pool.prefix).nonzero().view(-1)
+            found.append((key[at], at + first * part.scores.layout.cols))
+    if not found or sum(at.numel() for _, at in found) > part.scores.numel // _FEW:
+        return None
+    pool.near[place] = torch.cat([key for key, _ in found]), torch.cat([at for _, at in found])
+    return pool.near[place]
+
+
+def _near_digits(pool: Pool, part: Part, near: Near, digit: _Digit) -> Tensor:
+    """The number of elements with each value of a digit, from the keys near the cut."""
+    if digit.kind == "number":
+        at = torch.full((int((near[0] == pool.prefix).sum()),), part.number)
+    elif digit.kind == "index":
+        rest = part.index(0, near[1][near[0] == pool.prefix]) >> digit.shift
+        at = rest[(rest >> digit.bits) == pool.index] - (pool.index << digit.bits)
+    else:
+        rest = near[0].long() >> digit.shift
+        at = rest[(rest >> digit.bits) == pool.prefix] - (pool.prefix << digit.bits)
+    return torch.bincount(at, minlength=1 << digit.bits)
 
 
 def _digits(pool: Pool, part: Part, key: Tensor, first: int, digit: _Digit) -> tuple[Tensor, Tensor | None]:
@@ -235,11 +306,20 @@ def keep(pool: Pool, part: Part, bits: int) -> Tensor:
         for key, first, last, _ in part.keys(bits):
             kept[first:last] = (key >= pool.prefix if ties else key > pool.prefix).view(last - first, -1)
     if ties and part.number == pool.number:
-        for key, first, _, _ in part.keys(bits):
-            at = (key == pool.prefix).nonzero().view(-1)
-            gone = part.index(first, at) <= pool.index - pool.last_stays
-            kept.view(-1)[at[gone] + first * layout.cols] = False
+        place = next((i for i, one in enumerate(pool.parts) if one is part), -1)
+        if place in pool.near:
+            key, at = pool.near[place]
+            _drop_ties(kept, pool, part, at[key == pool.prefix])
+        else:
+            for key, first, _, _ in part.keys(bits):
+                _drop_ties(kept, pool, part, (key == pool.prefix).nonzero().view(-1) + first * layout.cols)
     return kept
+
+
+def _drop_ties(kept: Tensor, pool: Pool, part: Part, at: Tensor) -> None:
+    """Prunes those of the elements at these positions, which equal the score of the cut, that lie before its index."""
+    gone = part.index(0, at) <= pool.index - pool.last_stays
+    kept.view(-1)[at[gone]] = False
 
 
 def _value(key: int, bits: int, kind: torch.dtype) -> float:

@@ -17,9 +17,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import secateur as sc
-from secateur._dist import like
+from secateur._dist import Comm, like
 from secateur.digits import Pool, find_cuts
+from secateur.patterns import Pattern
 from secateur.resuming import packed_mask
+from secateur.scores import Scores
+from secateur.select import select
+from secateur.shards import select_shared
 
 pytestmark = pytest.mark.dist
 MIB = 1 << 20
@@ -197,3 +201,39 @@ def test_masks_of_offloaded_weights_lie_with_the_weights(fake):
     bits, shape = packed_mask("weight", mask)
     assert mask.to_local().device == bits.to_local().device == torch.device("cpu")
     assert tuple(mask.shape) == tuple(shape) == (16, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("values", ["distinct", "ties", "zeros", "infinite"])
+def test_the_cut_by_digits_is_that_of_select(fake, values, dtype):
+    """On one process; also where nearly all scores are equal, and with elements that are pruned already."""
+    fake(1)
+    torch.manual_seed(0)
+    weights = {str(i): torch.randn(37 * (i + 1), 65) for i in range(3)}
+    for weight in weights.values():
+        if values == "ties":
+            weight.mul_(8).round_()
+        elif values == "zeros":
+            weight[torch.rand(weight.shape) < 0.9] = 0
+        elif values == "infinite":
+            weight.view(-1)[::3] = -torch.inf
+    scores = {name: Scores.magnitude(weight.to(dtype)) for name, weight in weights.items()}
+    held = {name: torch.rand(weight.shape) < 0.8 for name, weight in weights.items()}
+    for scope in ("tensor", "global"):
+        for pattern in ("unstructured", "4x4"):
+            for sparsity in (0.001, 0.3, 0.95):
+                for previous in (None, held if pattern == "unstructured" else None):
+                    how = {"scope": scope, "sparsity": sparsity, "previous": previous}
+                    got = select_shared(scores, Pattern.parse(pattern), comm=Comm([dist.group.WORLD], 0), **how)
+                    want = select(scores, Pattern.parse(pattern), **how)
+                    assert all(torch.equal(got[name], mask) for name, mask in want.items()), how
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nan_is_found_among_infinite_magnitudes(fake, dtype):
+    fake(1)
+    comm, weight = Comm([dist.group.WORLD], 0), torch.full((4, 9), -torch.inf, dtype=dtype)
+    select_shared({"w": Scores.magnitude(weight)}, Pattern(), comm=comm, sparsity=0.5)
+    weight[2, 3] = -torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        select_shared({"w": Scores.magnitude(weight)}, Pattern(), comm=comm, sparsity=0.5)
