@@ -1,4 +1,4 @@
-"""The example of the page "Several GPUs" runs: with two processes, and on with four, as it would with two all the time."""
+"""The example of the page "Several GPUs" runs: with two processes, and on with four."""
 
 from __future__ import annotations
 
