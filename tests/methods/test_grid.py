@@ -109,6 +109,11 @@ def test_the_text_of_a_method_names_the_grid_and_reads_back():
     assert as_method("flow") == as_method("flow()") == sc.methods.admm(steps=14, target=sc.methods.flow(0.5, 0.75))
 
 
+def test_the_target_of_flow_is_not_an_argument_of_the_method_of_that_name():
+    with pytest.raises(ValueError, match=r"values must be one of .*, not 0\.5"):
+        as_method("flow(0.5)")
+
+
 @pytest.mark.parametrize("make", [sc.methods.admm, sc.methods.sparsegpt])
 def test_grids_that_no_format_stores_are_refused(make):
     for wrong, says in (

@@ -8,7 +8,6 @@ A method of your own is a subclass of `Method` with a `solve`, which gets a `Lay
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from .._text import read_call
@@ -41,8 +40,13 @@ __all__ = [
     "METHODS", "Gate", "Seen", "Measured", "Probe", "greedy_sparsities", "mean", "ratio", "squares",  # for activations
 ]  # fmt: skip
 
-_FLOW = partial(admm, steps=14, target=flow(0.5, 0.75))
-_CALLS = {"rank": rank, "topk": topk, "sparsegpt": sparsegpt, "admm": admm, "loss": ByTheLoss, "flow": _FLOW}  # of a text
+
+def _flow(values: str | None = None, group: int | None = None) -> Method:
+    """`method="flow"`. The target of this name is an argument of `admm`."""
+    return admm(steps=14, target=flow(0.5, 0.75), values=values, group=group)
+
+
+_CALLS = {"rank": rank, "topk": topk, "sparsegpt": sparsegpt, "admm": admm, "loss": ByTheLoss, "flow": _flow}  # of a text
 
 
 def as_method(given: Method | str | Any | None) -> Method:
