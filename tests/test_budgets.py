@@ -220,6 +220,14 @@ def test_by_loss_prunes_more_where_the_loss_reacts_less(method):
     assert "by_loss(0.3)" in str(plan)
 
 
+def test_by_loss_looks_at_sparsities_within_its_reach_that_leave_something():
+    assert sc.by_loss(0.2).levels(0.5) == pytest.approx([0.3, 0.4, 0.5, 0.6, 0.7])
+    few, many = sc.by_loss(0.3).levels(0.1), sc.by_loss(0.3).levels(0.8)
+    assert (few[0], few[-1]) == pytest.approx((0.025, 0.4))
+    assert (many[0], many[-1]) == pytest.approx((0.5, 0.95))
+    assert sc.by_loss(0.3).levels(0.98)[-1] == pytest.approx(0.99)
+
+
 def test_by_loss_prunes_more_where_fewer_tokens_come_by():
     class Net(nn.Module):
         def __init__(self):

@@ -167,6 +167,23 @@ def test_padding_counts_nowhere(side):
     assert min(float(G.trace()) for G in drawn.G.values()) > 0
 
 
+def test_the_loss_at_padded_positions_does_not_reach_the_positions_before():
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.head = nn.Linear(6, 5), nn.Linear(5, 4)
+
+        def forward(self, x, attention_mask=None):
+            return self.head(self.inner(x).cumsum(1))
+
+    torch.manual_seed(0)
+    model, x = Sums(), torch.randn(1, 7, 6)
+    padded = {"x": x, "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0, 0]])}
+    factors = [curvature(model, found(model), [batch]).G for batch in (padded, {"x": x[:, :4]})]
+    for name in ("inner.weight", "head.weight"):
+        torch.testing.assert_close(factors[0][name], factors[1][name])
+
+
 def test_the_model_comes_out_unchanged():
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(8, 4))
     model[4].weight.requires_grad_(False)
