@@ -9,7 +9,7 @@ from torch import nn
 
 import secateur as sc
 from secateur.methods import Solution, solve_all
-from secateur.moments import layer_inputs
+from secateur.moments import Moments, layer_inputs
 from secateur.targeting import targets
 
 ALL = frozenset({"gram", "cross", "residual"})
@@ -251,6 +251,23 @@ def test_a_vision_transformer_and_the_layers_outside_of_its_blocks():
     assert {"vit.embeddings.patch_embeddings.projection", "classifier"} <= {name for names in found for name in names}
     assert list(seen)[-1] == "classifier.weight"
     assert sum("residual" in evidence for evidence in seen.values()) == 4  # two layers in each of two blocks
+
+
+@pytest.mark.parametrize("name", ["encoder and decoder", "stem and two rows of blocks"])
+def test_layers_outside_of_the_longest_row_of_blocks_are_solved_in_the_order_in_which_they_run(name):
+    torch.manual_seed(0)
+    model, batches = (zoo.t5(), zoo.PAIRS) if name == "encoder and decoder" else (zoo.TwoRows(), zoo.PLAIN_IMAGES)
+    seen, notes, solutions = walked(model.eval(), batches)
+    assert not notes
+    pruned = copy.deepcopy(model)
+    for target in targets(pruned)[0]:
+        target.tensor.data.copy_(solutions[target.name].weight)
+    moments = Moments(targets(pruned)[0], frozenset({"gram"}))
+    with torch.no_grad(), moments.listen():
+        for batch in batches:
+            call(pruned, batch)
+    for layer, wanted in moments.table().items():
+        close(seen[layer]["gram"], wanted["gram"], layer, rtol=1e-4)
 
 
 @pytest.mark.parametrize("norm_first", [True, False])

@@ -163,7 +163,27 @@ class ResNet(nn.Module):
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
+class TwoRows(nn.Module):
+    """Two rows of blocks; the second one is longer."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.first = nn.Sequential(*(Residual(4) for _ in range(2)))
+        self.second = nn.Sequential(*(Residual(4) for _ in range(3)))
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.head(self.second(self.first(self.stem(x))).mean((2, 3)))
+
+
+def t5():
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**_text(**sizes)))
+
+
 TEXT = [{"input_ids": ids} for ids in IDS]
+PAIRS = [{"input_ids": ids, "decoder_input_ids": ids[:, :5]} for ids in IDS]
 IMAGES = [{"pixel_values": torch.randn(n, 3, 8, 8)} for n in (2, 3)]
 PLAIN_IMAGES = [torch.randn(n, 3, 6, 6) for n in (2, 3)]
 VECTORS = [torch.randn(2, 7, 16), torch.randn(3, 5, 16)]

@@ -16,6 +16,7 @@ from ..criteria import NAMED as CRITERIA
 from ..criteria import Criterion
 from .admm import ByTheLoss, admm
 from .allocate import greedy_sparsities, squares
+from .changes import write_
 from .contract import check_needs, solve_checked
 from .curves import error_curves
 from .dropgrow import drop_and_grow
@@ -28,7 +29,7 @@ from .sparsegpt import sparsegpt
 from .straight_through import SoftMasks, without_soft_masks
 from .targets import flow, own
 from .topk import topk
-from .walk import STREAMED, solve_all, write_
+from .walk import STREAMED, solve_all
 
 __all__ = [
     "Amount", "LayerProblem", "Method", "Solution",

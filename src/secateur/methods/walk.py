@@ -17,19 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import copied, moved, signature, tensors_of
-from .._dist import DataRanks, data_ranks_of, local, run_of, together
+from .._dist import DataRanks, data_ranks_of, run_of, together
 from .._tree import Loose
 from ..blocks import repeated_blocks
 from ..display import format_seconds
 from ..moments import Moments, Seen
 from ..progress import Progress, track
 from ..reads import listen
-from ..stats import as_it_was, split_batch, warn_of_unused_input
+from ..stats import as_it_was, on_batch, split_batch, warn_of_unused_input
 from ..stream import Chain, Feed, record
 from ..tape import Call, Enough, Parts, Tape
 from ..tape import record as record_tape
 from ..targeting import Target
 from .batches import positions, usable
+from .changes import Changes
 from .residence import Residence, on_cpu, without_blocks
 from .seam import Solution
 from .stages import Stage, Window, find_stages
@@ -74,7 +75,7 @@ def solve_all(
     batches, counts = usable(data, notes, ranks)
     warn_of_unused_input(run, batches[0])
     solutions: dict[str, Solution] = {}
-    with torch.inference_mode(False), torch.no_grad(), as_it_was(run), _Changes() as changes:
+    with torch.inference_mode(False), torch.no_grad(), as_it_was(run), Changes() as changes:
         walk = _Walk(run, found, needs & STREAMED, batches, changes, notes, residence or Residence(), blend, ranks, counts)
         for part, table in walk.evidence():
             for target in part:
@@ -93,7 +94,7 @@ class _Walk:
     found: Sequence[Target]
     needs: frozenset[str]
     batches: Sequence[Any]
-    changes: _Changes
+    changes: Changes
     notes: dict[str, str]
     residence: Residence
     blend: tuple[float, float] | None = None
@@ -114,16 +115,21 @@ class _Walk:
         by_name = {target.name: target for target in self.found}
         blocks = repeated_blocks(self.model, by_name, lists=(nn.ModuleList, nn.Sequential))
         inner = [block.module for block in blocks if block.module is not self.model]
-        with self.alike(), self.residence.outside(self.model, inner, inner[:1]):
-            if self.residence.device is None:
-                chain = Chain.of(self.model, inner, self.batches)
+        if blocks and blocks[-1].module is self.model and inner:
+            early = self._early(inner, [by_name[name] for name in blocks[-1].names])
+            if self.residence.device is None and early:
+                yield from self._solved_early([by_name[name] for name in early])
+                blocks[-1].names = [name for name in blocks[-1].names if name not in early]
+                blocks = blocks if blocks[-1].names else blocks[:-1]
             else:
-                chain = Chain.of(self.model, inner, map(self._there_now, self.batches), on_cpu)
+                for name in early:
+                    self.note(name, "solved after the blocks, which saw the inputs that its dense weights produce")
+        chain = self._chain(inner)
         if chain is None and self.residence.device is not None:
             raise ValueError(
                 f"the blocks of {type(self.model).__name__} do not feed each other, so they cannot run one at a time"
             )
-        self.feeds = feeds = None if chain is None else (chain.feed(), chain.feed())
+        self.feeds = feeds = self._feeds(chain, inner)
         names = {id(module): name for name, module in self.model.named_modules()}
         start = self.residence.resume(feeds) if feeds is not None else 0
         with Progress("block by block", len(blocks) - start) as progress:
@@ -148,6 +154,50 @@ class _Walk:
                 if feeds is not None and block.module is not self.model:
                     self.residence.finished(i + 1, feeds)
                 self._report(name, time.monotonic() - begin, len(blocks) - i - 1)
+
+    def _early(self, inner: Sequence[nn.Module], outside: Sequence[Target]) -> list[str]:
+        """The layers outside of the blocks that are called before the first block is: embeddings, an encoder, a stem."""
+        found: dict[str, None] = {}
+
+        def stop(*_: Any) -> None:
+            raise Enough
+
+        with self.alike(), self.residence.outside(self.model, inner, ()), contextlib.ExitStack() as stack:
+            stack.callback(inner[0].register_forward_pre_hook(stop).remove)
+            for target in outside:
+                for owner, _ in target.slot.owners:
+                    hook = owner.register_forward_pre_hook(lambda *_, name=target.name: found.setdefault(name))
+                    stack.callback(hook.remove)
+            batch = self.batches[0] if self.residence.device is None else self._there_now(self.batches[0])
+            args, kwargs, _ = split_batch(batch)
+            args, kwargs = copied((args, kwargs), {})
+            with contextlib.suppress(Enough), on_batch(self.model, args, kwargs):
+                self.model(*args, **kwargs)
+        return list(found)
+
+    def _solved_early(self, own: list[Target]) -> Iterator[tuple[list[Target], Evidence]]:
+        """Solves layers that run before the blocks, as parts of the whole model."""
+        begin, self.errors, self.tokens = time.monotonic(), [], 0
+        with self.alike():
+            calls = self._calls(self.model, 0, None)
+        yield from _Block(self, "before the blocks", self.model, own, *calls).evidence()
+        self._report("before the blocks", time.monotonic() - begin, 0)
+
+    def _chain(self, inner: Sequence[nn.Module]) -> Chain | None:
+        with self.alike(), self.residence.outside(self.model, inner, inner[:1]):
+            if self.residence.device is None:
+                return Chain.of(self.model, inner, self.batches)
+            return Chain.of(self.model, inner, map(self._there_now, self.batches), on_cpu)
+
+    def _feeds(self, chain: Chain | None, inner: Sequence[nn.Module]) -> tuple[Feed, Feed] | None:
+        """What the blocks get, in the model as it is now and in the dense one."""
+        if chain is None:
+            return None
+        if not self.both or not len(self.changes):
+            return chain.feed(), chain.feed()
+        with self.changes.out():
+            dense = self._chain(inner)
+        return None if dense is None else (chain.feed(), dense.feed())
 
     def note(self, name: str, text: str) -> None:
         """Adds a sentence to what is known about a layer."""
@@ -325,63 +375,6 @@ def _detached(seen: Seen, streams: Mapping[str, Tensor]) -> Seen:
     """A read with copies of its tensors: the block goes on, and may write to them."""
     args, kwargs, x, streams = copied((seen.args, dict(seen.kwargs), seen.x, dict(streams)), {})
     return seen._replace(args=args, kwargs=kwargs, x=x, streams=streams)
-
-
-class _Changes:
-    """Weights written into the model for a while. Each is exchanged with the dense values, and exchanged back at the end."""
-
-    def __init__(self) -> None:
-        self._pairs: list[tuple[Target, Tensor, Tensor]] = []
-
-    def write(self, target: Target, solution: Solution) -> None:
-        weight = local(target.tensor.data)  # its version does not count, so a graph that saved the weight stays valid
-        new = solution.weight if solution.weight is not None else weight.masked_fill(~solution.mask, 0)
-        self._pairs.append((target, weight, new))
-        self._exchange(weight, new)
-
-    @staticmethod
-    def _exchange(one: Tensor, other: Tensor) -> None:
-        before = one.clone()
-        write_(one, other)
-        other.copy_(before)
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def forget(self, since: int) -> None:
-        """Drops the last changes: the tensors they were made to were copies."""
-        del self._pairs[since:]
-
-    @contextlib.contextmanager
-    def out(self, since: int = 0) -> Iterator[None]:
-        """Puts the dense weights in place, inside the context. Nothing is copied: the layers get other tensors.
-
-        `since`: the number of changes that there were when the block began that is run inside.
-        """
-        places = [(owner, own, dense) for target, _, dense in self._pairs[since:] for owner, own in target.slot.owners]
-        before = [owner._parameters[attribute] for owner, attribute, _ in places]
-        for (owner, attribute, dense), own in zip(places, before, strict=True):
-            assert own is not None
-            owner._parameters[attribute] = nn.Parameter(dense, own.requires_grad)  # torch multiplies in another way without
-        try:
-            yield
-        finally:
-            for (owner, attribute, _), weight in zip(places, before, strict=True):
-                owner._parameters[attribute] = weight
-
-    def __enter__(self) -> _Changes:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for _, weight, new in self._pairs:
-            self._exchange(weight, new)
-        self._pairs = []
-
-
-def write_(tensor: Tensor, values: Tensor) -> None:
-    """Writes values into a tensor, also into one that was made in inference mode."""
-    with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
-        tensor.copy_(values)
 
 
 def checked(target: Target, solution: Solution) -> Solution:
