@@ -242,21 +242,20 @@ def _leading(raw: Any, bits: int, digit: _Digit) -> tuple[Tensor, bool]:
 
 
 def _near(pool: Pool, place: int, bits: int, digit: _Digit) -> Near | None:
-    """The keys of a part that share the leading digit, found in the round after it and kept if they are few."""
+    """The keys of a part that share the leading digit, found in the round after it and kept if they are few.
+
+    Only of parts that are in memory: files are read again, so that what is kept does not grow with them.
+    """
     part = pool.parts[place]
     if place in pool.near or pool.weighted or digit.kind != "score" or digit.shift + 2 * digit.bits != bits:
         return pool.near.get(place)
+    if (raw := _raw(part, bits)) is None:
+        return None
     found: list[Near] = []
-    if (raw := _raw(part, bits)) is not None:
-        for begin in range(0, raw.size, _AT_ONCE):
-            slab = raw[begin : begin + _AT_ONCE]
-            at = np.flatnonzero((slab >> digit.bits + digit.shift) & ((1 << (digit.bits - 1)) - 1) == pool.prefix)
-            keys = torch.from_numpy(slab[at] & ((1 << (bits - 1)) - 1))
-            found.append((keys, torch.from_numpy(at) + begin))
-    else:
-        for key, first, _, _ in part.keys(bits):
-            at = ((key >> digit.bits + digit.shift) == pool.prefix).nonzero().view(-1)
-            found.append((key[at], at + first * part.scores.layout.cols))
+    for begin in range(0, raw.size, _AT_ONCE):
+        slab = raw[begin : begin + _AT_ONCE]
+        at = np.flatnonzero((slab >> digit.bits + digit.shift) & ((1 << (digit.bits - 1)) - 1) == pool.prefix)
+        found.append((torch.from_numpy(slab[at] & ((1 << (bits - 1)) - 1)), torch.from_numpy(at) + begin))
     if not found or sum(at.numel() for _, at in found) > part.scores.numel // _FEW:
         return None
     pool.near[place] = torch.cat([key for key, _ in found]), torch.cat([at for _, at in found])
