@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ._dist import DataRanks
 from ._layers import Layout, features_axis, is_product
 from .input_squares import bare_layer, is_float
-from .products import Products, tensor_cores
+from .products import Products, matmul, tensor_cores
 from .reads import listen
 from .targeting import Target
 
@@ -335,7 +335,7 @@ class _Blend:
 
     def add(self, dense: Tensor, x: Tensor, dense_stream: Tensor | None, stream: Tensor | None) -> None:
         with tensor_cores(self.sum.half and x.is_cuda):
-            u = (dense - x) @ self.W.mT
+            u = matmul(dense - x, self.W.mT)
         if dense_stream is not None and stream is not None and dense_stream.shape == stream.shape:
             u = u.add_(dense_stream - stream, alpha=self.beta)
         self.sum.add(u, x)

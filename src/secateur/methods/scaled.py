@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..patterns import Pattern
+from ..products import matmul
 from ..scores import Scores
 from .seam import Amount, LayerProblem, Solution, diagonal_blocks
 
@@ -121,12 +122,12 @@ class ScaledProblem:
     @cached_property
     def pull(self) -> Tensor | None:
         """G E."""
-        return self.E if self.E is None or self.left is None else self.left.matrix @ self.E
+        return self.E if self.E is None or self.left is None else matmul(self.left.matrix, self.E)
 
     def apply(self, U: Tensor) -> Tensor:
         """G U H + ridge U."""
-        weighed = U if self.left is None else self.left.matrix @ U
-        return torch.baddbmm(U, weighed, self.right.matrix, beta=self.ridge)
+        weighed = U if self.left is None else matmul(self.left.matrix, U)
+        return matmul(weighed, self.right.matrix).add_(U, alpha=self.ridge)
 
     def shifted_solve(self, R: Tensor, rho: float) -> Tensor:
         """The U with G U H + (ridge + rho) U = R.
@@ -136,13 +137,14 @@ class ScaledProblem:
         values, Q = self.right.eigen
         values = values[:, None]
         if self.left is None:
-            return (R @ Q).div_(values + (self.ridge + rho)) @ Q.mT
+            return matmul(matmul(R, Q).div_(values + (self.ridge + rho)), Q.mT)
         rows, P = self.left.eigen
-        return P @ (P.mT @ R @ Q).div_((rows[:, :, None] * values).add_(self.ridge + rho)) @ Q.mT
+        inner = matmul(matmul(P.mT, R), Q).div_((rows[:, :, None] * values).add_(self.ridge + rho))
+        return matmul(matmul(P, inner), Q.mT)
 
     def fixed_solve(self, R: Tensor, rho: float) -> Tensor:
         """The U with U H + (ridge + rho) U = R: one product with an inverse that is kept. G does not take part."""
-        return R @ self.right.inverse(self.ridge + rho)
+        return matmul(R, self.right.inverse(self.ridge + rho))
 
     def errors(self, V: Tensor) -> Tensor:
         """The objective at V, up to a constant: one number for each row, or one for each group with G."""

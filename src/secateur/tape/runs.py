@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._arguments import fresh, replaced, tensors_of
+from ..products import matmul
 
 _SMALL = 1 << 18  # integer tensors up to so many bytes are always kept: Python code may read them (`tolist` is no operator)
 _LARGE = 3  # on a device, up to so many times the size of the largest argument are kept
@@ -215,7 +216,7 @@ class Run(TorchDispatchMode):
             raise Again
         if writes(func):
             self._protect(keys)
-        output = func(*args, **kwargs)
+        output = _PRODUCTS.get(func, func)(*args, **kwargs)
         if func in _PICKS:
             self._pick(args)
         self._follow(index, func, kwargs, inputs, keys, output)
@@ -327,6 +328,12 @@ class Run(TorchDispatchMode):
                         memory[number] = known.clone()
 
 
+_PRODUCTS = {
+    torch.ops.aten.mm.default: matmul,
+    torch.ops.aten.addmm.default: lambda bias, a, b, **kwargs: (
+        torch.addmm(bias, a, b, **kwargs) if kwargs else matmul(a, b, bias)
+    ),
+}
 _PICKS = (torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default)
 
 

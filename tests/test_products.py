@@ -1,0 +1,79 @@
+"""Products of matrices by the faster of torch's libraries."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from secateur import products
+from secateur.products import matmul
+
+
+@pytest.fixture(params=[False, True], ids=["torch", "oneDNN"])
+def onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param and not torch.backends.mkldnn.is_available():
+        pytest.skip("this build of torch has no oneDNN")
+    monkeypatch.setattr(products, "_mkl_is_slow", lambda: request.param)
+    return request.param
+
+
+def operands(rows: int, inner: int, columns: int) -> list[tuple[Tensor, Tensor]]:
+    """The same product with several ways in which the matrices can lie in memory."""
+    a, b = torch.randn(rows, inner), torch.randn(inner, columns)
+    wide = torch.randn(inner, rows + columns + 3)
+    return [
+        (a, b),
+        (a, torch.randn(columns, inner).mT),
+        (torch.randn(inner, rows).mT, b),
+        (wide[:, :rows].mT, wide[:, rows + 3 :]),
+        (a[None], b[None]),
+    ]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 5, 2), (144, 1453, 97), (288, 700, 288)])
+def test_matmul_is_the_product_of_any_two_matrices(sizes: tuple[int, int, int], onednn: bool) -> None:
+    torch.manual_seed(0)
+    for a, b in operands(*sizes):
+        wanted = a.double() @ b.double()
+        found = matmul(a, b)
+        assert found.dtype == torch.float32
+        assert found.shape == wanted.shape
+        # Each sum of n products is right to n roundings of the sum of their magnitudes.
+        bound = sizes[1] * torch.finfo(torch.float32).eps * (a.double().abs() @ b.double().abs())
+        assert bool(((found.double() - wanted).abs() <= bound).all())
+
+
+def test_matmul_adds_a_bias_as_addmm_does(onednn: bool) -> None:
+    a, b = torch.randn(200, 300), torch.randn(300, 100)
+    for bias in (torch.randn(100), torch.randn(1, 100), torch.randn(200, 100)):
+        torch.testing.assert_close(matmul(a, b, bias), torch.addmm(bias, a, b), rtol=1e-4, atol=1e-4)
+
+
+def test_matmul_passes_gradients_and_other_dtypes_to_torch(onednn: bool) -> None:
+    a, b = torch.randn(200, 300, requires_grad=True), torch.randn(300, 100)
+    matmul(a, b).sum().backward()
+    assert a.grad is not None
+    torch.testing.assert_close(a.grad, b.sum(1).expand(200, 300))
+    wide = matmul(a.detach().double(), b.double())
+    assert torch.equal(wide, a.detach().double() @ b.double())
+
+
+def test_slices_of_a_matrix_are_multiplied_as_fast_as_whole_matrices(onednn: bool) -> None:
+    """oneDNN takes a thousand times longer for views with other strides, so they are copied first."""
+    x = torch.randn(1453, 288)
+    left, right = x[:, :144], x[:, 144:]
+    whole, other = left.mT.contiguous(), right.contiguous()
+
+    def best(run: Callable[[], Tensor]) -> float:
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    assert best(lambda: matmul(left.mT, right)) < 50 * best(lambda: whole @ other)
