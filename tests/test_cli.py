@@ -455,11 +455,6 @@ MISTAKES = {
         1,
         "cli_nets:word failed: ValueError",
     ),
-    "gates, which files do not hold": (
-        ["recipes", "run", "gate-50", "cli_nets:net", "--data", "cli_nets:batches", "-o", "x"],
-        2,
-        "gates are hooks in memory",
-    ),
     "missing data": (
         ["prune", "cli_nets:net", "--sparsity", "0.5", "--data", "gone", "-o", "x"],
         2,
