@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -134,6 +135,15 @@ def test_readme_line_for_each_wish_runs(example, wish, code, tmp_path):
         sc.save(small, tmp_path / "small")
     code = code.replace('"out/small"', repr(str(tmp_path / "small"))).replace("out/report.html", str(tmp_path / "report.html"))
     exec(code, space)
+
+
+def test_long_description_of_the_package_has_no_link_into_the_repository():
+    """The README was the description, and its pictures and links are relative."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    text = (ROOT / project["readme"]).read_text(encoding="utf-8")
+    assert text.startswith("# Secateur\n\nPrune PyTorch models")
+    assert not LINK.findall(text)
+    assert not re.search(r"<img|<picture|srcset|!\[", text)
 
 
 def test_readme_pictures_exist():
