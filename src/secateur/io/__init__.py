@@ -89,8 +89,8 @@ def save(
 
     `packed`: stores tensors with many zeros as a bit for each element and the values. Without it the file holds the state dict
     as it is, including zeros; only the weights of compressed layers are always packed. A model that `shrink` made stores its
-    cuts, and `load` cuts a fresh model by them. Gates are part of the file. `plan` is needed only for a model that was rebuilt by other means. A model that
-    is being pruned with `ste=True` is saved with its masks applied.
+    cuts, and `load` cuts a fresh model by them. Gates are saved too. `plan` is needed only for a model that was rebuilt by
+    other means. A model that is being pruned with `ste=True` is saved with its masks applied.
 
     The entry "history" lists what was done to the model, the first thing first: `["shrink", recipe]`, `["prune", recipe]`.
     "recipe" is that of `plan`, or the last one. `load` restores the history, and `sc.summary` shows it. "arguments" holds the
