@@ -581,3 +581,4 @@ def test_errors_of_the_system_name_the_file(number, words):
     from secateur.cli.running import one_line
 
     assert one_line(OSError(number, os.strerror(number), "some/file")) == f"some/file: {words}"
+    assert one_line(OSError(number, os.strerror(number), "some/file.secateur-0813c5ac.tmp")) == f"some/file: {words}"

@@ -20,7 +20,7 @@ from torch import nn
 import secateur as sc
 
 ROOT = Path(__file__).parents[1]
-OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
+OTHERS = [ROOT / "PYPI.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
 PAGES = [ROOT / "README.md", *OTHERS, *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://)([^)#]*)(?:#([^)]*))?\)")
@@ -129,6 +129,7 @@ def test_readme_line_for_each_wish_runs(example, wish, code, tmp_path):
     sc.prune_(small, sparsity=0.6)
     optimizer = torch.optim.Adam(model.parameters())
     space = {**names, "model": model, "small": small, "optimizer": optimizer}
+    space["adam"] = torch.optim.Adam(small.parameters())
     space["build"] = lambda: copy.deepcopy(names["model"])
     space["evaluate"] = lambda model: float((model(names["x"][:64]).argmax(1) == names["y"][:64]).float().mean())
     if code.startswith("sc.load"):
