@@ -55,6 +55,7 @@ def test_gates_and_compressed_layers_go_together(tmp_path):
 BROKEN = {
     "another layer": (lambda gates: gates.update({"9": gates.pop("4")}), "'9', which the model does not have"),
     "a field less": (lambda gates: gates["4"].pop("method"), "is not one that"),
+    "too many zeros": (lambda gates: gates["4"].update(sparsity=5.0), "a sparsity of 5"),
     "words for a number": (lambda gates: gates["4"].update(threshold="high"), "finite numbers"),
     "a mask past the end": (lambda gates: gates["4"].update(mask="0-600"), "indices below 576"),
     "a huge mask": (lambda gates: gates["4"].update(features=10**12), "number of features"),

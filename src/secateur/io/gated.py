@@ -40,6 +40,8 @@ def read_gates(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         numbers = [entry.get("sparsity"), entry.get("threshold"), entry.get("calibrated") or 0.0, entry.get("weights")]
         if not all(isinstance(n, Real) and not isinstance(n, bool) and math.isfinite(n) for n in numbers):
             raise BadFile(f"the gate of {name!r} holds something else than finite numbers")
+        if not 0 <= entry["sparsity"] < 1:
+            raise BadFile(f"the gate of {name!r} has a sparsity of {entry['sparsity']:g}; it must be from 0 to below 1")
         if type(axis) is not int or not -8 < axis < 0 or not 0 <= size <= _MOST or not isinstance(features, int | None):
             raise BadFile(f"the gate of {name!r} has an axis or a number of features that no layer has")
         if mask is not None:
