@@ -73,3 +73,18 @@ def test_gates_that_do_not_fit_leave_the_model_as_it_was(tmp_path, change, words
     before = model(X)
     refused(tmp_path, model, words)
     assert torch.equal(model(X), before)
+
+
+def test_from_pretrained_is_not_offered_a_model_with_gates(tmp_path):
+    """It would load the weights and leave the gates out."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}
+    config = transformers.LlamaConfig(**sizes)
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.randint(40, (2, 8), generator=torch.Generator().manual_seed(0))
+    gates = sc.gate_(model, data=[{"input_ids": ids}])
+    assert "has gates; remove them first" in io.save(model, tmp_path)["from_pretrained"]
+    assert not (tmp_path / "config.json").exists()
+    assert torch.equal(io.load(tmp_path, lambda: transformers.LlamaForCausalLM(config).eval())(ids).logits, model(ids).logits)
+    gates.undo_()
+    assert io.save(model, tmp_path)["from_pretrained"] is True
