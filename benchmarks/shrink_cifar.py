@@ -1,12 +1,12 @@
 """One-shot structured pruning of CIFAR-10 ResNets without training: top-1 as cut, with new statistics, with the re-fit.
 
-    python benchmarks/shrink_cifar.py DATA MODELS [TEST_IMAGES] [CALIBRATION_IMAGES]
+    python benchmarks/shrink_cifar.py DATA MODELS [TEST_IMAGES] [CALIBRATION_IMAGES] [DEPTH ...]
 
 DATA is a folder with cifar10.npz (x_train, y_train, x_test, y_test: uint8 images, channels last). MODELS is a folder with
-nets.py (CifarResNet, cifar_images, top1) and resnets/resnet20.safetensors, resnets/resnet56.safetensors. Calibration takes the
-first training images, cropped and flipped at random as in training. With torch-pruning installed, its best of six criteria
-(global and local) is printed next to ours, each cell the best for that cell; its statistics are those of the calibration
-images, ours the dense model's, moved by what the cut changes on these images.
+nets.py (CifarResNet, cifar_images, top1) and resnets/resnet20.safetensors, resnets/resnet56.safetensors. DEPTH is 20 or 56, and
+both if it is left out. Calibration takes the first training images, cropped and flipped at random as in training. With
+torch-pruning installed, its best of six criteria (global and local) is printed next to ours, each cell the best for that cell;
+its statistics are those of the calibration images, ours the dense model's, moved by what the cut changes on these images.
 
 max_error compares our model as cut with the masked one, in which removed channels are zero (`plan.verify`). "masked, biases
 kept" is the full-size model with zeros in the filters of these channels only: BatchNorm turns the channels into constants that
@@ -165,7 +165,8 @@ def main() -> None:
         raise SystemExit(__doc__)
     data, models = Path(sys.argv[1]) / "cifar10.npz", Path(sys.argv[2])
     tested, calibrated = (int(a) for a in (*sys.argv[3:5], *("10000", "2000")[len(sys.argv) - 3 :]))
-    for path in (data, models / "nets.py", *(models / f"resnets/resnet{n}.safetensors" for n in BLOCKS)):
+    depths = [int(a) for a in sys.argv[5:]] or list(BLOCKS)
+    for path in (data, models / "nets.py", *(models / f"resnets/resnet{n}.safetensors" for n in depths)):
         if not path.exists():
             raise SystemExit(f"{path} is not there; see the first lines of this file for what goes where")
     nets = nets_of(models)
@@ -175,8 +176,8 @@ def main() -> None:
         x, y = nets.cifar_images(arrays["x_test"][:tested]), arrays["y_test"][:tested]
     peer = importlib.util.find_spec("torch_pruning") is not None
     print(machine(), f"{len(x)} test images, {len(images)} calibration images", sep="\n")
-    for depth, blocks in BLOCKS.items():
-        model = nets.CifarResNet(blocks)
+    for depth in depths:
+        model = nets.CifarResNet(BLOCKS[depth])
         model.load_state_dict(load_file(models / f"resnets/resnet{depth}.safetensors"))
         model.eval()
         batches = list(images.split(BATCH))

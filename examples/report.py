@@ -4,7 +4,8 @@
 
 WEIGHTS is a safetensors file with the state dict of `ResNet` below; CIFAR10 is an .npz file with x_train, x_test (uint8 images,
 channels last) and y_test. The accuracy is that of the first --images test images. --pictures takes screenshots of the report in
-Chromium, for which it needs playwright. --blocks 3 is ResNet-20. It takes about ten minutes on one thread.
+Chromium, for which it needs playwright; those in docs/images were taken with the font Inter installed. --blocks 3 is ResNet-20.
+It takes about ten minutes on one thread.
 """
 
 from __future__ import annotations

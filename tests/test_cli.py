@@ -455,11 +455,6 @@ MISTAKES = {
         1,
         "cli_nets:word failed: ValueError",
     ),
-    "gates, which files do not hold": (
-        ["recipes", "run", "gate-50", "cli_nets:net", "--data", "cli_nets:batches", "-o", "x"],
-        2,
-        "gates are hooks in memory",
-    ),
     "missing data": (
         ["prune", "cli_nets:net", "--sparsity", "0.5", "--data", "gone", "-o", "x"],
         2,
@@ -581,8 +576,21 @@ def test_devices_and_links_are_written_to_and_not_replaced(here):
     assert "sparsity: 0.8" in Path("real.yaml").read_text()
 
 
+def test_reasons_name_options_and_not_arguments(here):
+    out = run("prune cli_nets:net --sparsity 0.5 --include 4.weight --set types=[Conv2d] --dry-run")
+    assert "4.weight" in out
+    from secateur.cli.commands import _options_by_name
+    from secateur.cli.running import with_options
+
+    text = with_options(
+        "BatchNorm2d is not among the types; pass types= or name it in include=", _options_by_name(), values=False
+    )
+    assert text == "BatchNorm2d is not among the types; pass --set types or name it in --include"
+
+
 @pytest.mark.parametrize(("number", "words"), [(errno.ENOSPC, "the disk is full"), (errno.EACCES, "permission denied")])
 def test_errors_of_the_system_name_the_file(number, words):
     from secateur.cli.running import one_line
 
     assert one_line(OSError(number, os.strerror(number), "some/file")) == f"some/file: {words}"
+    assert one_line(OSError(number, os.strerror(number), "some/file.secateur-0813c5ac.tmp")) == f"some/file: {words}"

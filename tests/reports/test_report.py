@@ -87,7 +87,9 @@ def test_plan_without_a_model_reports_its_masks(model):
     assert (row.name, row.before, row.kept, row.pattern) == ("head", [10, 24], 120, "2:4")
     assert report.document.stages == []
     assert report.document.masks[0].bits.count("1") == 120
-    assert "50.0 % of the weights are zero" in str(report)
+    assert "50.0 % of the weights are set to zero" in str(report)
+    assert "This is a plan: no model was passed" in str(report)
+    assert sc.Recipe.parse(report.document.recipe).run(model).model.head.weight.count_nonzero() == 120
 
 
 def test_pruning_in_place_is_undone_on_a_copy_if_the_dense_values_were_kept(model):
@@ -389,7 +391,7 @@ def test_json_and_page_read_back_and_render_the_same_bytes(model, images, tmp_pa
 
 def test_json_leaves_out_what_was_not_measured(model):
     found = sc.plan(model, sparsity=0.5).report().to_dict()
-    assert found.keys() == {"schema", "model", "layers", "machine", "made", "steps", "reasons", "masks"}
+    assert found.keys() == {"schema", "model", "layers", "machine", "made", "steps", "reasons", "masks", "recipe"}
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,16 @@ def test_no_sideways_scroll_at_other_widths(open_page, width):
     assert overflow(open_page(document(), viewport={"width": width, "height": 800})) == 0
 
 
+def test_table_of_layers_fits_a_wide_screen(open_page):
+    """The bytes of a Llama's layers were cut off at the right."""
+    sizes = {"before": [768, 288], "after": [768, 288], "channels": [768, 768], "kept": 110_592, "bytes_before": 884_736}
+    why = "it shares its weight (model.embed_tokens.weight, lm_head.weight), which stays in memory"
+    rows = [layer(i, f"model.layers.{i}.self_attn.q_proj", **sizes, bytes_after=476_208) for i in range(1, 5)]
+    rows.append(layer(0, "model.embed_tokens", **sizes, bytes_after=884_736, reason=why))
+    page = open_page(document(layers=rows))
+    assert page.evaluate("(box => box.scrollWidth - box.clientWidth)(document.querySelector('#layers'))") == 0
+
+
 @pytest.mark.parametrize("width", [320, 577, 961])
 def test_names_on_the_axis_lie_inside_and_apart(open_page, width):
     names = ["vit.embeddings.cls_token", *(f"vit.layers.{i}.{part}" for i in range(6) for part in "qkvo"), "classifier"]

@@ -10,7 +10,7 @@ from documents import UGLY, bare, document, large, layer, metric, stage
 from secateur.reports import Report, read
 from secateur.reports.charts import mask_path, network
 from secateur.reports.curves import curve
-from secateur.reports.document import Call, Line, Mask, Metric, Point, StageFigures, Sweep, Time
+from secateur.reports.document import Call, Histogram, Line, Mask, Metric, Point, Reason, StageFigures, Sweep, Time
 from secateur.reports.words import headline, how_measured, lede, notes, tiles
 
 
@@ -42,7 +42,7 @@ SLOWER = stage("", "", 1.5, 0).times
          "1.5× slower on one image. Accuracy not measured."),
         (StageFigures("a", bytes=300, metric=Metric("perplexity", 12.0, better="lower")),
          StageFigures("b", bytes=100, metric=Metric("perplexity", 13.5, better="lower")),
-         "3.0× smaller on disk when packed. Perplexity 12 → 13.5."),
+         "3.0× smaller on disk when packed. Perplexity 12.00 → 13.50."),
         (StageFigures("a", flops=9), StageFigures("b", flops=9, metric=metric(90)),
          "21.2 % of the weights are zero. Accuracy 90.0 %."),
     ],
@@ -158,8 +158,8 @@ def test_range_of_a_time_has_one_unit():
 
 def test_negative_metrics_have_a_minus_sign():
     a, b = (StageFigures(name, metric=Metric("score", value)) for name, value in (("a", -0.766), ("b", -0.5)))
-    assert headline(ends(a, b))[1] == "Score −0.766 → −0.5."
-    assert tiles(ends(a, b))[0].now.text == "−0.5"
+    assert headline(ends(a, b))[1] == "Score −0.7660 → −0.5000."
+    assert tiles(ends(a, b))[0].now.text == "−0.5000"
 
 
 def test_the_text_counts_zeros_that_were_there_before():
@@ -351,3 +351,60 @@ def test_terminal_has_the_headline_the_steps_and_the_layers():
     assert "compressed   90.30 %" in text
     assert all(row.name in text for row in made.layers)
     assert "shrink left alone, 2: the model returns it" in text
+
+
+def test_values_have_four_digits():
+    """A perplexity of 8.410 was shown as 8.41 beside 3.162, and 12,345 as 1.234e+04."""
+    a, b = (StageFigures("", metric=Metric("perplexity", value, better="lower")) for value in (3.1623, 8.4101))
+    made = ends(a, b)
+    assert headline(made)[1] == "Perplexity 3.162 → 8.410."
+    assert [tiles(made)[0].now.text, tiles(made)[0].before, tiles(made)[0].change] == ["8.410", "from 3.162", "+5.248"]
+    assert ">3.162</td>" in Report(made).html()
+    far = ends(a, StageFigures("b", metric=Metric("perplexity", 12345.6, better="lower")))
+    assert headline(far)[1] == "Perplexity 3.162 → 12,346."
+
+
+def test_numbers_that_did_not_change_are_shown_once():
+    row = layer(0, after=[16, 16, 3, 3], channels=[16, 16], kept=2304, bytes_after=9216, format="")
+    page = Report(document(1, layers=[row])).html()
+    assert "2,304</td>" in page.replace("<td", "</td><td").replace("\n", "")
+    assert "of 2,304" not in page
+    assert "9,216 →" not in page
+    same = StageFigures("a", parameters=2304, nonzero=2304)
+    assert tiles(ends(same, replace(same, name="b")))[1].foot == "2,304, none of them zero"
+
+
+def test_weights_that_did_not_change_have_no_histograms():
+    same = layer(0, hist=Histogram(0.3, [1, 4, 9], [1, 4, 9]))
+    assert "Weights, before and after" not in Report(document(1, layers=[same])).html()
+    assert "Weights, before and after" in Report(document(1, layers=[same, layer(1)])).html()
+
+
+def test_a_tied_weight_counts_as_one_layer_that_stays_dense():
+    """The note said that 2 of 1 layers have no zeros."""
+    names = ["embed", "head"]
+    made = document(
+        1,
+        layers=[layer(0, "embed", format="")],
+        steps=[Call("compress_", "objective=speed", {"compressed": 0, "layers": 2})],
+        reasons=[Reason("Layers that stay dense", "compress_", "no weight is zero", names)],
+    )
+    (note,) = [note for note in notes(made) if "dense" in note.title]
+    assert (note.title, note.text.split(".")[0]) == ("1 of 1 layer stays dense.", "No weight is zero: 1")
+    assert lede(made).startswith("No layer was packed, because no sparse format measured faster.")
+
+
+def test_gates_without_compress_say_that_they_save_no_time():
+    gate = Call("gate_", "", {"sparsity": 0.5, "gates": 1})
+    packed = Call("compress_", "", {"compressed": 1, "layers": 1})
+    assert "Gates alone save no time." in [note.title for note in notes(document(steps=[gate]))]
+    assert "Gates alone save no time." not in [note.title for note in notes(document(steps=[gate, packed]))]
+
+
+def test_one_costly_layer_does_not_flatten_the_others():
+    """The output layer of a small language model has a hundred times the FLOPs of the others."""
+    plain = {"format": "", "dense_us": None, "sparse_us": None}
+    rows = [layer(i, **plain, flops_before=100.0, flops_after=100.0) for i in range(6)]
+    rows.append(layer(6, **plain, flops_before=11000.0, flops_after=11000.0))
+    track = network(document(layers=rows)).tracks[-1]
+    assert (track.name, track.remark) == ("FLOPs", "up to 100; larger ones fill the height")

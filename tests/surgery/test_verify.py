@@ -135,3 +135,17 @@ def test_complex_weights_stay_complex_in_float64():
     assert (found.dtype, found.note) == ("float64", "")
     assert found.max_error < 1e-6
     assert found.moved
+
+
+def test_a_refit_is_named_as_the_reason_of_a_difference():
+    """The table called the cut exact, and the verdict was "differs" without a reason."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 8)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    _, plan = sc.shrink(model, x, sc.reconstruction, channels=0.5, data=[x], refit=True)
+    assert str(plan.verify()).endswith(
+        "refit changed it after the cut, on purpose; verify(groups=True) also measures the cut alone"
+    )
+    assert str(plan.verify(groups=True)).endswith("refit changed it after the cut, on purpose")
+    _, plan = sc.shrink(model, x, channels=0.5)
+    assert "on purpose" not in str(plan.verify())

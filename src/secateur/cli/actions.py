@@ -187,8 +187,6 @@ def _run(recipe: Recipe, options: dict[str, Any], what: str, loss: Any = None) -
     source, kinds = open_model(options["model"], options["checkpoint"]), {stage.kind for stage in recipe.stages}
     if kinds != {"prune"}:
         source.module  # noqa: B018  # raises for weights alone
-    if "gate" in kinds and not dry:
-        raise click.UsageError("gates are hooks in memory, and files do not hold them; use --dry-run, or Recipe.run in Python")
     output = None if dry else check_output(options["output"], options["force"], source, as_file=isinstance(source.model, dict))
     evaluate = _evaluation(options["evaluate"])
     batches = open_data(asked, source)

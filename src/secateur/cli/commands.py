@@ -64,7 +64,8 @@ def _complete_path(ctx: click.Context, parameter: click.Parameter, begin: str) -
 def _options_by_name() -> dict[str, str]:
     """Every option that takes an argument of a function, by the name of that argument."""
     parameters = [option for one in main.commands.values() for option in one.params if isinstance(option, click.Option)]
-    return {option.name: max(option.opts, key=len) for option in parameters if option.name}
+    named = {option.name: max(option.opts, key=len) for option in parameters if option.name}
+    return {"types": "--set types", **named}  # messages name this argument, which has no option of its own
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")

@@ -94,13 +94,14 @@ _REASONS = {
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",
     errno.EISDIR: "this is a folder, and a file is expected",
-    errno.ENOTDIR: "a folder of this path is a file",
+    errno.ENOTDIR: "a part of this path is a file, and a folder is expected",
 }
 
 
 def _of_system(error: OSError) -> str:
     reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
-    return f"{error.filename}: {reason}" if error.filename else reason
+    name = re.sub(r"\.secateur-\w+\.tmp$", "", str(error.filename or ""))  # the file that is written beside this one
+    return f"{name}: {reason}" if name else reason
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

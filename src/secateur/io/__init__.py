@@ -6,6 +6,7 @@ A saved model is a folder with a safetensors file, which any reader of that form
 - `packed`: tensors with many zeros, stored as a bit for each element and the values.
 - `scaled`: weights in fewer bits, with their scales.
 - `compressed`: layers in sparse formats.
+- `gated`: gates of layers.
 - `manifest`: the list of what the tensor file holds, and the cuts that made the model.
 - `fill`: copies a file into a model.
 - `entries`: the tensors of a model as entries of files.
@@ -46,7 +47,7 @@ from ..execute import decompress_
 from ..methods import without_soft_masks
 from ..plans import Plan
 from ..surgery import Shrunk
-from . import compressed, hf, packed, scaled
+from . import compressed, gated, hf, packed, scaled
 from .entries import described, names_of_files, split, tensors_to_save
 from .files import (
     CODES,
@@ -88,8 +89,8 @@ def save(
 
     `packed`: stores tensors with many zeros as a bit for each element and the values. Without it the file holds the state dict
     as it is, including zeros; only the weights of compressed layers are always packed. A model that `shrink` made stores its
-    cuts, and `load` cuts a fresh model by them. `plan` is needed only for a model that was rebuilt by other means. A model that
-    is being pruned with `ste=True` is saved with its masks applied.
+    cuts, and `load` cuts a fresh model by them. Gates are saved too. `plan` is needed only for a model that was rebuilt by
+    other means. A model that is being pruned with `ste=True` is saved with its masks applied.
 
     The entry "history" lists what was done to the model, the first thing first: `["shrink", recipe]`, `["prune", recipe]`.
     "recipe" is that of `plan`, or the last one. `load` restores the history, and `sc.summary` shows it. "arguments" holds the
@@ -120,11 +121,15 @@ def save(
     comm = mesh_comm([*model.parameters(), *model.buffers()])
     tensors, tied = tensors_to_save(model)
     cuts = _cuts(model, plan)
-    layers = compressed.listed(model)
+    layers, gates = compressed.listed(model), gated.gates_of(model)
     listed, entries = described(model, tensors, packed, comm)
     said = about(model, None if plan is None else plan.recipe, _record(model, plan))
-    against = "is packed; save it without packed=True" if packed else "has compressed layers; decompress_ it first"
-    extra, note = hf.files(model, against if packed or layers else None)
+    against = {
+        "is packed; save it without packed=True": packed,
+        "has compressed layers; decompress_ it first": layers,
+        "has gates; remove them first (sc.Gates.of(model).undo_())": gates,
+    }
+    extra, note = hf.files(model, next((why for why, given in against.items() if given), None))
     if note is not None:
         said["from_pretrained"] = note
     data = TENSOR_FILES[isinstance(note, str)]  # without a config, from_pretrained would fill a model of default size from it
@@ -133,7 +138,7 @@ def save(
     def manifest(written: Mapping[str, Written]) -> bytes:
         files = {name: File(each.size, each.header) for name, each in written.items()}
         digests = {name: digest for each in written.values() for name, digest in each.tensors.items()}
-        return to_text(Manifest(listed, tied, cuts, files, digests, said, layers))
+        return to_text(Manifest(listed, tied, cuts, files, digests, said, layers, gates))
 
     with ExitStack() as stack:
         _write(folder, data, parts, extra, manifest, comm, stack)
@@ -146,7 +151,8 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
     `into`: a function that builds the model as it was before any cut, or such a model, which is changed in place; it may be
     cut already. The model is cut as the saved one was, and all names, shapes and dtypes must match. Every byte is checked
     first: if anything is wrong, `BadFile` (a ValueError) is raised and the model is as it was. Compressed layers are
-    compressed again, in the format that was saved; `as_="dense"` loads plain layers instead.
+    compressed again, in the format that was saved; `as_="dense"` loads plain layers instead. Gates that were saved replace
+    those of `into`.
 
     A folder that `save_pretrained` or `prune_folder` wrote is loaded too; it has no digests. A sharded model (FSDP2, tensor
     parallel) is loaded by all processes of its mesh, which all call `load` and read the parts that they hold.
@@ -167,6 +173,7 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
             raise ValueError(f"{path} holds packed tensors, which are not read into shards; load it before sharding the model")
         if not comm.alone and not _fits(model, manifest) and manifest.cuts:
             raise ValueError(f"{path} holds a model that was cut; load it before sharding the model, or shard one cut alike")
+        gates = gated.read_gates(manifest.gates)
         with all_or_nothing(model):
             if compressed.layers_of(model):
                 decompress_(model)
@@ -176,6 +183,8 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
             remember_(model, manifest.cuts)
             restore_record_(model, [one for one in manifest.record if as_ is None or one[0][0] != "compress"])
             fill_(model, manifest, file, {} if as_ == "dense" else manifest.layers)
+            if gates:
+                gated.attach_(model, gates)
     return given
 
 
@@ -283,7 +292,7 @@ def _cuts(model: nn.Module, plan: Plan | Shrunk | None) -> list[Cuts]:
 
 def _record(model: nn.Module, plan: Plan | Shrunk | None) -> list[tuple[Step, Arguments]]:
     """What was done to the model, with the given plan at the end if the model has no record of it."""
-    record = [one for one in record_of(model) if one[0][0] != "gate"]  # gates are hooks, which the file does not hold
+    record = record_of(model)
     if plan is not None and plan.recipe not in [recipe for (_, recipe), _ in record]:
         record.append((("prune" if isinstance(plan, Plan) else "shrink", plan.recipe), plan.arguments))
     return record

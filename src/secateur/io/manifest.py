@@ -64,7 +64,7 @@ class Manifest:
     """The content of a manifest.
 
     `tensors`: by name. `tied`: other name -> name in `tensors`. `cuts`: the first one first. `files`: the tensor files.
-    `digests`: of every entry in them. `layers`: the compressed layers, by path.
+    `digests`: of every entry in them. `layers`: the compressed layers, by path. `gates`: by path, as `gated` writes them.
     """
 
     tensors: dict[str, Stored]
@@ -74,6 +74,7 @@ class Manifest:
     digests: dict[str, str]
     about: dict[str, Any] = field(default_factory=dict)
     layers: dict[str, Layer] = field(default_factory=dict)
+    gates: dict[str, Any] = field(default_factory=dict)
 
     @property
     def record(self) -> list[tuple[Step, Arguments]]:
@@ -107,6 +108,7 @@ def to_text(manifest: Manifest) -> bytes:
         "cuts": [_cuts_to_data(cuts) for cuts in manifest.cuts],
         "tied": manifest.tied,
         **({"layers": {path: vars(layer) for path, layer in manifest.layers.items()}} if manifest.layers else {}),
+        **({"gates": manifest.gates} if manifest.gates else {}),
         "tensors": tensors,
     }
     lines = [f" {json.dumps(key)}: {_lines(value)}" for key, value in content.items()]
@@ -125,7 +127,7 @@ def _cuts_to_data(cuts: Cuts) -> dict[str, Any]:
     """Cuts as JSON data. Lists of indices that many tensors share are written once, as ranges, and referred to by position."""
     lists: dict[str, int] = {}
     tensors = {
-        name: {str(d): lists.setdefault(_ranges(kept), len(lists)) for d, kept in dims.items()}
+        name: {str(d): lists.setdefault(ranges(kept), len(lists)) for d, kept in dims.items()}
         for name, dims in cuts.tensors.items()
     }
     for a in cuts.attributes:
@@ -143,7 +145,8 @@ def _cuts_to_data(cuts: Cuts) -> dict[str, Any]:
     }
 
 
-def _ranges(indices: list[int]) -> str:
+def ranges(indices: list[int]) -> str:
+    """Indices in ascending order as text such as "0-3,7", which `indices` reads."""
     runs: list[list[int]] = []
     for i in indices:
         if runs and i == runs[-1][1] + 1:
@@ -209,7 +212,8 @@ def _from_data(data: dict[str, Any], sizes: Mapping[str, int]) -> Manifest:
     room = [max(sum(file.size for file in files.values()), 1 << 20)]
     cuts = [_cuts_from_data(entry, room) for entry in _of(data, "cuts", list)]
     layers = _layers(_of(data, "layers", dict), {*tensors, *tied}) if "layers" in data else {}
-    return Manifest(tensors, tied, cuts, files, digests, _about(data), layers)
+    gates = _of(data, "gates", dict) if "gates" in data else {}
+    return Manifest(tensors, tied, cuts, files, digests, _about(data), layers, gates)
 
 
 def listed_files(data: Any) -> list[str]:
@@ -282,7 +286,7 @@ def _cuts_from_data(data: Any, room: list[int]) -> Cuts:
                 raise BadFile(f"the cut of {name!r} names dim {dim[:20]} or a list of indices, and one of the two is missing")
             key = place, shapes[name][d]
             if key not in read:
-                read[key] = _indices(lists[place], shapes[name][d], name, room)
+                read[key] = indices(lists[place], shapes[name][d], name, room)
             tensors.setdefault(name, {})[d] = read[key]
     attributes = []
     for entry in _of(data, "attributes", list):
@@ -310,7 +314,7 @@ def _shapes(data: Any, key: str) -> dict[str, list[int]]:
     return found
 
 
-def _indices(text: Any, size: int, name: str, room: list[int]) -> list[int]:
+def indices(text: Any, size: int, name: str, room: list[int]) -> list[int]:
     """Parses ranges such as "0-3,7" into indices below `size` in ascending order. `room` limits how many there may be."""
     found: list[int] = []
     for part in text.split(",") if isinstance(text, str) else [""]:

@@ -17,7 +17,7 @@ _SPACED = 24  # more groups than this have no gaps between them
 _FEWEST = 16  # the width of the picture is at least so many columns
 _GAP = 1.0  # between two groups, in columns
 _PAD = 0.09  # on both sides of a bar
-_WIDER = 4  # a layer so many times wider than the median is drawn at full height
+_WIDER, _COSTLIER = 4, 12  # a layer so many times wider or costlier than the median is drawn at full height
 
 
 # --- the network: one column per layer --------------------------------------------------------------------------------------
@@ -183,8 +183,8 @@ def _tracks(document: Document, columns: Sequence[Column]) -> list[Track]:
 
 def _widths(columns: Sequence[Column], before: Values, after: Values) -> Track:
     known = [value for value in before if value is not None]
-    most = _limit(known)
-    wider = "; wider ones are drawn in full" if any(value > most for value in known) else ""
+    most = _limit(known, _WIDER)
+    wider = "; wider ones fill the height" if any(value > most for value in known) else ""
     return _track(
         "c", "Channels", f"outputs of each layer, up to {most:,.0f}{wider}", columns, before, after, most, mirror=True
     )
@@ -196,17 +196,19 @@ def _costs(document: Document, columns: Sequence[Column], folded: Callable[[Valu
     timed = any(row.dense_us is not None for row in layers)
     before = folded([row.dense_us if timed else row.flops_before for row in layers], sum)
     after = folded([row.now_us if timed else row.flops_after for row in layers], sum)
-    most = max((value for value in (*before, *after) if value is not None), default=0.0)
-    if not most:
+    known = [value for value in (*before, *after) if value]
+    if not known:
         return []
+    most = _limit(known, _COSTLIER)
     stays = [timed and not any(layers[i].format for i in column.layers) for column in columns]
     name, remark = ("Time", f"up to {microseconds(most)} µs") if timed else ("FLOPs", f"up to {count(most)}")
+    remark += "; larger ones fill the height" if any(value > most for value in known) else ""
     return [_track("t", name, remark, columns, before, after, most, stays=stays)]
 
 
-def _limit(values: Sequence[float]) -> float:
+def _limit(values: Sequence[float], far: float) -> float:
     """The value at full height: the largest one that is not far above the median."""
-    return max((value for value in values if value <= _WIDER * statistics.median(values)), default=1.0) or 1.0
+    return max((value for value in values if value <= far * statistics.median(values)), default=1.0) or 1.0
 
 
 def _track(

@@ -117,7 +117,7 @@ def report(
         reasons=[*(reason for action in actions for reason in _reasons(action)), *_unread(found)],
         masks=masks,
         sweep=None if sweep is None else _sweep(sweep, metric, listed),
-        recipe=recipe or _recipe_of(found),
+        recipe=recipe or _recipe_of(found, actions),
     )
     made = Report(document)
     if path is not None:
@@ -191,11 +191,14 @@ def _model(found: Sequence[Version], given: Any, name: str | None, data: str) ->
     return Model(type(model).__name__, name or type(model).__name__, data, shape, integers, dtype, device)
 
 
-def _recipe_of(found: Sequence[Version]) -> str:
-    """The recipe that the model itself remembers, as the text of its file; "" if it was made in another way."""
+def _recipe_of(found: Sequence[Version], actions: Sequence[Action]) -> str:
+    """The recipe that the model itself remembers, as the text of its file, or that of a plan; "" if there is none."""
     model = found[-1].model if found else None
     with suppress(ValueError):
-        return str(Recipe.of(model)) if model is not None else ""
+        if model is not None:
+            return str(Recipe.of(model))
+        if len(actions) == 1 and isinstance(actions[0], Plan) and isinstance(actions[0].arguments, dict):
+            return str(Recipe.of_stages([{"prune": actions[0].arguments}]))
     return ""
 
 

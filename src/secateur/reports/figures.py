@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from typing import NamedTuple
@@ -70,13 +71,19 @@ def microseconds(value: float | None) -> str:
     return NONE if value is None else f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
 
 
-def metric_value(metric: Metric, digits: int | None = None) -> Figure:
-    """The value with its unit: two digits for percent, four significant ones otherwise."""
+def metric_value(metric: Metric, digits: int = 2) -> Figure:
+    """The value with its unit: so many decimals for percent, four significant digits otherwise."""
     if metric.unit == "%":
-        step = Decimal(10) ** -(2 if digits is None else digits)
-        value = Decimal(f"{metric.value:.6f}").quantize(step, ROUND_HALF_UP)  # 90.55, a binary fraction below it, is 90.6
+        value = Decimal(f"{metric.value:.6f}").quantize(Decimal(10) ** -digits, ROUND_HALF_UP)  # 90.55, a bit less, is 90.6
         return Figure(_minus(str(value)), "%")
-    return Figure(_minus(f"{metric.value:.4g}"), metric.unit)
+    return Figure(_minus(f"{metric.value:,.{decimals(metric.value)}f}"), metric.unit)
+
+
+def decimals(value: float) -> int:
+    """The decimals of a number with four significant digits."""
+    if not math.isfinite(value) or value == 0:
+        return 0
+    return min(max(3 - math.floor(math.log10(abs(value))), 0), 12)
 
 
 def _minus(text: str) -> str:

@@ -19,7 +19,7 @@ from .document import Histogram, LayerRow, Mask
 from .measure import Flops
 
 BINS = 41  # an odd number, so that zero lies inside a bin
-CROP = 64, 192  # the rows and columns that a picture of a mask shows
+CROP = 32, 64  # the rows and columns that a picture of a mask shows
 MANY = 120  # above this number of layers, only some get a histogram
 SOME = 12
 _SAMPLE = 1 << 20  # the limit of a histogram is taken from about so many weights

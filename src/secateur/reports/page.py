@@ -69,7 +69,7 @@ def _template() -> Any:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["tight"] = lambda text: str(text).replace(" %", "\u00a0%")
+    environment.filters["tight"] = lambda text: str(text).replace(" %", "\u00a0%").replace(" → ", "\u00a0→\u00a0")
     environment.filters["breakable"] = lambda name: markupsafe.Markup(".<wbr>").join(name.split("."))
     return environment.get_template("page.html.j2")
 
@@ -168,7 +168,8 @@ def _size_cells(layer: LayerRow) -> list[Cell]:
         gone = Cell("removed", before=f"{was:,} →", value=0.0)
         return [gone, Cell("0", after=f"of {layer.params_before:,}", value=0), Cell(NONE)]
     width = Cell(f"{now:,}", before=f"{was:,} →" if now != was else "", value=now / was if was else 0.0)
-    kept = Cell(f"{layer.kept:,}", after=f"of {layer.params_before:,}", value=layer.kept)
+    of = f"of {layer.params_before:,}" if layer.kept != layer.params_before else ""
+    kept = Cell(f"{layer.kept:,}", after=of, value=layer.kept)
     return [width, kept, Cell(figures.percent(layer.zeros, 1), value=layer.zeros)]
 
 
@@ -177,7 +178,8 @@ def _time_cells(layer: LayerRow) -> list[Cell]:
     faster = layer.dense_us / now if layer.format and layer.dense_us and now else None
     size = Cell(NONE, value=None)
     if layer.bytes_after is not None:
-        size = Cell(f"{layer.bytes_after:,}", before=f"{layer.bytes_before:,} →", value=layer.bytes_after)
+        was = f"{layer.bytes_before:,} →" if layer.bytes_before != layer.bytes_after else ""
+        size = Cell(f"{layer.bytes_after:,}", before=was, value=layer.bytes_after)
     why = layer.reason.split(" (")[0]
     return [
         Cell(layer.format or "dense", after="" if layer.format else why, value=layer.format or "dense"),
@@ -207,6 +209,8 @@ class Small:
 def _histograms(document: Document) -> tuple[list[Small], list[Small]]:
     """Those that are shown, evenly spaced over the layers, and the others."""
     found = []
+    if all(layer.hist is None or layer.hist.before == layer.hist.after for layer in document.layers):
+        return [], []  # the weights are those of before
     for layer in document.layers:
         if layer.hist is not None:
             before, after, bins = charts.histogram(layer.hist)

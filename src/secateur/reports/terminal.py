@@ -42,12 +42,16 @@ def _stage_table(document: Document) -> Table:
 
 def _layer_table(document: Document) -> Table:
     timed = any(layer.dense_us is not None for layer in document.layers)
+    gated = any(layer.gate is not None for layer in document.layers)
 
     def row(layer: LayerRow) -> list[str]:
         shape = "x".join(map(str, layer.before))
         now = "removed" if layer.after is None else "x".join(map(str, layer.after))
         cells = [shorter(layer.name), shape, now, f"{layer.kept:,}", f"{layer.zeros:.1%}", layer.pattern]
+        cells += [NONE if layer.gate is None else f"{layer.gate:.1%}"] if gated else []
         return cells + ([layer.format or "dense", microseconds(layer.dense_us), microseconds(layer.now_us)] if timed else [])
 
-    header = ["layer", "shape", "now", "kept", "zeros", "pattern", *(["format", "dense, µs", "now, µs"] if timed else ())]
-    return Table(header, [row(layer) for layer in document.layers], right={3, 4, 7, 8})
+    header = ["layer", "shape", "now", "kept", "zeros", "pattern", *(["gated"] if gated else ())]
+    header += ["format", "dense, µs", "now, µs"] if timed else []
+    numbers = {header.index(title) for title in ("kept", "zeros", "gated", "dense, µs", "now, µs") if title in header}
+    return Table(header, [row(layer) for layer in document.layers], right=numbers)

@@ -13,6 +13,7 @@ from .figures import (
     Figure,
     capital,
     count,
+    decimals,
     duration,
     metric_value,
     percent,
@@ -63,7 +64,9 @@ def tiles(document: Document) -> list[Tile]:
         return []
     a, z = pair
     per = f" for {z.times[0].input}" if z.times else ""
-    left = f"{whole(z.nonzero)} non-zero of {whole(z.parameters)} left" if z.nonzero is not None else "Not measured"
+    left = "Not measured" if z.nonzero is None else f"{whole(z.nonzero)} non-zero of {whole(z.parameters)} left"
+    if z.nonzero is not None and z.nonzero == z.parameters:
+        left = f"{whole(z.nonzero)}, none of them zero"
     now, was = main_time(z), main_time(a)
     return [
         _metric_tile(a.metric, z.metric),
@@ -116,7 +119,7 @@ def _metric_tile(before: Metric | None, after: Metric | None) -> Tile:
         return Tile(name, metric_value(after), foot=foot)
     difference = after.value - before.value
     sign = "+" if difference > 0 else "−" if difference < 0 else "±"
-    change = f"{sign}{abs(difference):.2f}" if after.unit == "%" else f"{sign}{abs(difference):.3g}"
+    change = f"{sign}{abs(difference):,.{2 if after.unit == '%' else min(decimals(before.value), decimals(after.value))}f}"
     metered = after.unit == "%" and before.value > 0
     shares = [v / before.value if metered and v is not None else None for v in (after.value, after.low, after.high)]
     word = "points" if after.unit == "%" else ""
@@ -135,8 +138,8 @@ def headline(document: Document) -> tuple[str, str]:
     """What was gained and what was lost, and the metric."""
     pair = ends(document)
     if pair is None:
-        zeros = _zeros(document.layers)
-        return (f"{percent(zeros, 1)} of the weights are zero." if document.layers else "Nothing was compared.", "")
+        zeros = f"{percent(_zeros(document.layers), 1)} of the weights are set to zero."
+        return (zeros if document.layers else "Nothing was compared.", "")
     a, z = pair
     was, now = main_time(a), main_time(z)
     on = f" on {now.input}" if now else ""
@@ -197,6 +200,8 @@ def lede(document: Document) -> str:
         parts.append(_LEDES[step.kind](step, any(before.kind == "shrink" for before in document.steps[:place])))
     text = "; then ".join(parts) if len(parts) < 3 else f"{'; then '.join(parts[:-1])}; and {parts[-1]}"
     sentence = f"{capital(text)}." if text else "The model before and after, layer by layer."
+    if text and not document.stages:
+        sentence = "This is a plan: no model was passed, so nothing was measured."
     return f"{sentence} {document.note}".strip()
 
 
@@ -225,12 +230,12 @@ def _packed(step: Call, cut: bool) -> str:
     done, layers = int(step.numbers["compressed"]), int(step.numbers["layers"])
     verb = "was" if done == 1 else "were"
     packed = f"{done} of {several(layers, 'layer')} {verb} packed in sparse formats that {_choice(step)}"
-    return packed if done else "no layer was packed"
+    return packed if done else f"no layer was packed, because no sparse format {_choice(step, 'takes fewer bytes')}"
 
 
-def _choice(step: Call) -> str:
+def _choice(step: Call, fewer: str = "take fewer bytes") -> str:
     """By what `compress_` chose the formats: its objective is in the recipe of the call."""
-    return "take fewer bytes" if "objective=size" in step.recipe else "measured faster"
+    return fewer if "objective=size" in step.recipe else "measured faster"
 
 
 def _gated(step: Call, cut: bool) -> str:
@@ -265,7 +270,7 @@ class Note(NamedTuple):
 
 def notes(document: Document, most: int = 3) -> list[Note]:
     """What is worth knowing, the worst first."""
-    rules = (_empty, _missing, _inexact, _time_is_not_flops, _dense, _no_loss)
+    rules = (_empty, _missing, _inexact, _gates_alone, _time_is_not_flops, _dense, _no_loss)
     return [note for rule in rules if (note := rule(document)) is not None][:most]
 
 
@@ -296,6 +301,16 @@ def _inexact(document: Document) -> Note | None:
     text = f"{capital(why)}. " if why else ""
     return Note(
         f"The cut is not exact in {groups - inexact} of {several(groups, 'group')}.", f"{text}The figures above include this."
+    )
+
+
+def _gates_alone(document: Document) -> Note | None:
+    kinds = [step.kind for step in document.steps]
+    if "gate_" not in kinds or "compress_" in kinds:
+        return None
+    return Note(
+        "Gates alone save no time.",
+        "They set inputs to zero. compress_ packs layers so that weights that meet a zero are not read, where that is faster.",
     )
 
 
@@ -335,8 +350,10 @@ def _dense(document: Document) -> Note | None:
     dense = [layer for layer in document.layers if not layer.format and layer.after is not None]
     if not dense:
         return None
+    names = {layer.name for layer in dense}  # a tied weight is one of them, and several layers of `compress_`
     reasons = [reason for reason in document.reasons if reason.call == "compress_"]
-    text = " ".join(f"{capital(reason.reason)}: {len(reason.names)}." for reason in reasons[:3])
+    counted = {reason.reason: len(names.intersection(reason.names)) for reason in reasons}
+    text = " ".join(f"{capital(reason)}: {number}." for reason, number in list(counted.items())[:3] if number)
     verb = "stays" if len(dense) == 1 else "stay"
     return Note(
         f"{len(dense)} of {several(len(document.layers), 'layer')} {verb} dense.",

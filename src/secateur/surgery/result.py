@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -77,6 +77,12 @@ class Shrunk(Reported):
             check_inputs(dense, *given)
             raise
         self.errors = found.groups
+        repaired = isinstance(self.arguments, dict) and [key for key in ("refit", "reestimate") if self.arguments.get(key)]
+        if repaired and not found.exact:
+            note = f"{' and '.join(repaired)} changed it after the cut, on purpose"
+            if found.recut is None:
+                note += "; verify(groups=True) also measures the cut alone"
+            found = replace(found, note="; ".join(filter(None, (found.note, note))))
         return found
 
     def undo_(self, model: nn.Module | None = None) -> None:

@@ -1,0 +1,69 @@
+"""Gates in a manifest: each as plain values, and a mask of features as the ranges that stay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._layers import input_size
+from ..activations import Gates
+from .files import BadFile
+from .manifest import indices, ranges
+
+_MOST = 1 << 24  # features of a layer with a gate
+
+
+def gates_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """The gates of a model, by the name of their layer. A cut may have changed the sizes of layers since they were made."""
+    data = gates.state_dict() if (gates := _own(model)) else {}
+    for name, entry in data.items():
+        entry["features"] = input_size(model.get_submodule(name)) or entry["features"]
+        if isinstance(entry["mask"], Tensor):
+            entry["mask"] = ranges(entry["mask"].nonzero().view(-1).tolist())
+    return data
+
+
+def read_gates(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The gates of a manifest, as `Gates.load` takes them. Raises BadFile for values that `gates_of` never writes."""
+    found = {}
+    for name, entry in data.items():
+        if not isinstance(entry, dict):
+            raise BadFile(f"the gate of {name!r} is not described as one")
+        found[name] = dict(entry)
+        axis, features, mask = entry.get("axis"), entry.get("features"), entry.get("mask")
+        size = features if type(features) is int else 0
+        numbers = [entry.get("sparsity"), entry.get("threshold"), entry.get("calibrated") or 0.0, entry.get("weights")]
+        if not all(isinstance(n, Real) and not isinstance(n, bool) and math.isfinite(n) for n in numbers):
+            raise BadFile(f"the gate of {name!r} holds something else than finite numbers")
+        if not 0 <= entry["sparsity"] < 1:
+            raise BadFile(f"the gate of {name!r} has a sparsity of {entry['sparsity']:g}; it must be from 0 to below 1")
+        if type(axis) is not int or not -8 < axis < 0 or not 0 <= size <= _MOST or not isinstance(features, int | None):
+            raise BadFile(f"the gate of {name!r} has an axis or a number of features that no layer has")
+        if mask is not None:
+            found[name]["mask"] = torch.zeros(size, dtype=torch.bool)
+            found[name]["mask"][indices(mask, size, name, [size])] = True
+    return found
+
+
+def attach_(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Gives the model these gates instead of those it has. If they do not fit, it keeps its own."""
+    if before := _own(model):
+        before.undo_()
+    try:
+        Gates.load(model, state)
+    except ValueError as error:
+        if before:
+            Gates.load(model, before.state_dict())
+        raise BadFile(f"the gates of the file do not fit: {error}") from None
+
+
+def _own(model: nn.Module) -> Gates | None:
+    try:
+        return Gates.of(model)
+    except ValueError:  # it has none
+        return None
