@@ -1,12 +1,14 @@
-"""The kernel of `bitmask`, for one input row on x86 with AVX2: one bit per weight, and the nonzero values.
+"""The kernels of `bitmask`, for one input row on x86 with AVX2: one bit per weight, and the nonzero values.
 
-Four rows at a time share the loaded inputs; the bytes of their masks are interleaved, except for up to three rows at the end.
-A byte of the mask is looked up in `table`, which tells how to move the next values to eight lanes. For float32, an entry holds
-the source lane of each of the eight lanes, with the sign bit set for a zero. Otherwise it holds 32 indices of a byte shuffle,
-which puts a bfloat16 into the upper half of a float32, or an int8 into the upper byte of an integer, which is then shifted.
+In `bitmask`, four rows at a time share the loaded inputs; the bytes of their masks are interleaved, except for up to three rows
+at the end. A byte of the mask is looked up in `table`, which tells how to move the next values to eight lanes. For float32, an
+entry holds the source lane of each of the eight lanes, with the sign bit set for a zero. Otherwise it holds indices of a byte
+shuffle, which puts a bfloat16 into the upper half of a float32, or an int8 into the upper byte of an integer, which is then
+shifted. With AVX-512, which expands packed values in one instruction, 32 columns of bfloat16 are taken at once.
 
-With AVX-512, which expands packed values in one instruction, 32 columns of bfloat16 or 64 columns of int8 are taken at once.
-The latter are multiplied as integers (see `fixed_point`).
+`expand` is for int8 with AVX-512 VNNI. It expands 64 columns at once and multiplies integers (see `fixed_point`). Four rows are
+stored in turn, 64 columns of each, so that all values are read in one stream: reading four rows from four places took a third
+longer.
 """
 
 from __future__ import annotations
@@ -15,11 +17,10 @@ from dataclasses import dataclass
 
 from .emit import BF16, F32, I1, I8, I16, I32, I64, Code, Value, Variable, size_of
 from .fixed_point import HALF, Inputs, sum_of_planes
-from .single import AHEAD, ROW_SCALES, ROWS, each_row
+from .single import AHEAD, FAR, ROW_SCALES, ROWS, each_row
 from .tiled import STORED
 
 TOGETHER = 4  # rows that share the loaded inputs
-VNNI = frozenset({"avx512bw", "avx512vbmi2", "avx512vnni", "bmi2"})
 
 
 @dataclass
@@ -42,15 +43,11 @@ class _Rows:
 
 
 def bitmask(name: str, features: frozenset[str], stored: str, group: int) -> str:
-    """Generates the kernel. `scratch` has `scratch_size` bytes for each thread, which holds the inputs as integers."""
+    """Generates the kernel for values that are stored row by row."""
     code, kind = Code(name, features), STORED[stored]
     x, bias, y, rows, bytes_, values, masks, starts, table, scales, groups = (code.argument(i) for i in range(2, 13))
-    scratch, scratch_size = code.argument(13), code.argument(14)
     size = size_of(kind)
     pieces, finish = each_row(code, rows, bias, y, scales if group == ROW_SCALES else None)
-    inputs = None
-    if kind == I8 and features >= VNNI:
-        inputs = Inputs(code, x, bytes_ // 8, scratch + code.take(code.argument_address(1)) * scratch_size, group > 0)
 
     def spread(entry: Value, at: Value) -> Value:
         if kind == F32:
@@ -73,8 +70,6 @@ def bitmask(name: str, features: frozenset[str], stored: str, group: int) -> str
         done, wide = code.number(0), None
         if kind == BF16 and {"avx512bw", "avx512vbmi2", "bmi2"} <= features:
             done, wide = _by_32(own, bytes_, x)
-        elif inputs is not None:
-            done, wide = _by_64(own, inputs)
 
         def steps(start: Value, many: int) -> None:
             """Adds `many` bytes of the mask, which are inside one group of columns that share a scale."""
@@ -148,43 +143,48 @@ def _masks_of_32(code: Code, place: Value, count: int) -> list[Value]:
     return masks
 
 
-def _by_64(own: _Rows, inputs: Inputs) -> tuple[Value, list[Value]]:
-    """Does the same as `_by_32` for 64 columns of int8, whose products with the planes of the inputs are summed as integers."""
-    code, count, grouped = own.code, len(own.at), own.group > 0
-    integers = code.vector(16, I32)
-    signs = Value(code, code.raw(HALF, code.vector(64, I8)))
-    sums = [[Variable(code, first) for first in inputs.corrections()] for _ in own.at] if not grouped else []
-    totals = [Variable(code, code.zero(16)) for _ in own.at] if grouped else []
-    with code.loop(0, inputs.units) as unit:
-        for line in (0, 64, 128):
-            code.prefetch(own.soon.get() + line)
-        code.prefetch(own.masks + unit * 8 * count + AHEAD // 2)
-        own.soon.set(own.soon.get() + own.pace * 8)
-        planes = inputs.planes(unit)
-        for r, mask in enumerate(_masks_of_64(code, own.masks + unit * 8 * count, count)):
-            place = own.at[r]
-            packed = code.expand_load(place.get(), code.cast(mask, code.vector(64, I1)), code.vector(64, I8))
-            place.set(place.get() + code.call("llvm.ctpop.i64", I64, mask))
-            weights = code.cast(packed ^ signs, integers)
-            before = inputs.corrections(unit) if grouped else [each.get() for each in sums[r]]
-            after = [inputs.dot(total, weights, plane) for total, plane in zip(before, planes)]
-            if grouped:
-                totals[r].set(code.fma(sum_of_planes(after), own.scale(r, unit * 64, 16), totals[r].get()))
-            else:
-                for total, now in zip(sums[r], after):
-                    total.set(now)
-    if grouped:
-        found = [code.total(total.get()) for total in totals]
-    else:
-        found = [sum_of_planes([code.total(each.get()) for each in planes]) for planes in sums]
-    return inputs.units * 8, [each * inputs.scale for each in found]
+def expand(name: str, features: frozenset[str], group: int) -> str:
+    """Generates the kernel for int8 of four rows in turn. `scratch` has `scratch_size` bytes for the inputs of each thread.
 
-
-def _masks_of_64(code: Code, place: Value, count: int) -> list[Value]:
-    """Returns the bits of 64 columns for one row, or for four rows whose bytes are interleaved."""
-    if count == 1:
-        return [code.load(place, I64, align=1)]
-    bytes_ = code.load(place, code.vector(8 * count, I8))
-    ordered = code.shuffle(bytes_, bytes_, [i * count + r for r in range(count) for i in range(8)])
-    words = code.cast(ordered, code.vector(count, I64))
-    return [code.extract(words, r) for r in range(count)]
+    It sets `odd` to 1 if integers cannot hold the inputs. The results are wrong then.
+    """
+    code, grouped = Code(name, features), group > 0
+    x, bias, y, rows, units, values, masks, starts, scales, groups = (code.argument(i) for i in range(2, 12))
+    scratch, scratch_size, odd = (code.argument(i) for i in range(12, 15))
+    integers, signs = code.vector(16, I32), Value(code, code.raw(HALF, code.vector(64, I8)))
+    pieces, finish = each_row(code, rows, bias, y, None if grouped else scales)
+    inputs = Inputs(code, x, units, scratch + code.take(code.argument_address(1)) * scratch_size, grouped)
+    with code.when(inputs.odd):
+        code.store(code.number(1), odd)
+    with pieces as piece, code.loop(piece * ROWS, code.least(piece * ROWS + ROWS, rows), TOGETHER) as row:
+        at = Variable(code, values + code.load(starts + row // TOGETHER * 8, I64))
+        sums = [[Variable(code, first) for first in inputs.corrections()] for _ in range(TOGETHER)] if not grouped else []
+        totals = [Variable(code, code.zero(16)) for _ in range(TOGETHER)] if grouped else []
+        with code.loop(0, inputs.units) as unit:
+            line = masks + (row * units + unit * TOGETHER) * 8
+            for more in (0, 64, 128):
+                code.prefetch(at.get() + (FAR + more))
+            code.prefetch(line + FAR // 2)
+            planes = inputs.planes(unit)
+            for r in range(TOGETHER):
+                mask = code.load(line + r * 8, I64)
+                packed = code.expand_load(at.get(), code.cast(mask, code.vector(64, I1)), code.vector(64, I8))
+                at.set(at.get() + code.call("llvm.ctpop.i64", I64, mask))
+                weights = code.cast(packed ^ signs, integers)
+                before = inputs.corrections(unit) if grouped else [each.get() for each in sums[r]]
+                after = [inputs.dot(total, weights, plane) for total, plane in zip(before, planes)]
+                if grouped:
+                    place = scales + (code.least(row + r, rows - 1) * groups + unit * 64 // group) * 2
+                    scale = code.splat(code.load_float(place, BF16), 16)
+                    totals[r].set(code.fma(sum_of_planes(after), scale, totals[r].get()))
+                else:
+                    for total, now in zip(sums[r], after):
+                        total.set(now)
+        for r in range(TOGETHER):
+            with code.when(row + r < rows):
+                if grouped:
+                    found = code.total(totals[r].get())
+                else:
+                    found = sum_of_planes([code.total(each.get()) for each in sums[r]])
+                finish(row + r, found * inputs.scale)
+    return code.finish()

@@ -24,7 +24,7 @@ BYTES = 2 * PLANES * UNIT  # scratch memory for each unit: the planes and the co
 class Inputs:
     """The first 64 * units inputs, repacked in `scratch`. Needs BYTES of scratch for each unit, and for one more.
 
-    `units` is 0 if the inputs are not finite, all zero, or too large or too small; they are then to be used as they are.
+    `units` is 0 if the inputs are not finite, all zero, or too large or too small. `odd` is false if they are all zero.
     """
 
     def __init__(self, code: Code, x: Value, units: Value, scratch: Value, grouped: bool):
@@ -33,6 +33,7 @@ class Inputs:
         largest = self._largest(x, units)
         usable = (code.narrow(code.number(LEAST), I32) < largest) & (largest < code.narrow(code.number(MOST), I32))
         self.units = code.select(usable, units, code.number(0))
+        self.odd = self.units.equals(0) & (code.narrow(code.number(0), I32) < largest)
         size = code.select(usable, code.cast(largest, F32), Value(code, ir.Constant(F32, 1.0)))
         most = Value(code, code.builder.fdiv(ir.Constant(F32, LARGEST), size.raw))
         inverse = code.cast(code.cast(most, I32) & 0x7F800000, F32)  # the exponent alone: a power of two

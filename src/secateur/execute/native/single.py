@@ -12,6 +12,7 @@ from .tiled import STORED
 ROWS = 64  # matrix rows of a piece of work
 GROUP = 8  # weights that are multiplied at once
 AHEAD = 2048  # prefetch distance in bytes; the CPU's own prefetcher stops at the end of each page
+FAR = 8192  # the same where few instructions follow a load
 UNIT = 64  # columns of `dense` are padded to a multiple of this
 PLAIN, ROW_SCALES = -1, 0
 
