@@ -1,14 +1,10 @@
-"""The kernels of `bitmask`, for one input row on x86 with AVX2: one bit per weight, and the nonzero values.
+"""The kernel of `bitmask`, for one input row on x86 with AVX2: one bit per weight, and the nonzero values.
 
-In `bitmask`, four rows at a time share the loaded inputs; the bytes of their masks are interleaved, except for up to three rows
+Four rows at a time share the loaded inputs; the bytes of their masks are interleaved, except for up to three rows
 at the end. A byte of the mask is looked up in `table`, which tells how to move the next values to eight lanes. For float32, an
 entry holds the source lane of each of the eight lanes, with the sign bit set for a zero. Otherwise it holds indices of a byte
 shuffle, which puts a bfloat16 into the upper half of a float32, or an int8 into the upper byte of an integer, which is then
 shifted. With AVX-512, which expands packed values in one instruction, 32 columns of bfloat16 are taken at once.
-
-`expand` is for int8 with AVX-512 VNNI. It expands 64 columns at once and multiplies integers (see `fixed_point`). Four rows are
-stored in turn, 64 columns of each, so that all values are read in one stream: reading four rows from four places took a third
-longer.
 """
 
 from __future__ import annotations
@@ -16,8 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .emit import BF16, F32, I1, I8, I16, I32, I64, Code, Value, Variable, size_of
-from .fixed_point import HALF, Inputs, sum_of_planes
-from .single import AHEAD, FAR, ROW_SCALES, ROWS, each_row
+from .single import AHEAD, ROW_SCALES, ROWS, each_row
 from .tiled import STORED
 
 TOGETHER = 4  # rows that share the loaded inputs
@@ -141,50 +136,3 @@ def _masks_of_32(code: Code, place: Value, count: int) -> list[Value]:
         low, high = (code.call("llvm.x86.bmi.pext.64", I64, word, own) for word in words)
         masks.append(code.narrow(low | high << 16, I32))
     return masks
-
-
-def expand(name: str, features: frozenset[str], group: int) -> str:
-    """Generates the kernel for int8 of four rows in turn. `scratch` has `scratch_size` bytes for the inputs of each thread.
-
-    It sets `odd` to 1 if integers cannot hold the inputs. The results are wrong then.
-    """
-    code, grouped = Code(name, features), group > 0
-    x, bias, y, rows, units, values, masks, starts, scales, groups = (code.argument(i) for i in range(2, 12))
-    scratch, scratch_size, odd = (code.argument(i) for i in range(12, 15))
-    integers, signs = code.vector(16, I32), Value(code, code.raw(HALF, code.vector(64, I8)))
-    pieces, finish = each_row(code, rows, bias, y, None if grouped else scales)
-    inputs = Inputs(code, x, units, scratch + code.take(code.argument_address(1)) * scratch_size, grouped)
-    with code.when(inputs.odd):
-        code.store(code.number(1), odd)
-    with pieces as piece, code.loop(piece * ROWS, code.least(piece * ROWS + ROWS, rows), TOGETHER) as row:
-        at = Variable(code, values + code.load(starts + row // TOGETHER * 8, I64))
-        sums = [[Variable(code, first) for first in inputs.corrections()] for _ in range(TOGETHER)] if not grouped else []
-        totals = [Variable(code, code.zero(16)) for _ in range(TOGETHER)] if grouped else []
-        with code.loop(0, inputs.units) as unit:
-            line = masks + (row * units + unit * TOGETHER) * 8
-            for more in (0, 64, 128):
-                code.prefetch(at.get() + (FAR + more))
-            code.prefetch(line + FAR // 2)
-            planes = inputs.planes(unit)
-            for r in range(TOGETHER):
-                mask = code.load(line + r * 8, I64)
-                packed = code.expand_load(at.get(), code.cast(mask, code.vector(64, I1)), code.vector(64, I8))
-                at.set(at.get() + code.call("llvm.ctpop.i64", I64, mask))
-                weights = code.cast(packed ^ signs, integers)
-                before = inputs.corrections(unit) if grouped else [each.get() for each in sums[r]]
-                after = [inputs.dot(total, weights, plane) for total, plane in zip(before, planes)]
-                if grouped:
-                    place = scales + (code.least(row + r, rows - 1) * groups + unit * 64 // group) * 2
-                    scale = code.splat(code.load_float(place, BF16), 16)
-                    totals[r].set(code.fma(sum_of_planes(after), scale, totals[r].get()))
-                else:
-                    for total, now in zip(sums[r], after):
-                        total.set(now)
-        for r in range(TOGETHER):
-            with code.when(row + r < rows):
-                if grouped:
-                    found = code.total(totals[r].get())
-                else:
-                    found = sum_of_planes([code.total(each.get()) for each in sums[r]])
-                finish(row + r, found * inputs.scale)
-    return code.finish()
