@@ -114,7 +114,7 @@ def dense(name: str, features: frozenset[str], stored: str, group: int) -> str:
         sums = [Variable(code, code.zero(lanes)) for _ in range(chains)]
         line = values + row * units * size
         with code.loop(0, units) as unit:
-            code.prefetch(line + unit * size + AHEAD)
+            code.prefetch(line + unit * size + FAR)
             part = code.zero(lanes)
             for v in range(UNIT // lanes):
                 seen = code.load(x + unit * (UNIT * 4) + v * lanes * 4, code.vector(lanes))
