@@ -72,8 +72,8 @@ def _places(code: Code, place: Value, width: int, lanes: int) -> list[Value]:
     if width > TABLE:
         return [code.load(place + part, code.vector(lanes, I8)) for part in range(0, SLOTS, lanes)]
     both = code.load(place, code.vector(SLOTS // 2, I8))  # two places in a byte
-    halves = [both & 15, both >> 4]
-    return halves if lanes < SLOTS else [code.shuffle(*halves, range(SLOTS))]
+    one, two = both & 15, both >> 4
+    return [one, two] if lanes < SLOTS else [code.shuffle(one, two, range(SLOTS))]
 
 
 def _looked_up(code: Code, window: Value, places: list[Value], width: int) -> list[Value]:
