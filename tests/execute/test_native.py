@@ -122,8 +122,9 @@ def test_folder_that_cannot_be_written_costs_only_time(tmp_path, monkeypatch):
 
 
 def some_of_every_kernel():
-    from secateur.execute.native import single, tiled
+    from secateur.execute.native import quads, single, tiled, windows
     from secateur.execute.native.bitmask import bitmask
+    from secateur.execute.native.expand import expand
 
     rows, planes = tiled.multiply_rows, tiled.multiply_planes
     yield from ((rows, 1, 64, "float32", "float32"), (rows, 1, 16, "bfloat16", "float16"), (rows, 4, 32, "float16", "bfloat16"))
@@ -136,6 +137,9 @@ def some_of_every_kernel():
         (bitmask, "int8", 0),
         (bitmask, "int8", 64),
     )
+    if build.has("avx512vnni"):
+        yield from ((expand, "int8", 0), (expand, "int4", 64), (windows.windows, 16, 8), (windows.windows, 128, 8))
+    yield from ((quads.prepare, 7), (quads.prepare, 8), (windows.windows, 16, 7), (windows.windows, 64, 7))
     yield from ((single.gather, "int4", 0), (single.runs, "float8_e4m3fn", 64), (single.dense, "int4", 128))
 
 
@@ -181,20 +185,21 @@ def test_halves_are_not_read_by_cpus_that_cannot(built_for):
 
 @pytest.mark.parametrize("cpu", ["znver4", "sapphirerapids"])
 def test_wide_vectors_are_used_where_the_cpu_has_them(cpu, built_for):
-    from secateur.execute.native import quads, single, tiled
+    from secateur.execute.native import quads, single, tiled, windows
     from secateur.execute.native.bitmask import bitmask
+    from secateur.execute.native.expand import expand
 
     if not build.has("avx2"):
         pytest.skip("not an x86")
     built_for(cpu)
     features = build.target()[1]
     assert "vpexpandw" in build.assembly(bitmask("k", features, "bfloat16", single.PLAIN))
-    text = build.assembly(bitmask("k", features, "int8", 0))
-    assert "vpexpandb" in text
-    assert "vpdpbusd" in text
+    for text in (build.assembly(expand("k", features, "int8", 0)), build.assembly(windows.windows("k", features, 128, 8))):
+        assert "vpexpandb" in text or "vpermi2b" in text or "vpermt2b" in text
+        assert "vpdpbusd" in text
     assert "vpdpbusd" in build.assembly(tiled.multiply_rows("k", features, 4, 64, "float32", "quad"))
-    for write in (quads.prepare, quads.finish):
-        assert "call" not in build.assembly(write("k", features))
+    assert "call" not in build.assembly(quads.prepare("k", features, 8))
+    assert "call" not in build.assembly(quads.finish("k", features))
     assert "zmm" in build.assembly(tiled.multiply_rows("k", features, 1, 64, "float32", "float32"))
     assert "vdpbf16ps" in build.assembly(tiled.multiply_rows("k", features, 1, 64, "float32", "pair"))
 

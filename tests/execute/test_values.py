@@ -13,6 +13,7 @@ from torch import nn
 
 import secateur as sc
 from secateur.execute import Compressed, compress_, decompress_
+from secateur.execute.choose import RecordedInputs, _agrees
 from secateur.execute.formats import FORMATS, find_format, with_values
 from secateur.execute.native import build
 from secateur.values import GROUPS, KINDS, Values, parse
@@ -20,9 +21,13 @@ from secateur.values import GROUPS, KINDS, Values, parse
 from .patterns import pruned
 
 LAWS = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-EVERY = [(form.name, text) for form in FORMATS.values() for text in form.takes if text]
-ON_CPU = [(name, text) for name, text in EVERY if name != "sparse24_mma"]
-OPTIONS = {"panels": (8,), "quads": (4,)}
+OPTIONS = {
+    "panels": [(8,)], "quads": [(1,), (4,)], "windows": [(16,), (64,), (128,)],
+    "sparse24_mma": [()],  # depends on the values
+}  # fmt: skip
+TAKEN = [(form.name, text) for form in FORMATS.values() for text in form.takes if text]
+EVERY = [(name, text, options) for name, text in TAKEN for options in OPTIONS.get(name, [()])]
+ON_CPU = [case for case in EVERY if case[0] != "sparse24_mma"]
 kernels = pytest.mark.skipif(not build.has("avx2"), reason="no kernels here")
 
 
@@ -66,21 +71,21 @@ def test_rounding_rounded_weights_changes_nothing(kind, rows, columns, group, si
     assert torch.equal(scales, scales_again)
 
 
-@pytest.mark.parametrize(("name", "text"), EVERY)
+@pytest.mark.parametrize(("name", "text", "options"), EVERY)
 @LAWS
 @given(rows=st.sampled_from([16, 32, 64]), columns=st.sampled_from([256, 512]), pattern=st.sampled_from(["2:4", "1x8"]),
        seed=st.integers(0, 9))  # fmt: skip
-def test_every_format_stores_what_was_rounded(name, text, rows, columns, pattern, seed):
+def test_every_format_stores_what_was_rounded(name, text, options, rows, columns, pattern, seed):
     form = FORMATS[f"{name} {text}"]
     matrix = pruned(rows, columns, "2:4" if name == "sparse24_mma" else pattern, 0.5, seed=seed)
-    options = (form.values.bits,) if name == "sparse24_mma" else OPTIONS.get(name, ())
+    options = (form.values.bits,) if name == "sparse24_mma" else options
     packed = form.pack(matrix, options)
     assert torch.equal(form.unpack(packed, rows, columns, options), rounded_to(form.values, matrix)[0])
     assert not any(each.is_floating_point() for each in packed)  # .to(dtype) would change them
 
 
 @kernels
-@pytest.mark.parametrize(("name", "text"), ON_CPU)
+@pytest.mark.parametrize(("name", "text", "options"), ON_CPU)
 @LAWS
 @given(
     rows=st.sampled_from([8, 24, 72]), columns=st.sampled_from([1, 8, 64, 100, 128, 200, 520]),
@@ -88,9 +93,9 @@ def test_every_format_stores_what_was_rounded(name, text, rows, columns, pattern
     sparsity=st.sampled_from([0.0, 0.5, 0.9, 1.0]), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     with_bias=st.booleans(), seed=st.integers(0, 9),
 )  # fmt: skip
-def test_products_stay_within_the_bound(name, text, rows, columns, batch, pattern, sparsity, dtype, with_bias, seed):
+def test_products_stay_within_the_bound(name, text, options, rows, columns, batch, pattern, sparsity, dtype, with_bias, seed):
     """|y - y'| <= sum |x| * half a step, and with the rounded weights y' is what float64 gives."""
-    form, options = FORMATS[f"{name} {text}"], OPTIONS.get(name, ())
+    form = FORMATS[f"{name} {text}"]
     matrix = pruned(rows, columns, pattern, sparsity, seed=seed)
     x, bias = torch.randn(batch, columns).to(dtype), torch.randn(rows).to(dtype) if with_bias else None
     packed = form.pack(matrix, options)
@@ -100,8 +105,8 @@ def test_products_stay_within_the_bound(name, text, rows, columns, batch, patter
     extra = 0 if bias is None else bias.double()
     exact, dense = (F.linear(x.double(), each.double()) + extra for each in (rounded, matrix))
     size = F.linear(x.double().abs(), rounded.double().abs()) + (0 if bias is None else bias.double().abs())
-    # Inputs become integers of 16 or 23 bits, relative to the largest, where CPUs multiply bytes.
-    steps = {"quads": 2.0**-15, "bitmask": 2.0**-23}.get(name, 0.0) * x.double().abs().amax(1, keepdim=True)
+    # Inputs become integers of 14 to 23 bits, relative to the largest, where CPUs multiply bytes.
+    steps = {"quads": 2.0**-15, "windows": 2.0**-13, "expand": 2.0**-23}.get(name, 0.0) * x.double().abs().amax(1, keepdim=True)
     arithmetic = (1e-6 if dtype == torch.float32 else 1e-2) * size + steps * rounded.double().abs().sum(1) + 1e-30
     assert bool(((got.double() - exact).abs() <= arithmetic).all())
     bound = x.double().abs() @ half_a_step(form.values, matrix, scales).t()
@@ -109,24 +114,27 @@ def test_products_stay_within_the_bound(name, text, rows, columns, batch, patter
 
 
 @kernels
-@pytest.mark.parametrize(("name", "text"), ON_CPU)
-def test_sums_of_integers_are_exact(name, text):
+@pytest.mark.parametrize(("name", "text", "options"), ON_CPU)
+def test_sums_of_integers_are_exact(name, text, options):
     """With scales of 1 and small integers as inputs, every product and every sum is an integer below 2**24."""
-    form, options = FORMATS[f"{name} {text}"], OPTIONS.get(name, ())
+    form = FORMATS[f"{name} {text}"]
     top = KINDS[form.values.kind]
     steps = torch.tensor([0.0, 1.0, -2.0, 3.0, 0.0, -6.0, 7.0, 0.0])
     matrix = steps[torch.randint(0, 8, (24, 200))]
     matrix[:, ::64] = top  # so that every scale is 1
     x = torch.randint(-8, 9, (3, 200)).float()
-    y = form.linear(x, form.pack(matrix, options), None, 24, options)
+    y = torch.ops.secateur.linear(x, list(form.pack(matrix, options)), None, form.name, 24, 200, options)
     assert torch.equal(y, x @ matrix.t())
 
 
 @kernels
-@pytest.mark.parametrize("name", ["bitmask int8", "bitmask int8/64", "quads int8"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("bitmask int8", ()), ("expand int8", ()), ("expand int4/64", ()), ("quads int8", (4,)), ("windows int8", (16,))],
+)
 @pytest.mark.parametrize("odd", [math.nan, math.inf, 0.0, 1e-35, 1e36])
-def test_inputs_that_no_integer_can_hold_are_multiplied_as_floats(name, odd):
-    form, matrix, options = FORMATS[name], pruned(8, 128, "1x1", 0.5), OPTIONS.get(name.split()[0], ())
+def test_inputs_that_no_integer_can_hold_are_multiplied_as_floats(name, options, odd):
+    form, matrix = FORMATS[name], pruned(8, 128, "1x1", 0.5)
     x = torch.full((1, 128), odd) if odd == 0 or odd < 1e-30 else torch.randn(1, 128)
     x[0, 5] = odd
     y = torch.ops.secateur.linear(x, list(form.pack(matrix, options)), None, name, 8, 128, options)
@@ -171,7 +179,7 @@ def small():
     dense = model_of()
     model = copy.deepcopy(dense)
     result = compress_(model, X, values="int8", objective="size")
-    assert [row.format for row in result.rows] == ["bitmask int8"] * 2
+    assert all(row.format in ("bitmask int8", "expand int8") for row in result.rows)
     return model, dense, result
 
 
@@ -331,7 +339,7 @@ def test_layer_with_infinite_weights_stays_dense():
     model[0].weight.data[0, 0] = math.inf
     result = compress_(model, X, values="int8", objective="size")
     assert result["0"].error is None
-    assert result["2"].format == "bitmask int8"
+    assert result["2"].format in ("bitmask int8", "expand int8")
 
 
 @kernels
@@ -343,6 +351,85 @@ def test_flops_count_every_stored_value():
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             layer(torch.randn(3, 128))
         assert counter.get_total_flops() == 2 * values * 128 * 64 * 3
+
+
+@kernels
+def test_rounded_inputs_are_accepted_unless_one_is_much_larger_than_the_others(monkeypatch):
+    monkeypatch.setattr("secateur.execute.windows.VNNI", ("no such feature",))  # inputs then have 14 bits
+    layer, x = nn.Linear(2048, 2048, bias=False), torch.randn(1, 2048)
+    layer.weight.data.copy_(pruned(2048, 2048, "1x1", 0.8))
+    layer.weight.data[:, 0] = 0
+    candidate = Compressed(layer, FORMATS["windows int8"], (16,)).eval()
+    for first, accepted in ((1.0, True), (1e4, False)):
+        x[0, 0] = first
+        seen = RecordedInputs()
+        seen.add(x)
+        with torch.no_grad():
+            assert _agrees(layer, candidate, seen, None) == accepted
+
+
+ONE_ROW = [("windows int8", (16,)), ("windows int8", (128,)), ("expand int8/64", ()), ("expand int4/64", ())]
+
+
+@kernels
+@pytest.mark.parametrize(("name", "options"), ONE_ROW)
+def test_layers_for_one_row_are_copied_exported_saved_and_loaded(name, options, tmp_path):
+    model = model_of()
+    for place in ("0", "2"):
+        setattr(model, place, Compressed(model.get_submodule(place), FORMATS[name], options).eval())
+    other = nn.Sequential(Compressed(nn.Linear(256, 512), FORMATS[name], options), nn.ReLU(), copy.deepcopy(model[2])).eval()
+    with torch.no_grad():
+        expected = model(X)
+        dense = model[2]._dense(torch.relu(model[0]._dense(X)))
+        assert float((expected - dense).norm() / dense.norm()) < 1e-3
+        for same in (
+            copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.export.export(model, (X,)).module(),
+            torch.compile(model, fullgraph=True, backend="aot_eager"),
+        ):  # fmt: skip
+            assert torch.equal(same(X), expected)
+        sc.save(model, tmp_path)
+        assert torch.equal(sc.load(tmp_path, model_of)(X), expected)
+        other.load_state_dict(model.state_dict())  # its first layer had no zeros
+        assert torch.equal(other(X), expected)
+
+
+@pytest.mark.parametrize(("name", "options"), ONE_ROW)
+def test_damaged_buffers_of_layers_for_one_row_are_refused(name, options):
+    layer = Compressed(model_of()[0], FORMATS[name], options).eval()
+    for buffer in set(layer.names) - {"scales", "sums"}:
+        for damage in (lambda each: each[:-1], lambda each: each.flip(0), lambda each: each * 3 + 1):
+            state = layer.state_dict()
+            if buffer == "values" and damage(state[buffer]).shape == state[buffer].shape:
+                continue  # any numbers are values
+            state[buffer] = damage(state[buffer])
+            with pytest.raises(ValueError, match="do not match the model"):
+                layer.load_state_dict(state)
+
+
+@LAWS
+@given(
+    rows=st.integers(1, 40), columns=st.integers(1, 300), width=st.sampled_from([16, 64, 128]),
+    sparsity=st.sampled_from([0.0, 0.5, 0.95]), uneven=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_windows_hold_each_weight_once(rows, columns, width, sparsity, uneven, seed):
+    matrix = Values("int8").quantize(pruned(rows, columns, "1x1", sparsity, seed=seed))[0]
+    if uneven:
+        matrix[::3] = 0  # rows without weights beside full ones
+    values, index, first, starts, sums = packed = FORMATS["windows"].pack(matrix, (width,))
+    assert int((values != 0).sum()) == int((matrix != 0).sum())
+    assert len(values) == 64 * len(first) == 64 * int(starts[-1]) == len(index) * (2 if width == 16 else 1)
+    assert torch.equal(sums, matrix.sum(1, dtype=torch.int32))
+    ones = torch.ones_like(values)  # places without a weight are known without the values
+    assert torch.equal(FORMATS["windows"].unpack([ones, *packed[1:]], rows, columns, (width,)) != 0, matrix != 0)
+
+
+def test_int4_of_two_in_four_takes_three_bits_for_each_weight():
+    matrix = pruned(64, 1024, "2:4", 0.5)
+    matrix[matrix != 0] = matrix[matrix != 0].sign() * (1 + torch.rand(64 * 512))  # none is rounded to zero
+    layer = nn.Linear(1024, 64, bias=False)
+    layer.weight.data.copy_(matrix)
+    packed = Compressed(layer, FORMATS["expand int4/64"], ())
+    assert packed.bytes() == 64 * 1024 * 3 // 8 + 64 * 16 * 2 + 17 * 8 + 32  # scales, starts, and zeros past the end
 
 
 @pytest.mark.skipif(not build.has("avx512vnni"), reason="no kernel for many rows here")

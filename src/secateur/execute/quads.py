@@ -54,19 +54,16 @@ def _linear(
         return None
     seen, threads = F.pad(x.float(), (0, -columns % LANES)).contiguous(), torch.get_num_threads()
     planes, inverse = torch.empty(2 * batch, seen.shape[1], dtype=torch.uint8), torch.empty(batch)
-    build.run(_kernel("prepare"), (seen.data_ptr(), batch, seen.shape[1], planes.data_ptr(), inverse.data_ptr()), threads)
+    wide, places = seen.shape[1], map(Tensor.data_ptr, (planes, inverse))
+    build.run(build.kernel("quads.prepare", 8), (seen.data_ptr(), batch, wide, *places, wide), threads)
     if not bool(inverse.isfinite().all()):
         return None  # integers cannot hold some of the inputs
     packed = planes.view(torch.float32)  # only moved as bits; no arithmetic is done in float32
     found, extra = product(packed, held, None, rows, options[0], "float32", "quad"), as_float(bias, rows)
     y = torch.empty(batch, rows)
     places = map(Tensor.data_ptr, (sums, scales.bits, inverse, extra, y))
-    build.run(_kernel("finish"), (found.data_ptr(), batch, rows, *places), threads)
+    build.run(build.kernel("quads.finish"), (found.data_ptr(), batch, rows, *places), threads)
     return y if x.dtype == torch.float32 else y.to(x.dtype)
-
-
-def _kernel(name: str) -> build.Kernel:
-    return build.kernel(f"quads.{name}")
 
 
 QUADS = register(

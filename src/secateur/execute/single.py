@@ -1,20 +1,18 @@
 """Formats for one input row (up to four), where the time is that of reading the weights from memory.
 
-`gather`: any pattern; `bitmask`: up to about 80 % zeros; `runs`: blocks along a row; `panels`: blocks of rows; `columns`: a
-dense weight whose inputs are partly zero (`gate_`); `dense`: all weights, in fewer bits. Values may be stored in half precision
-or in fewer bits with scales (`Values`); sums are always float32.
+`gather`: any pattern; `runs`: blocks along a row; `panels`: blocks of rows; `columns`: a dense weight whose inputs are partly
+zero (`gate_`); `dense`: all weights, in fewer bits. `bitmask` and `windows` have their own files. Values may be stored in half
+precision or in fewer bits with scales (`Values`); sums are always float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..masks import pack_bits, unpack_bits
 from ..values import GROUPS, KINDS
 from .find import Zeros, fill, owners
 from .formats import PLAIN, Buffers, Format, FormatOptions, Scales, Use, register
@@ -27,30 +25,29 @@ MORE = 32  # the same for values in fewer bits; with more rows, the matrix is un
 GROUP = 8  # weights that a vector instruction multiplies at once
 COLUMNS = 1 << 16  # most columns, because column numbers have two bytes
 UNIT = 64  # columns of `dense` that the kernel multiplies together
-SCRATCH = 384  # bytes for 64 inputs as integers (`native.fixed_point`)
 BY_ROW = tuple(KINDS)  # values with one scale for each row
 BY_GROUP = tuple(f"{kind}/{group}" for kind in KINDS for group in GROUPS)
 
 
-def _here(use: Use, *features: str) -> bool:
+def usable(use: Use, *features: str) -> bool:
     few = FEW if use.values is None else MORE
     return use.kind == "linear" and use.device == "cpu" and max(use.rows) <= few and build.has(*features)
 
 
-def _padded(x: Tensor, multiple: int = GROUP) -> Tensor:
+def padded(x: Tensor, multiple: int = GROUP) -> Tensor:
     """Returns the inputs as contiguous float32, with zeros up to a multiple of this number of columns."""
     more = -x.shape[1] % multiple
     return x if x.dtype == torch.float32 and not more and x.is_contiguous() else F.pad(x.float(), (0, more)).contiguous()
 
 
-def _by_rows(
+def by_rows(
     kernel: Kernel, held: Sequence[int], x: Tensor, bias: Tensor | None, rows: int, seen: Tensor | None = None
 ) -> Tensor:
     """Runs the kernel on each row of `seen`, by default the padded inputs, and returns the results in the dtype of x.
 
     `held` are the kernel's arguments after the addresses of inputs, bias and results.
     """
-    seen, threads = _padded(x) if seen is None else seen, torch.get_num_threads()
+    seen, threads = padded(x) if seen is None else seen, torch.get_num_threads()
     batch, width = seen.shape
     extra = as_float(bias, rows)
     y = seen.new_empty_strided((batch, rows), (rows, 1))
@@ -60,7 +57,7 @@ def _by_rows(
     return y if x.dtype == torch.float32 else y.to(x.dtype)
 
 
-def _stored(x: Tensor, values: Tensor, scales: Scales | None) -> tuple[str, int] | None:
+def stored_as(x: Tensor, values: Tensor, scales: Scales | None) -> tuple[str, int] | None:
     """Returns what kernels are generated for: the kind of the values, and the columns of a scale (see `native.single`).
 
     None if no kernel can multiply these tensors.
@@ -76,7 +73,7 @@ def _stored(x: Tensor, values: Tensor, scales: Scales | None) -> tuple[str, int]
     return (scales.values.kind, scales.values.group) if here else None
 
 
-def _scales_of(scales: Scales | None) -> tuple[int, int]:
+def scales_of(scales: Scales | None) -> tuple[int, int]:
     """Returns the address of the scales and their number in each row, the last arguments of a kernel."""
     return (0, 0) if scales is None else (scales.bits.data_ptr(), scales.bits.shape[1])
 
@@ -94,7 +91,7 @@ def _unsigned(numbers: Tensor) -> Tensor:
 
 
 def _gather_fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
-    if _here(use) and zeros.sparsity > 0.5 and matrix.shape[1] <= COLUMNS:
+    if usable(use) and zeros.sparsity > 0.5 and matrix.shape[1] <= COLUMNS:
         yield ()
 
 
@@ -131,11 +128,11 @@ def _gather_unpack(buffers: Buffers, rows: int, columns: int, options: FormatOpt
 def _gather_linear(
     x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions, scales: Scales | None = None
 ) -> Tensor | None:
-    stored = _stored(x, buffers[0], scales)
+    stored = stored_as(x, buffers[0], scales)
     if stored is None:
         return None
-    held = rows, *map(Tensor.data_ptr, buffers), *_scales_of(scales)
-    return _by_rows(build.kernel("single.gather", *stored), held, x, bias, rows)
+    held = rows, *map(Tensor.data_ptr, buffers), *scales_of(scales)
+    return by_rows(build.kernel("single.gather", *stored), held, x, bias, rows)
 
 
 GATHER = register(
@@ -149,7 +146,7 @@ GATHER = register(
 
 
 def _runs_fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
-    if _here(use) and zeros.sparsity > 0.1 and matrix.shape[1] <= COLUMNS and fill(matrix != 0, 1, GROUP) > 0.6:
+    if usable(use) and zeros.sparsity > 0.1 and matrix.shape[1] <= COLUMNS and fill(matrix != 0, 1, GROUP) > 0.6:
         yield ()
 
 
@@ -171,11 +168,11 @@ def _runs_unpack(buffers: Buffers, rows: int, columns: int, options: FormatOptio
 def _runs_linear(
     x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions, scales: Scales | None = None
 ) -> Tensor | None:
-    stored = _stored(x, buffers[0], scales)
+    stored = stored_as(x, buffers[0], scales)
     if stored is None:
         return None
-    held = rows, *map(Tensor.data_ptr, buffers), *_scales_of(scales)
-    return _by_rows(build.kernel("single.runs", *stored), held, x, bias, rows)
+    held = rows, *map(Tensor.data_ptr, buffers), *scales_of(scales)
+    return by_rows(build.kernel("single.runs", *stored), held, x, bias, rows)
 
 
 RUNS = register(
@@ -189,7 +186,7 @@ RUNS = register(
 
 
 def _panels_fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
-    if _here(use) and zeros.sparsity > 0.1 and matrix.shape[1] <= COLUMNS:
+    if usable(use) and zeros.sparsity > 0.1 and matrix.shape[1] <= COLUMNS:
         yield from ((height,) for height in (16, 8) if fill(matrix != 0, height, 1) > 0.6)
 
 
@@ -212,11 +209,11 @@ def _panels_unpack(buffers: Buffers, rows: int, columns: int, options: FormatOpt
 def _panels_linear(
     x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions, scales: Scales | None = None
 ) -> Tensor | None:
-    (height,), stored = options, _stored(x, buffers[0], scales)
+    (height,), stored = options, stored_as(x, buffers[0], scales)
     if stored is None:
         return None
-    held = rows // height, *map(Tensor.data_ptr, buffers), *_scales_of(scales)
-    return _by_rows(build.kernel("single.panels", height, *stored), held, x, bias, rows)
+    held = rows // height, *map(Tensor.data_ptr, buffers), *scales_of(scales)
+    return by_rows(build.kernel("single.panels", height, *stored), held, x, bias, rows)
 
 
 PANELS = register(
@@ -226,94 +223,11 @@ PANELS = register(
     )
 )  # fmt: skip
 
-# ---------------------------------------------------------------- bitmask
-
-
-def _bitmask_fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
-    if (use.kind == "embedding" and zeros.sparsity > 0.1) or (_here(use, "avx2") and 0.1 < zeros.sparsity < 0.9):
-        yield ()
-
-
-def _bitmask_pack(matrix: Tensor, options: FormatOptions) -> tuple[Tensor, ...]:
-    kept = matrix != 0
-    values = F.pad(matrix[kept], (0, 16))  # the kernel reads up to 16 values past the end
-    return values, _interleave(pack_bits(kept)), F.pad(kept.sum(1).cumsum(0), (1, 0))
-
-
-def _interleave(masks: Tensor) -> Tensor:
-    """Interleaves the bytes of every four rows, as the kernel reads them. Up to three rows at the end stay as they are."""
-    whole = len(masks) // 4 * 4
-    four = masks[:whole].view(-1, 4, masks.shape[1]).transpose(1, 2).reshape(whole, masks.shape[1])
-    return torch.cat([four, masks[whole:]])
-
-
-def _deinterleave(masks: Tensor) -> Tensor:
-    whole = len(masks) // 4 * 4
-    rows = masks[:whole].view(-1, masks.shape[1], 4).transpose(1, 2).reshape(whole, masks.shape[1])
-    return torch.cat([rows, masks[whole:]])
-
-
-def _bitmask_unpack(buffers: Buffers, rows: int, columns: int, options: FormatOptions) -> Tensor:
-    values, masks, _ = buffers
-    matrix = torch.zeros(rows, columns, dtype=values.dtype, device=values.device)
-    matrix[unpack_bits(_deinterleave(masks), columns)] = values[:-16]
-    return matrix
-
-
-@cache
-def _table(kind: str) -> Tensor:
-    """Returns, for each of the 256 masks, how the packed values of a group are moved to its eight lanes."""
-    table = torch.zeros(256, 8, dtype=torch.int64, device="cpu")
-    for mask in range(256):
-        taken = 0
-        for lane in range(8):
-            there = mask >> lane & 1
-            if kind == "float32":
-                table[mask, lane] = taken if there else 0x80000000
-            elif kind == "int8":  # three zero bytes, then the value
-                table[mask, lane] = 0x808080 | taken << 24 if there else 0x80808080
-            else:  # indices of a byte shuffle: two zero bytes, then the value's two bytes; 0x80 stands for zero
-                table[mask, lane] = 0x8080 | (2 * taken << 16) | (2 * taken + 1 << 24) if there else 0x80808080
-            taken += there
-    return torch.where(table >= 1 << 31, table - (1 << 32), table).to(torch.int32).contiguous()
-
-
-def _bitmask_linear(
-    x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions, scales: Scales | None = None
-) -> Tensor | None:
-    (values, masks, _), stored = buffers, _stored(x, buffers[0], scales)
-    if stored is None or stored[0] not in ("float32", "bfloat16", "int8") or not build.has("avx2"):
-        return None
-    held = rows, masks.shape[1], *map(Tensor.data_ptr, (*buffers, _table(stored[0]))), *_scales_of(scales)
-    room = (masks.shape[1] // 8 + 1) * SCRATCH  # for each thread
-    memory = scratch(torch.get_num_threads() * room // 4) if scales is not None else values
-    return _by_rows(build.kernel("bitmask.bitmask", *stored), (*held, memory.data_ptr(), room), x, bias, rows)
-
-
-def _bitmask_embedding(x: Tensor, buffers: Buffers, columns: int, options: FormatOptions) -> Tensor:
-    values, masks, starts = buffers
-    four = x // 4 * 4
-    whole = four + 4 <= len(masks)  # the row is in an interleaved group of four
-    step = torch.where(whole, 4, 1).unsqueeze(1)  # distance between two bytes of the row
-    begin = torch.where(whole, four * masks.shape[1] + x % 4, x * masks.shape[1]).unsqueeze(1)
-    own = masks.flatten()[begin + step * torch.arange(masks.shape[1], device=x.device)]
-    kept = unpack_bits(own, columns)
-    place = starts[x].unsqueeze(1) + kept.cumsum(1) - 1
-    return torch.where(kept, values[place.clamp(min=0)], torch.zeros((), dtype=values.dtype, device=values.device))
-
-
-BITMASK = register(
-    Format(
-        "bitmask", ("values", "masks", "starts"), _bitmask_fits, _bitmask_pack, _bitmask_unpack, _bitmask_linear,
-        embedding=_bitmask_embedding, takes=(PLAIN, "int8", "int8/64", "int8/128"),
-    )
-)  # fmt: skip
-
 # ---------------------------------------------------------------- columns
 
 
 def _columns_fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
-    if _here(use) and use.input_zeros >= 0.25 and max(use.rows) == 1:
+    if usable(use) and use.input_zeros >= 0.25 and max(use.rows) == 1:
         yield ()
 
 
@@ -334,7 +248,7 @@ def _columns_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int,
     memory = scratch(threads * (inputs + 1) * 2)
     body = build.kernel("single.columns", DTYPES[weight.dtype])
     held = inputs, weight.data_ptr(), rows, width, memory.data_ptr(), (inputs + 1) * 8
-    return _by_rows(body, held, x, bias, rows)
+    return by_rows(body, held, x, bias, rows)
 
 
 BY_COLUMNS = register(Format("columns", ("values",), _columns_fits, _columns_pack, _columns_unpack, _columns_linear))
@@ -343,7 +257,7 @@ BY_COLUMNS = register(Format("columns", ("values",), _columns_fits, _columns_pac
 
 
 def _dense_fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
-    if _here(use):
+    if usable(use):
         yield ()
 
 
@@ -358,11 +272,11 @@ def _dense_unpack(buffers: Buffers, rows: int, columns: int, options: FormatOpti
 def _dense_linear(
     x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions, scales: Scales | None = None
 ) -> Tensor | None:
-    (values,), stored = buffers, _stored(x, buffers[0], scales)
+    (values,), stored = buffers, stored_as(x, buffers[0], scales)
     if stored is None:
         return None
-    held = rows, values.data_ptr(), -(-x.shape[1] // UNIT), *_scales_of(scales)
-    return _by_rows(build.kernel("single.dense", *stored), held, x, bias, rows, _padded(x, UNIT))
+    held = rows, values.data_ptr(), -(-x.shape[1] // UNIT), *scales_of(scales)
+    return by_rows(build.kernel("single.dense", *stored), held, x, bias, rows, padded(x, UNIT))
 
 
 DENSE = register(

@@ -1,12 +1,10 @@
 """The kernel of `bitmask`, for one input row on x86 with AVX2: one bit per weight, and the nonzero values.
 
-Four rows at a time share the loaded inputs; the bytes of their masks are interleaved, except for up to three rows at the end.
-A byte of the mask is looked up in `table`, which tells how to move the next values to eight lanes. For float32, an entry holds
-the source lane of each of the eight lanes, with the sign bit set for a zero. Otherwise it holds 32 indices of a byte shuffle,
-which puts a bfloat16 into the upper half of a float32, or an int8 into the upper byte of an integer, which is then shifted.
-
-With AVX-512, which expands packed values in one instruction, 32 columns of bfloat16 or 64 columns of int8 are taken at once.
-The latter are multiplied as integers (see `fixed_point`).
+Four rows at a time share the loaded inputs; the bytes of their masks are interleaved, except for up to three rows
+at the end. A byte of the mask is looked up in `table`, which tells how to move the next values to eight lanes. For float32, an
+entry holds the source lane of each of the eight lanes, with the sign bit set for a zero. Otherwise it holds indices of a byte
+shuffle, which puts a bfloat16 into the upper half of a float32, or an int8 into the upper byte of an integer, which is then
+shifted. With AVX-512, which expands packed values in one instruction, 32 columns of bfloat16 are taken at once.
 """
 
 from __future__ import annotations
@@ -14,12 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .emit import BF16, F32, I1, I8, I16, I32, I64, Code, Value, Variable, size_of
-from .fixed_point import HALF, Inputs, sum_of_planes
 from .single import AHEAD, ROW_SCALES, ROWS, each_row
 from .tiled import STORED
 
 TOGETHER = 4  # rows that share the loaded inputs
-VNNI = frozenset({"avx512bw", "avx512vbmi2", "avx512vnni", "bmi2"})
 
 
 @dataclass
@@ -42,15 +38,11 @@ class _Rows:
 
 
 def bitmask(name: str, features: frozenset[str], stored: str, group: int) -> str:
-    """Generates the kernel. `scratch` has `scratch_size` bytes for each thread, which holds the inputs as integers."""
+    """Generates the kernel for values that are stored row by row."""
     code, kind = Code(name, features), STORED[stored]
     x, bias, y, rows, bytes_, values, masks, starts, table, scales, groups = (code.argument(i) for i in range(2, 13))
-    scratch, scratch_size = code.argument(13), code.argument(14)
     size = size_of(kind)
     pieces, finish = each_row(code, rows, bias, y, scales if group == ROW_SCALES else None)
-    inputs = None
-    if kind == I8 and features >= VNNI:
-        inputs = Inputs(code, x, bytes_ // 8, scratch + code.take(code.argument_address(1)) * scratch_size, group > 0)
 
     def spread(entry: Value, at: Value) -> Value:
         if kind == F32:
@@ -73,8 +65,6 @@ def bitmask(name: str, features: frozenset[str], stored: str, group: int) -> str
         done, wide = code.number(0), None
         if kind == BF16 and {"avx512bw", "avx512vbmi2", "bmi2"} <= features:
             done, wide = _by_32(own, bytes_, x)
-        elif inputs is not None:
-            done, wide = _by_64(own, inputs)
 
         def steps(start: Value, many: int) -> None:
             """Adds `many` bytes of the mask, which are inside one group of columns that share a scale."""
@@ -146,45 +136,3 @@ def _masks_of_32(code: Code, place: Value, count: int) -> list[Value]:
         low, high = (code.call("llvm.x86.bmi.pext.64", I64, word, own) for word in words)
         masks.append(code.narrow(low | high << 16, I32))
     return masks
-
-
-def _by_64(own: _Rows, inputs: Inputs) -> tuple[Value, list[Value]]:
-    """Does the same as `_by_32` for 64 columns of int8, whose products with the planes of the inputs are summed as integers."""
-    code, count, grouped = own.code, len(own.at), own.group > 0
-    integers = code.vector(16, I32)
-    signs = Value(code, code.raw(HALF, code.vector(64, I8)))
-    sums = [[Variable(code, first) for first in inputs.corrections()] for _ in own.at] if not grouped else []
-    totals = [Variable(code, code.zero(16)) for _ in own.at] if grouped else []
-    with code.loop(0, inputs.units) as unit:
-        for line in (0, 64, 128):
-            code.prefetch(own.soon.get() + line)
-        code.prefetch(own.masks + unit * 8 * count + AHEAD // 2)
-        own.soon.set(own.soon.get() + own.pace * 8)
-        planes = inputs.planes(unit)
-        for r, mask in enumerate(_masks_of_64(code, own.masks + unit * 8 * count, count)):
-            place = own.at[r]
-            packed = code.expand_load(place.get(), code.cast(mask, code.vector(64, I1)), code.vector(64, I8))
-            place.set(place.get() + code.call("llvm.ctpop.i64", I64, mask))
-            weights = code.cast(packed ^ signs, integers)
-            before = inputs.corrections(unit) if grouped else [each.get() for each in sums[r]]
-            after = [inputs.dot(total, weights, plane) for total, plane in zip(before, planes)]
-            if grouped:
-                totals[r].set(code.fma(sum_of_planes(after), own.scale(r, unit * 64, 16), totals[r].get()))
-            else:
-                for total, now in zip(sums[r], after):
-                    total.set(now)
-    if grouped:
-        found = [code.total(total.get()) for total in totals]
-    else:
-        found = [sum_of_planes([code.total(each.get()) for each in planes]) for planes in sums]
-    return inputs.units * 8, [each * inputs.scale for each in found]
-
-
-def _masks_of_64(code: Code, place: Value, count: int) -> list[Value]:
-    """Returns the bits of 64 columns for one row, or for four rows whose bytes are interleaved."""
-    if count == 1:
-        return [code.load(place, I64, align=1)]
-    bytes_ = code.load(place, code.vector(8 * count, I8))
-    ordered = code.shuffle(bytes_, bytes_, [i * count + r for r in range(count) for i in range(8)])
-    words = code.cast(ordered, code.vector(count, I64))
-    return [code.extract(words, r) for r in range(count)]

@@ -50,7 +50,8 @@ def _features_of(cpu: str) -> frozenset[str]:
     avx2 = frozenset({"avx2", "fma", "f16c", "popcnt", "bmi2"})
     avx512 = avx2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
     known = {"x86-64-v3": avx2, "haswell": avx2, "znver3": avx2, "x86-64-v4": avx512, "skylake-avx512": avx512}
-    newer = avx512 | {"avx512vbmi2", "avx512vnni", "avx512bf16"}
+    known["cascadelake"] = avx512 | {"avx512vnni"}
+    newer = avx512 | {"avx512vbmi", "avx512vbmi2", "avx512vnni", "avx512bf16"}
     known |= {"znver4": newer, "sapphirerapids": newer | {"amx-tile", "amx-bf16"}}
     return known.get(cpu, frozenset())
 

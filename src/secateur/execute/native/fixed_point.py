@@ -3,8 +3,8 @@
 An input x becomes X = round(x / scale), where the scale is a power of two and the largest input becomes 2**22 to 2**23. That
 is about as precise as float32 is for it. X is stored as three signed bytes in three planes: low + 256 * middle + 65536 * high.
 
-The instruction multiplies unsigned with signed bytes, four at a time. Weights from -127 to 127 are made unsigned by adding 128,
-which adds 128 * X to every product; sums therefore start at `corrections`, -128 times the sum of the inputs.
+The instruction multiplies unsigned with signed bytes, four at a time. Weights are made unsigned by adding `half`, 128 for int8,
+which adds half * X to every product; sums therefore start at `corrections`, -half times the sum of the inputs.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ PLANES = 3
 UNIT = 64  # inputs that are multiplied at once
 LARGEST = 127.0 * (1 + 256 + 65536)  # the largest number that three signed bytes hold
 LEAST, MOST = 0x0D800000, 0x7B000000  # bits of the float32 between which the largest input must be: 2**-100 and 2**119
-HALF = 128
 BYTES = 2 * PLANES * UNIT  # scratch memory for each unit: the planes and the corrections
 
 
 class Inputs:
     """The first 64 * units inputs, repacked in `scratch`. Needs BYTES of scratch for each unit, and for one more.
 
-    `units` is 0 if the inputs are not finite, all zero, or too large or too small; they are then to be used as they are.
+    `units` is 0 if the inputs are not finite, all zero, or too large or too small. `odd` is false if they are all zero.
     """
 
-    def __init__(self, code: Code, x: Value, units: Value, scratch: Value, grouped: bool):
-        self.code, self.scratch, self.grouped = code, scratch, grouped
+    def __init__(self, code: Code, x: Value, units: Value, scratch: Value, grouped: bool, half: int):
+        self.code, self.scratch, self.grouped, self.half = code, scratch, grouped, half
         self.many, self.bytes_ = code.vector(16, I32), code.vector(UNIT, I8)
         largest = self._largest(x, units)
         usable = (code.narrow(code.number(LEAST), I32) < largest) & (largest < code.narrow(code.number(MOST), I32))
         self.units = code.select(usable, units, code.number(0))
+        self.odd = self.units.equals(0) & (code.narrow(code.number(0), I32) < largest)
         size = code.select(usable, code.cast(largest, F32), Value(code, ir.Constant(F32, 1.0)))
         most = Value(code, code.builder.fdiv(ir.Constant(F32, LARGEST), size.raw))
         inverse = code.cast(code.cast(most, I32) & 0x7F800000, F32)  # the exponent alone: a power of two
@@ -55,7 +55,7 @@ class Inputs:
     def _repack(self, x: Value, inverse: Value) -> None:
         code = self.code
         totals = [Variable(code, Value(code, ir.Constant(self.many, None))) for _ in range(PLANES)]
-        ones = code.cast(Value(code, code.raw(HALF, self.bytes_)), self.many)
+        ones = code.cast(Value(code, code.raw(self.half, self.bytes_)), self.many)
         with code.loop(0, self.units) as unit:
             for k in range(4):
                 scaled = code.load(x + unit * (UNIT * 4) + k * 64, code.vector(16)) * inverse
@@ -63,7 +63,7 @@ class Inputs:
                 number = Value(code, code.builder.fptosi(rounded.raw, self.many))
                 for plane in range(PLANES):
                     code.store(code.narrow(number, code.vector(16, I8)), self._place(unit, plane) + k * 16)
-                    number = code.shift_signed(number + HALF, 8)  # rounded, since bytes are signed
+                    number = code.shift_signed(number + 128, 8)  # rounded, since bytes are signed
             for plane, total in enumerate(totals):
                 before = Value(code, ir.Constant(self.many, None)) if self.grouped else total.get()
                 total.set(self.dot(before, ones, self._plane(unit, plane)))

@@ -1,4 +1,5 @@
-"""Kernels before and after the product of the format `quads`: inputs to planes of bytes, and integers to results."""
+"""Kernels before and after the product of the format `quads`: inputs to planes of bytes (also for `windows`), and integers to
+results."""
 
 from __future__ import annotations
 
@@ -7,19 +8,20 @@ from llvmlite import ir
 from .emit import BF16, F32, I8, I32, Code, Value, Variable
 
 LANES = 16
-TOP, MIDDLE = 32767.0, 32768  # no input becomes larger than TOP; MIDDLE is added, because the instruction takes unsigned inputs
+MIDDLE = 32768  # is added to the integers of 16 bits, because the instruction takes unsigned inputs
 EXPONENT = 0x7F800000  # the bits of a float32 that make it a power of two
 LEAST, MOST = 0x0D800000, 0x7B000000  # bits of the float32 between which the largest input must be: 2**-100 and 2**119
 
 
-def prepare(name: str, features: frozenset[str]) -> str:
-    """Generates the kernel that rounds each row of x [batch, columns] to integers of 16 bits times a power of two.
+def prepare(name: str, features: frozenset[str], bits: int) -> str:
+    """Generates the kernel that rounds each row of x [batch, columns] to integers of 2 * bits bits times a power of two.
 
-    It writes the lower bytes to planes [0, row] and the upper ones to planes [1, row], and the factor of the row to `inverse`
-    (infinity if its largest input is not finite, or too large or too small). Columns are a multiple of 16.
+    Half of the range is added, so that integers are not negative. Their lower bits go to planes [0, row], the upper ones to
+    planes [1, row], in a byte each, with `stride` bytes for a row. The factor of the row goes to `inverse` (infinity if its
+    largest input is not finite, or too large or too small). Columns are a multiple of 16.
     """
-    code = Code(name, features)
-    x, batch, columns, planes, inverse = (code.argument(i) for i in range(2, 7))
+    code, middle = Code(name, features), 1 << 2 * bits - 1
+    x, batch, columns, planes, inverse, stride = (code.argument(i) for i in range(2, 8))
     integers = code.vector(LANES, I32)
     with code.pieces(code.argument_address(0), batch) as row:
         line = x + row * columns * 4
@@ -31,7 +33,7 @@ def prepare(name: str, features: frozenset[str]) -> str:
             width //= 2
             found = code.most(code.shuffle(found, found, range(width)), code.shuffle(found, found, range(width, 2 * width)))
         largest = code.extract(found, 0)
-        quotient = Value(code, code.builder.fdiv(ir.Constant(F32, TOP), code.cast(largest, F32).raw))
+        quotient = Value(code, code.builder.fdiv(ir.Constant(F32, float(middle - 1)), code.cast(largest, F32).raw))
         power = code.cast(code.cast(quotient, I32) & EXPONENT, F32)
         power = code.select(largest.equals(0), Value(code, ir.Constant(F32, 1.0)), power)
         odd = (largest < LEAST) & (Value(code, ir.Constant(I32, 0)) < largest) | (Value(code, ir.Constant(I32, MOST)) < largest)
@@ -39,9 +41,9 @@ def prepare(name: str, features: frozenset[str]) -> str:
         factor = code.splat(power, LANES)
         with code.loop(0, columns, LANES) as k:
             rounded = code.call("llvm.rint.v16f32", code.vector(LANES), code.load(line + k * 4, code.vector(LANES)) * factor)
-            number = Value(code, code.builder.fptosi(rounded.raw, integers)) + MIDDLE
-            for plane, part in enumerate((number, number >> 8)):
-                code.store(code.narrow(part, code.vector(LANES, I8)), planes + (batch * plane + row) * columns + k)
+            number = Value(code, code.builder.fptosi(rounded.raw, integers)) + middle
+            for plane, part in enumerate((number & (1 << bits) - 1, number >> bits)):
+                code.store(code.narrow(part, code.vector(LANES, I8)), planes + (batch * plane + row) * stride + k)
     return code.finish()
 
 

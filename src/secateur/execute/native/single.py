@@ -12,6 +12,7 @@ from .tiled import STORED
 ROWS = 64  # matrix rows of a piece of work
 GROUP = 8  # weights that are multiplied at once
 AHEAD = 2048  # prefetch distance in bytes; the CPU's own prefetcher stops at the end of each page
+FAR = 8192  # the same where few instructions follow a load
 UNIT = 64  # columns of `dense` are padded to a multiple of this
 PLAIN, ROW_SCALES = -1, 0
 
@@ -113,7 +114,7 @@ def dense(name: str, features: frozenset[str], stored: str, group: int) -> str:
         sums = [Variable(code, code.zero(lanes)) for _ in range(chains)]
         line = values + row * units * size
         with code.loop(0, units) as unit:
-            code.prefetch(line + unit * size + AHEAD)
+            code.prefetch(line + unit * size + FAR)
             part = code.zero(lanes)
             for v in range(UNIT // lanes):
                 seen = code.load(x + unit * (UNIT * 4) + v * lanes * 4, code.vector(lanes))
