@@ -49,7 +49,8 @@ def test_matmul_is_the_product_of_any_two_matrices(sizes: tuple[int, int, int], 
 
 def test_matmul_adds_a_bias_as_addmm_does(onednn: bool) -> None:
     a, b = torch.randn(200, 300), torch.randn(300, 100)
-    for bias in (torch.randn(100), torch.randn(1, 100), torch.randn(200, 100)):
+    strided = (torch.randn(200)[::2], torch.randn(1).expand(100))  # oneDNN read past the end of these
+    for bias in (torch.randn(100), torch.randn(1, 100), torch.randn(200, 100), *strided):
         torch.testing.assert_close(matmul(a, b, bias), torch.addmm(bias, a, b), rtol=1e-4, atol=1e-4)
 
 
@@ -60,6 +61,19 @@ def test_matmul_passes_gradients_and_other_dtypes_to_torch(onednn: bool) -> None
     torch.testing.assert_close(a.grad, b.sum(1).expand(200, 300))
     wide = matmul(a.detach().double(), b.double())
     assert torch.equal(wide, a.detach().double() @ b.double())
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_matmul_passes_what_onednn_does_not_take_to_torch(onednn: bool) -> None:
+    a, b = torch.randn(200, 300), torch.randn(300, 100)
+    torch.testing.assert_close(matmul(a.to_sparse(), b), a @ b, rtol=1e-4, atol=1e-4)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        matmul(a, b[1:])
+    for bias in (torch.randn(100).double(), torch.randn(100, device="meta")):
+        with pytest.raises(RuntimeError, match=r"same dtype|device"):
+            matmul(a, b, bias)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert torch.equal(matmul(a, b), a @ b)
 
 
 def test_slices_of_a_matrix_are_multiplied_as_fast_as_whole_matrices(onednn: bool) -> None:

@@ -113,19 +113,26 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     a Zen 5). A leading axis of size 1 is allowed.
     """
     one, other = (t[0] if t.ndim == 3 and t.shape[0] == 1 else t for t in (a, b))
-    if not _by_onednn(one, other) or (bias is not None and bias.shape != other.shape[1:]):
+    if not _by_onednn(one, other, bias):
         # The operators, not `a @ b`: `reads` reports products that Python code asks for.
         return torch.ops.aten.matmul(a, b) if bias is None else torch.ops.aten.addmm(bias, a, b)
     rows, columns = one.contiguous(), other.mT.contiguous()  # it has no fast code for other strides
-    found = torch.ops.mkldnn._linear_pointwise(rows, columns, bias, "none", [], "")
+    added = None if bias is None else bias.contiguous()  # it does not look at the stride of a bias
+    found = torch.ops.mkldnn._linear_pointwise(rows, columns, added, "none", [], "")
     return found if a.ndim == 2 and b.ndim == 2 else found[None]
 
 
-def _by_onednn(a: Tensor, b: Tensor) -> bool:
-    plain = all(type(t) in (Tensor, nn.Parameter) and t.ndim == 2 and t.dtype == torch.float32 and t.is_cpu for t in (a, b))
-    large = plain and a.shape[0] * a.shape[1] * b.shape[1] >= _FEW
-    tracked = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-    return large and not tracked and not torch.is_autocast_enabled("cpu") and _mkl_is_slow()
+def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
+    fit = a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0] and (bias is None or bias.shape == b.shape[1:])
+    large = fit and a.shape[0] * a.shape[1] * b.shape[1] >= _FEW
+    given = (a, b) if bias is None else (a, b, bias)
+    if not large or not all(map(_is_plain, given)) or (torch.is_grad_enabled() and any(t.requires_grad for t in given)):
+        return False
+    return torch._C._get_mkldnn_enabled() and not torch.is_autocast_enabled("cpu") and _mkl_is_slow()
+
+
+def _is_plain(t: Tensor) -> bool:
+    return type(t) in (Tensor, nn.Parameter) and t.dtype == torch.float32 and t.is_cpu and t.layout == torch.strided
 
 
 @cache

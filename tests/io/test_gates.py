@@ -43,6 +43,16 @@ def test_saved_gates_replace_others(tmp_path):
     assert torch.equal(again(X), gated("topk")(X))
 
 
+@pytest.mark.parametrize("saved", [build, gated], ids=["plain", "gated"])
+def test_a_gated_model_becomes_the_saved_one(tmp_path, saved):
+    """It lost the gates of the file from its record, and kept its own where the file has none."""
+    io.save(saved(), tmp_path)
+    again = io.load(tmp_path, gated("topk"))
+    assert torch.equal(again(X), saved()(X))
+    io.save(again, tmp_path / "second")
+    assert (tmp_path / "second" / "secateur.json").read_bytes() == (tmp_path / "secateur.json").read_bytes()
+
+
 def test_gates_and_compressed_layers_go_together(tmp_path):
     model = gated()
     sc.prune_(model, sparsity=0.9)
@@ -60,6 +70,9 @@ BROKEN = {
     "a mask past the end": (lambda gates: gates["4"].update(mask="0-600"), "indices below 576"),
     "a huge mask": (lambda gates: gates["4"].update(features=10**12), "number of features"),
     "other features": (lambda gates: gates["4"].update(features=12, mask="0-5"), "takes 576 features here, and 12"),
+    "a number past all floats": (lambda gates: gates["4"].update(weights=10**400), "finite numbers"),
+    "an empty list for a number": (lambda gates: gates["4"].update(calibrated=[]), "finite numbers"),
+    "no weights": (lambda gates: gates["4"].update(weights=0), "a number of weights"),
     "no mapping": (lambda gates: gates.update({"4": 3}), "is not described as one"),
 }
 
@@ -70,9 +83,25 @@ def test_gates_that_do_not_fit_leave_the_model_as_it_was(tmp_path, change, words
     io.save(gated("static"), tmp_path)
     resign(tmp_path, lambda data: change(data["gates"]))
     model = into()
+    torch.nn.init.normal_(model[4].weight)  # else the weights of the file would not be noticed
     before = model(X)
     refused(tmp_path, model, words)
     assert torch.equal(model(X), before)
+
+
+def test_a_load_that_fails_after_a_cut_leaves_gates_and_their_handle(tmp_path):
+    """The gates were attached again as copies, which `undo_` did not find, or not at all because the layer was cut by then."""
+    small, _ = sc.shrink(gated(), X, channels=0.5)
+    io.save(small, tmp_path)
+    resign(tmp_path, lambda data: data["gates"].update({"9": data["gates"].pop("4")}))
+    model = build(seed=1)
+    dense = model(X)
+    gates = sc.gate_(model, at="4", sparsity=0.6, data=[X])
+    before = model(X)
+    refused(tmp_path, model, "which the model does not have")
+    assert torch.equal(model(X), before)
+    gates.undo_()
+    assert torch.equal(model(X), dense)
 
 
 def test_from_pretrained_is_not_offered_a_model_with_gates(tmp_path):

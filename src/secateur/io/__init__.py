@@ -151,8 +151,8 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
     `into`: a function that builds the model as it was before any cut, or such a model, which is changed in place; it may be
     cut already. The model is cut as the saved one was, and all names, shapes and dtypes must match. Every byte is checked
     first: if anything is wrong, `BadFile` (a ValueError) is raised and the model is as it was. Compressed layers are
-    compressed again, in the format that was saved; `as_="dense"` loads plain layers instead. Gates that were saved replace
-    those of `into`.
+    compressed again, in the format that was saved; `as_="dense"` loads plain layers instead. The gates that were saved, if
+    any, replace those of `into`.
 
     A folder that `save_pretrained` or `prune_folder` wrote is loaded too; it has no digests. A sharded model (FSDP2, tensor
     parallel) is loaded by all processes of its mesh, which all call `load` and read the parts that they hold.
@@ -181,10 +181,9 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
                 for cuts in manifest.cuts:
                     apply_cuts_(model, cuts)
             remember_(model, manifest.cuts)
+            with gated.attached(model, gates):
+                fill_(model, manifest, file, {} if as_ == "dense" else manifest.layers)
             restore_record_(model, [one for one in manifest.record if as_ is None or one[0][0] != "compress"])
-            fill_(model, manifest, file, {} if as_ == "dense" else manifest.layers)
-            if gates:
-                gated.attach_(model, gates)
     return given
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from numbers import Real
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from .files import BadFile
 from .manifest import indices, ranges
 
 _MOST = 1 << 24  # features of a layer with a gate
+_LARGEST = torch.finfo(torch.float64).max
 
 
 def gates_of(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -37,9 +37,13 @@ def read_gates(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         found[name] = dict(entry)
         axis, features, mask = entry.get("axis"), entry.get("features"), entry.get("mask")
         size = features if type(features) is int else 0
-        numbers = [entry.get("sparsity"), entry.get("threshold"), entry.get("calibrated") or 0.0, entry.get("weights")]
-        if not all(isinstance(n, Real) and not isinstance(n, bool) and math.isfinite(n) for n in numbers):
+        calibrated = 0.0 if entry.get("calibrated") is None else entry["calibrated"]
+        numbers = [entry.get("sparsity"), entry.get("threshold"), calibrated, entry.get("weights")]
+        if not all(type(n) in (int, float) and -_LARGEST <= n <= _LARGEST for n in numbers):  # NaN is not
             raise BadFile(f"the gate of {name!r} holds something else than finite numbers")
+        if not 0 <= calibrated <= 1 or type(entry["weights"]) is not int or entry["weights"] < 1:
+            raise BadFile(f"the gate of {name!r} has a number of weights, or a share of zeros, that no layer has")
+        found[name]["threshold"] = float(entry["threshold"])
         if not 0 <= entry["sparsity"] < 1:
             raise BadFile(f"the gate of {name!r} has a sparsity of {entry['sparsity']:g}; it must be from 0 to below 1")
         if type(axis) is not int or not -8 < axis < 0 or not 0 <= size <= _MOST or not isinstance(features, int | None):
@@ -50,16 +54,27 @@ def read_gates(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def attach_(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Gives the model these gates instead of those it has. If they do not fit, it keeps its own."""
-    if before := _own(model):
-        before.undo_()
+@contextmanager
+def attached(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
+    """Gives the model these gates instead of those it has, and checks that they fit, before the block.
+
+    If they do not fit, or the block raises, all hooks of the model are as before.
+    """
+    tables = [table for m in model.modules() for table in (m._forward_pre_hooks, m._forward_pre_hooks_with_kwargs)]
+    before = [dict(table) for table in tables]
+    if own := _own(model):
+        own.undo_()
     try:
-        Gates.load(model, state)
-    except ValueError as error:
-        if before:
-            Gates.load(model, before.state_dict())
-        raise BadFile(f"the gates of the file do not fit: {error}") from None
+        try:
+            Gates.load(model, state)
+        except ValueError as error:
+            raise BadFile(f"the gates of the file do not fit: {error}") from None
+        yield
+    except BaseException:
+        for table, hooks in zip(tables, before, strict=True):
+            table.clear()
+            table.update(hooks)
+        raise
 
 
 def _own(model: nn.Module) -> Gates | None:

@@ -331,7 +331,7 @@ class Run(TorchDispatchMode):
 _PRODUCTS = {
     torch.ops.aten.mm.default: matmul,
     torch.ops.aten.addmm.default: lambda bias, a, b, **kwargs: (
-        torch.addmm(bias, a, b, **kwargs) if kwargs else matmul(a, b, bias)
+        torch.ops.aten.addmm(bias, a, b, **kwargs) if kwargs else matmul(a, b, bias)
     ),
 }
 _PICKS = (torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default)
