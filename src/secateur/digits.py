@@ -294,7 +294,7 @@ def _digits(pool: Pool, part: Part, key: Tensor, first: int, digit: _Digit) -> t
 def keep(pool: Pool, part: Part, bits: int) -> Tensor:
     """The mask of a part, by the cut of its pool."""
     layout = part.scores.layout
-    kept = torch.empty(layout.rows, layout.cols, dtype=torch.bool, device=part.scores.device)
+    kept = kernels.new_tensor((layout.rows, layout.cols), torch.bool, part.scores.device)
     if pool.trivial:
         return kept.fill_(pool.drop <= 0)
     ties = pool.number is not None and part.number >= pool.number  # some of those that equal the score stay

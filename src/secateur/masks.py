@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from . import kernels
 from ._dist import add_counts, counts, local, sharded
 from ._tree import nearest
 
@@ -126,6 +127,9 @@ def zeros_kept(masks: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> di
     zeros: dict[str, int] = {}
     for device in {tensor.device for tensor in there.values()}:  # one transfer for each device
         here = [name for name, tensor in there.items() if tensor.device == device]
+        if device.type == "cpu":
+            zeros |= {name: kernels.count_zeros(there[name]) for name in here}
+            continue
         filled = torch.stack([torch.count_nonzero(there[name]) for name in here]).tolist()
         zeros |= {name: there[name].numel() - number for name, number in zip(here, filled, strict=True)}
     own = {name: masks[name] for name in there}
