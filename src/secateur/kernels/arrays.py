@@ -78,7 +78,8 @@ def new_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | 
     Writing to new memory takes several times as long in pages of 4 KiB, because the system has to provide each of them.
     """
     made = torch.empty(tuple(shape), dtype=dtype, device=device)
-    if made.device.type == "cpu" and made.nbytes >= _HUGE and (madvise := _madvise()) is not None:
+    plain = type(made) is Tensor and made.device.type == "cpu"  # tensors of a fake mode have no memory
+    if plain and made.nbytes >= _HUGE and (madvise := _madvise()) is not None:
         first = -(-made.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         madvise(first, (made.data_ptr() + made.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
     return made
