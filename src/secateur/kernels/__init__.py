@@ -156,13 +156,17 @@ def count_equal(slab: Tensor | Magnitudes, value: float) -> int:
 
 def count_zeros(tensor: Tensor) -> int:
     """Returns how many elements are zero."""
-    if not compilable(tensor):
+    if tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.float64) or not tensor.is_contiguous():
         return tensor.numel() - int(torch.count_nonzero(tensor))
-    from . import compiled
+    flat, loops = tensor.detach().view(-1), compilable(tensor)
 
-    flat = view(tensor).reshape(-1)
-    parts = range(0, flat.size, PART)
-    return sum(in_threads(lambda first: compiled.count_equal(flat[first : first + PART], None, flat.dtype.type(0)), parts))
+    def work(first: int) -> int:
+        part = flat[first : first + PART]
+        if loops:
+            return count_equal(Magnitudes(part, None), 0.0)
+        return _count(np.equal(view(part), 0, out=workspace("flags", tuple(part.shape), np.bool_)))
+
+    return sum(in_threads(work, range(0, flat.numel(), PART)))
 
 
 def kth(values: Tensor, k: int) -> float:
