@@ -89,7 +89,9 @@ class Pool:
     before: int = 0  # counted before the cut, and at it
     equal: int = 0
     last_stays: bool = False
+    known: int = 0  # leading bits of the cut that are found already
     near: dict[int, Near] = field(default_factory=dict)  # by part, where they are few
+    kept: dict[int, Tensor] = field(default_factory=dict)  # masks of parts that are right but for the keys in `near`
 
     @property
     def trivial(self) -> bool:
@@ -133,10 +135,10 @@ def find_cuts(pools: Sequence[Pool], bits: int, add: Add, *, longest: int) -> bo
     """Finds the cuts of all pools, in rounds that they share. Returns True, and finds none, if there is NaN anywhere.
 
     All processes have to call it with as many pools. `bits` is that of `bits_for`, `longest` the size of the largest tensor,
-    both over all processes. `add` adds counts up over the processes.
+    both over all processes. `add` adds counts up over the processes. `brackets` may have found the leading digit of one pool.
     """
     width = 16 if len(pools) == 1 else 8
-    for place in range(0, bits, width):
+    for place in range(pools[0].known if len(pools) == 1 else 0, bits, width):
         if _round(pools, bits, _Digit("score", bits - place - width, width, place == 0), add):
             return True
     ties = [pool for pool in pools if not pool.trivial and (pool.weighted or pool.before + pool.equal > pool.drop)]
@@ -194,7 +196,7 @@ def _count(pool: Pool, bits: int, digit: _Digit) -> tuple[Tensor, int]:
     for place, part in enumerate(pool.parts):
         if not part.counted or (digit.kind == "index" and part.number != pool.number):
             continue
-        if digit.leads and (raw := _raw(part, bits)) is not None:
+        if digit.leads and (raw := plain_bits(part, bits)) is not None:
             counts, nan = _leading(raw, bits, digit)
             nans += nan
             bins = counts if bins is None else bins.add_(counts)
@@ -221,7 +223,7 @@ def _count(pool: Pool, bits: int, digit: _Digit) -> tuple[Tensor, int]:
     return torch.zeros(1 << digit.bits, dtype=torch.int64) if bins is None else bins, nans
 
 
-def _raw(part: Part, bits: int) -> Any:
+def plain_bits(part: Part, bits: int) -> Any:
     """The bits of a part whose scores are plain magnitudes, as an array, or None. They are counted without making keys."""
     values = part.scores.magnitude_of
     plain = part.scores.power == 1 and part.scores.under is None and part.allowed is None and part.safe is None
@@ -249,7 +251,7 @@ def _near(pool: Pool, place: int, bits: int, digit: _Digit) -> Near | None:
     part = pool.parts[place]
     if place in pool.near or pool.weighted or digit.kind != "score" or digit.shift + 2 * digit.bits != bits:
         return pool.near.get(place)
-    if (raw := _raw(part, bits)) is None:
+    if (raw := plain_bits(part, bits)) is None:
         return None
     found: list[Near] = []
     for begin in range(0, raw.size, _AT_ONCE):
@@ -294,18 +296,24 @@ def _digits(pool: Pool, part: Part, key: Tensor, first: int, digit: _Digit) -> t
 def keep(pool: Pool, part: Part, bits: int) -> Tensor:
     """The mask of a part, by the cut of its pool."""
     layout = part.scores.layout
+    place = next((i for i, one in enumerate(pool.parts) if one is part), -1)
+    ties = pool.number is not None and part.number >= pool.number  # some of those that equal the score stay
+    if place in pool.kept:
+        (key, at), kept = pool.near[place], pool.kept.pop(place)
+        kept.view(-1)[at[key < pool.prefix if ties else key <= pool.prefix]] = False
+        if ties and part.number == pool.number:
+            _drop_ties(kept, pool, part, at[key == pool.prefix])
+        return kept
     kept = kernels.new_tensor((layout.rows, layout.cols), torch.bool, part.scores.device)
     if pool.trivial:
         return kept.fill_(pool.drop <= 0)
-    ties = pool.number is not None and part.number >= pool.number  # some of those that equal the score stay
     if part.allowed is None and part.safe is None:
-        threshold = _value(pool.prefix, bits, kind_of(part.scores))
+        threshold = value_of(pool.prefix, bits, kind_of(part.scores))
         part.scores.each(lambda slab, a, b: kernels.keep_above(slab, threshold, kept[a:b], ties=ties), raw=True)
     else:
         for key, first, last, _ in part.keys(bits):
             kept[first:last] = (key >= pool.prefix if ties else key > pool.prefix).view(last - first, -1)
     if ties and part.number == pool.number:
-        place = next((i for i, one in enumerate(pool.parts) if one is part), -1)
         if place in pool.near:
             key, at = pool.near[place]
             _drop_ties(kept, pool, part, at[key == pool.prefix])
@@ -321,7 +329,7 @@ def _drop_ties(kept: Tensor, pool: Pool, part: Part, at: Tensor) -> None:
     kept.view(-1)[at[gone]] = False
 
 
-def _value(key: int, bits: int, kind: torch.dtype) -> float:
+def value_of(key: int, bits: int, kind: torch.dtype) -> float:
     """The score that `ordered` turned into this key."""
     raw = torch.tensor(key ^ ((1 << (bits - 1)) - 1) if key < 0 else key).to(_INTEGERS[bits])
     return float(raw.view(_FLOATS.get(bits, kind)))
