@@ -140,7 +140,8 @@ def share_of(name: str, tensor: Tensor, layout: Layout) -> Share:
     if not _is_dtensor(tensor):
         return Share(layout, Box((0, layout.rows), (0, layout.cols)))
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)  # type: ignore[attr-defined]
-    axes, sizes = sharded_axes(name, tensor), tuple(mesh.mesh.shape)
+    axes, every = sharded_axes(name, tensor), mesh.mesh  # which torch makes anew at each access
+    sizes = tuple(every.shape)
     if axes and (max(placements[axis].dim for axis in axes) > 1 or (layout.flip and layout.groups > 1)):
         raise NotImplementedError(
             f"{name!r} is sharded along the axes of its kernel, or is a transposed convolution in groups, so that a process "
@@ -148,7 +149,7 @@ def share_of(name: str, tensor: Tensor, layout: Layout) -> Share:
         )
     here = tuple(mesh.get_coordinate())
     along = [range(size) if axis in axes else [here[axis]] for axis, size in enumerate(sizes)]
-    by_rank = {int(mesh.mesh[place]): place for place in itertools.product(*along)}
+    by_rank = {int(every[place]): place for place in itertools.product(*along)}
     ranks = sorted(by_rank)
     box = _box(layout, _ranges(layout.shape, sizes, placements, here))
     me = next(i for i, rank in enumerate(ranks) if by_rank[rank] == here)
