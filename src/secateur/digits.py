@@ -8,7 +8,7 @@ for each of several.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from .scores import Scores
 
 _AT_ONCE = 1 << 18  # elements whose bits are counted at once
 _FEW = 16  # the keys near a cut are kept if they are at most one in so many
+READ = 1 << 22  # elements that are read from a file at once
 BUCKET = 1 << 20  # counts that are added up at once (8 MiB)
 _INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 _FLOATS = {32: torch.float32, 64: torch.float64}
@@ -32,7 +33,8 @@ class Part:
     """What one process, or one file, holds of a tensor: its scores as a matrix, and where that lies in the whole matrix.
 
     `number` orders the tensors of a pool. Elements that are not `allowed` are pruned already and rank below all others, those
-    that are `safe` must stay and rank above. `sizes` weighs the elements; without it, each weighs one.
+    that are `safe` must stay and rank above. `sizes` weighs the elements; without it, each weighs one. If the scores are the
+    magnitudes of values that are read from a file, `values(first row, end)` reads them.
     """
 
     scores: Scores
@@ -44,6 +46,7 @@ class Part:
     allowed: Tensor | None = None
     safe: Tensor | None = None
     sizes: Tensor | None = None
+    values: Callable[[int, int], Tensor] | None = None
 
     def index(self, first: int, at: Tensor) -> Tensor:
         """The indices in the whole matrix of elements at these positions of a slab that begins with row `first`."""
@@ -196,10 +199,11 @@ def _count(pool: Pool, bits: int, digit: _Digit) -> tuple[Tensor, int]:
     for place, part in enumerate(pool.parts):
         if not part.counted or (digit.kind == "index" and part.number != pool.number):
             continue
-        if digit.leads and (raw := plain_bits(part, bits)) is not None:
-            counts, nan = _leading(raw, bits, digit)
-            nans += nan
-            bins = counts if bins is None else bins.add_(counts)
+        if digit.leads and (slabs := _plain_slabs(part, bits)) is not None:
+            for raw in slabs:
+                counts, nan = _leading(raw, bits, digit)
+                nans += nan
+                bins = counts if bins is None else bins.add_(counts)
             continue
         if not digit.leads and (near := _near(pool, place, bits, digit)) is not None:
             now = _near_digits(pool, part, near, digit)
@@ -227,18 +231,32 @@ def plain_bits(part: Part, bits: int) -> Any:
     """The bits of a part whose scores are plain magnitudes, as an array, or None. They are counted without making keys."""
     values = part.scores.magnitude_of
     plain = part.scores.power == 1 and part.scores.under is None and part.allowed is None and part.safe is None
-    if values is None or not plain or part.sizes is not None or values.device.type != "cpu" or not values.is_contiguous():
-        return None
+    return _bits(values, bits) if values is not None and plain and part.sizes is None else None
+
+
+def _bits(values: Tensor, bits: int) -> Any:
     fits = values.dtype == torch.float32 if bits == 32 else values.dtype == torch.bfloat16 and bits == 16
-    return values.reshape(-1).view(_INTEGERS[bits]).numpy() if fits else None
+    if not fits or values.device.type != "cpu" or not values.is_contiguous():
+        return None
+    return values.reshape(-1).view(_INTEGERS[bits]).numpy()
+
+
+def _plain_slabs(part: Part, bits: int) -> Iterable[Any] | None:
+    """The bits of a part of plain magnitudes, a slab at a time if they are in a file, or None."""
+    if part.values is None:
+        raw = plain_bits(part, bits)
+        return None if raw is None else [raw]
+    if _bits(part.values(0, 0), bits) is None:
+        return None
+    read = part.values
+    return (_bits(read(*rows), bits) for rows in part.scores.slabs(elements=READ))
 
 
 def _leading(raw: Any, bits: int, digit: _Digit) -> tuple[Tensor, bool]:
     """The number of magnitudes with each value of the leading digit, and whether there is NaN among them."""
     half, infinite = 1 << (digit.bits - 1), 0x7F80 << (bits - 16)
     found = np.zeros(2 * half, dtype=np.int64)
-    for begin in range(0, raw.size, _AT_ONCE):
-        found[half:] += np.bincount((raw[begin : begin + _AT_ONCE] >> digit.shift) & (half - 1), minlength=half)
+    found[half:] = kernels.count_digits(raw, digit.shift, half)
     nan = bool(found[half + (infinite >> digit.shift) :].any())
     return torch.from_numpy(found), nan and bool(((raw & ((1 << (bits - 1)) - 1)) > infinite).any())
 

@@ -28,13 +28,14 @@ from .arrays import (
     triton_installed,
     view,
     workspace,
+    worth_compiling,
 )  # fmt: skip
 from .blocks import WIDEST_BLOCK, fold, fold_magnitudes, runs, spread_, unite_
 from .groups import keep_groups, keep_rows
 
 __all__ = [
-    "LARGEST_STEP", "PART", "WIDEST_BLOCK", "Magnitudes", "NaNFound", "compilable", "compile_now", "count_equal",
-    "count_zeros", "drop_ties", "fold", "fold_magnitudes", "gpu_steps", "has_nan", "in_threads", "infinity_bits",
+    "LARGEST_STEP", "PART", "WIDEST_BLOCK", "Magnitudes", "NaNFound", "compilable", "compile_now", "count_digits",
+    "count_equal", "count_zeros", "drop_ties", "fold", "fold_magnitudes", "gpu_steps", "has_nan", "in_threads", "infinity_bits",
     "keep_above", "keep_groups", "keep_magnitudes", "keep_rows", "kth", "magnitude", "magnitude_bits", "new_tensor",
     "ordered", "readable_by_triton", "runs", "slab_elements", "spread_", "tally", "unite_", "zero_",
 ]  # fmt: skip
@@ -152,6 +153,19 @@ def count_equal(slab: Tensor | Magnitudes, value: float) -> int:
         x = array(slab)
         return _count(x == _limit(x, value))
     return int((_exact(slab, value) == value).sum())
+
+
+def count_digits(bits: np.ndarray, shift: int, number: int) -> np.ndarray:
+    """Returns how many integers have each of `number` values, a power of two, of the digit that begins at the bit `shift`."""
+    found = np.zeros(number, dtype=np.int64)
+    if worth_compiling(bits.size):
+        from . import compiled
+
+        compiled.count_digits(bits, shift, found)
+        return found
+    for first in range(0, bits.size, PART):
+        found += np.bincount((bits[first : first + PART] >> shift) & (number - 1), minlength=number)
+    return found
 
 
 def count_zeros(tensor: Tensor) -> int:

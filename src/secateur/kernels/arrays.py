@@ -113,14 +113,14 @@ def compilable(*tensors: Tensor | None) -> bool:
     """Returns True if the compiled loops can read these tensors and are worth loading for the first one."""
     first, *_ = there = [tensor for tensor in tensors if tensor is not None]
     fits = all(t.device.type == "cpu" and t.is_contiguous() and t.dtype == first.dtype for t in there)
-    return fits and first.dtype in (torch.float32, torch.float64) and worth_compiling(first)
+    return fits and first.dtype in (torch.float32, torch.float64) and worth_compiling(first.numel())
 
 
-def worth_compiling(tensor: Tensor) -> bool:
-    """Returns True for a large tensor once this process has processed enough elements to make loading the loops pay off."""
-    if tensor.numel() < LARGE or not numba_installed():
+def worth_compiling(elements: int) -> bool:
+    """Returns True for many elements once this process has processed enough elements to make loading the loops pay off."""
+    if elements < LARGE or not numba_installed():
         return False
-    _work.elements += tensor.numel()
+    _work.elements += elements
     return _work.elements >= ENOUGH
 
 

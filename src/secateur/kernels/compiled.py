@@ -75,6 +75,14 @@ def count_equal(x, under, value):
 
 
 @_compiled
+def count_digits(bits, shift, bins):
+    """Adds to `bins` how many integers have each value of a digit, which begins at the bit `shift`."""
+    mask = bins.size - 1
+    for i in range(bits.size):
+        bins[(bits[i] >> shift) & mask] += 1
+
+
+@_compiled
 def keep_above(x, under, threshold, kept):
     for i in range(x.size):
         kept[i] = _magnitude(x, under, i) > threshold
