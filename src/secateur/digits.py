@@ -21,7 +21,8 @@ from .scores import Scores
 
 _AT_ONCE = 1 << 18  # elements whose bits are counted at once
 _FEW = 16  # the keys near a cut are kept if they are at most one in so many
-READ = 1 << 22  # elements that are read from a file at once
+_NOTED = 1 << 22  # keys of 16 bits whose numbers are remembered (40 MiB)
+READ = 1 << 21  # elements that are read from a file at once
 BUCKET = 1 << 20  # counts that are added up at once (8 MiB)
 _INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 _FLOATS = {32: torch.float32, 64: torch.float64}
@@ -93,8 +94,15 @@ class Pool:
     equal: int = 0
     last_stays: bool = False
     known: int = 0  # leading bits of the cut that are found already
+    seen: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # keys of 16 bits of a part, and their numbers
     near: dict[int, Near] = field(default_factory=dict)  # by part, where they are few
     kept: dict[int, Tensor] = field(default_factory=dict)  # masks of parts that are right but for the keys in `near`
+
+    def note(self, place: int, counts: Tensor) -> None:
+        """Remembers how often each key occurs in a part, so that its ties are counted without reading it from a file again."""
+        keys = counts.nonzero().view(-1)
+        if keys.numel() + sum(keys.numel() for keys, _ in self.seen.values()) <= _NOTED:
+            self.seen[place] = (keys - counts.numel() // 2).short(), counts[keys]
 
     @property
     def trivial(self) -> bool:
@@ -200,10 +208,19 @@ def _count(pool: Pool, bits: int, digit: _Digit) -> tuple[Tensor, int]:
         if not part.counted or (digit.kind == "index" and part.number != pool.number):
             continue
         if digit.leads and (slabs := _plain_slabs(part, bits)) is not None:
+            here = torch.zeros(1 << digit.bits, dtype=torch.int64)
             for raw in slabs:
                 counts, nan = _leading(raw, bits, digit)
                 nans += nan
-                bins = counts if bins is None else bins.add_(counts)
+                here.add_(counts)
+            if digit.bits == bits:
+                pool.note(place, here)
+            bins = here if bins is None else bins.add_(here)
+            continue
+        if digit.kind == "number" and place in pool.seen:
+            bins = torch.zeros(1 << digit.bits, dtype=torch.int64) if bins is None else bins
+            keys, numbers = pool.seen[place]
+            bins[part.number] += numbers[keys == pool.prefix].sum().to(bins.device)
             continue
         if not digit.leads and (near := _near(pool, place, bits, digit)) is not None:
             now = _near_digits(pool, part, near, digit)

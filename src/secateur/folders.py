@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -246,20 +244,11 @@ class _Rows:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     held: tuple[int, int, Tensor] | None = None  # rows that were read already: the first, the end, and their values
 
-    def hold(self, multiple: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Reads all slabs, each while the one before it is used: (first row, end, values), which are held until the next."""
-        with ThreadPoolExecutor(1) as reader:
-            ahead: deque[tuple[int, int, Future[Tensor]]] = deque()
-            for first, last in self.slabs(multiple):
-                ahead.append((first, last, reader.submit(self.values, first, last)))
-                if len(ahead) > 1:
-                    yield self._take(*ahead.popleft())
-            for one in ahead:
-                yield self._take(*one)
-
-    def _take(self, first: int, last: int, values: Future[Tensor]) -> tuple[int, int, Tensor]:
-        self.held = first, last, values.result()
-        return self.held
+    def hold(self, first: int, last: int) -> Tensor:
+        """Reads rows and keeps them until others are held."""
+        self.held = None
+        self.held = first, last, self.values(first, last)
+        return self.held[2]
 
     def rows(self, leaf: str, first: int, last: int) -> Tensor:
         if self.held is not None and self.held[0] <= first and last <= self.held[1]:
@@ -417,7 +406,8 @@ def _write_pruned(job: _Job, name: str, cut: tuple[Pool, Facts, int] | None, wri
     layout, kept = job.chosen[name], 0
     weight, (height, _) = _Rows(job.folder, name, layout), job.settings.pattern.block(layout)
     whole: list[Tensor] = []  # columns of a weight that is stored as (in, out), which is written when all of them are there
-    for first, last, values in weight.hold(height):
+    for first, last in weight.slabs(height):
+        values = weight.hold(first, last)
         mask = job.mask(weight, first, last, cut)
         kept += int(np.count_nonzero(mask.numpy()))  # faster than the sum of a mask
         kernels.zero_(values, mask)
