@@ -47,7 +47,8 @@ def refresh(module: nn.Module, *_: Any) -> None:
 def write(module: nn.Module, hook: BasePruningMethod) -> None:
     """Writes one masked attribute outside of a call: with a graph in any grad mode, renewed after a backward pass."""
     with torch.enable_grad():
-        _write_large(module, hook) or hook(module, ())
+        if not _write_large(module, hook):
+            hook(module, ())
     product = vars(module).get(hook._tensor_name)
     if isinstance(product, Tensor) and product.requires_grad:
         alive = weakref.ref(module)
