@@ -134,14 +134,12 @@ def zeros_kept(masks: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> di
         zeros |= {name: there[name].numel() - number for name, number in zip(here, filled, strict=True)}
     own = {name: masks[name] for name in there}
     split = any(sharded(mask) for mask in own.values())
-    many = any(number > _CHANCE * own[name].numel() for name, number in zeros.items())
-    if not (many or split):
+    found = add_counts(own, [zeros[name] for name in own]) if split else [zeros[name] for name in own]
+    if not any(number > _CHANCE * mask.numel() for number, mask in zip(found, own.values(), strict=True)):
         return {}
     kept = [int(torch.count_nonzero((there[name] == 0) & local(own[name]))) if zeros[name] else 0 for name in own]
-    found = add_counts(own, [zeros[name] for name in own], kept) if split else [*(zeros[name] for name in own), *kept]
-    if not any(number > _CHANCE * mask.numel() for number, mask in zip(found, own.values(), strict=False)):
-        return {}
-    return {name: number for name, number in zip(own, found[len(own) :], strict=True) if number}
+    kept = add_counts(own, kept) if split else kept
+    return {name: number for name, number in zip(own, kept, strict=True) if number}
 
 
 def _unbits(bits: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
