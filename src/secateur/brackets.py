@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from . import kernels
 from .digits import Add, Near, Part, Pool, kind_of, ordered, plain_bits, value_of
@@ -46,6 +47,10 @@ def find_leading(pool: Pool, bits: int, add: Add) -> bool:
         return bool(nan)
     pool.prefix, pool.known = low + at - 1, 16
     pool.before, pool.equal = totals[at - 1], table[at]
+    for place, (keys, places) in pool.near.items():  # from now on, only the keys that share the digit matter
+        digits = keys >> (bits - 16)
+        pool.kept[place].view(-1)[places[digits < pool.prefix]] = False
+        pool.near[place] = keys[digits == pool.prefix], places[digits == pool.prefix]
     return False
 
 
@@ -82,17 +87,22 @@ def _look(pool: Pool, place: int, part: Part, bits: int, low: int, high: int, co
     below = value_of((low << shift) - 1, bits, kind) if low else -1.0
     above = value_of((high + 1) << shift, bits, kind) if (high + 1) << shift <= 0x7F80 << shift else torch.inf
 
-    def look(slab: Any, first: int, last: int) -> tuple[int, int, np.ndarray, Near | None]:
+    def digits_of(keys: Tensor) -> np.ndarray:
+        return np.bincount((keys >> shift).numpy() - low, minlength=_WIDEST)
+
+    def look(slab: Any, first: int, last: int) -> tuple[int, int, np.ndarray | Near]:
         nonlocal left
         upto, more, values, places = kernels.tally(slab, below, above, kept[first:last])
-        keys = ordered(values, bits)
-        digits = np.bincount((keys >> shift).numpy() - low, minlength=_WIDEST)
-        left -= keys.numel()
-        return upto, more, digits, (keys, places.add_(first * cols)) if left >= 0 else None
+        left -= values.numel()
+        inside = (values, places.add_(first * cols)) if left >= 0 else digits_of(ordered(values, bits))
+        return upto, more, inside
 
-    uptos, mores, each, inside = zip(*part.scores.each(look, raw=True), strict=True) if part.scores.numel else ((),) * 4
-    digits = sum(each, np.zeros(_WIDEST, dtype=np.int64))
-    counts += [sum(uptos), *digits, sum(mores) - digits.sum(), sum(uptos) + sum(mores) != part.scores.numel]
-    if inside and all(one is not None for one in inside):
-        keys, places = zip(*inside, strict=True)
-        pool.near[place], pool.kept[place] = (torch.cat(keys), torch.cat(places)), kept
+    found = part.scores.each(look, raw=True)
+    upto, more = sum(each[0] for each in found), sum(each[1] for each in found)
+    digits = sum((each for *_, each in found if not isinstance(each, tuple)), np.zeros(_WIDEST, dtype=np.int64))
+    if few := [each for *_, each in found if isinstance(each, tuple)]:
+        keys, places = ordered(torch.cat([values for values, _ in few]), bits), torch.cat([places for _, places in few])
+        digits += digits_of(keys)
+        if len(few) == len(found):
+            pool.near[place], pool.kept[place] = (keys, places), kept
+    counts += [upto, *digits, more - digits.sum(), upto + more != part.scores.numel]
