@@ -72,6 +72,24 @@ def test_masks_of_a_tensor_that_is_read_in_several_parts_are_equal(compiled, dty
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("steps", [20, 300])  # how many scores are equal: more than the bracket holds, and fewer
+def test_ties_of_large_pools_go_in_order(compiled, dtype, steps):
+    weights = {str(seed): (tensors(seed, 300, 1001, torch.float64, "any") * steps).round() / steps for seed in (0, 1)}
+    weights = {name: weight.to(dtype) for name, weight in weights.items()}
+    order = torch.cat([weight.abs().view(-1) for weight in weights.values()]).sort(stable=True).indices
+    for drop in (1, 100_000, 333_333, 600_599):
+        expected = torch.ones(600_600, dtype=torch.bool)
+        expected[order[:drop]] = False
+        for masks in both(
+            compiled,
+            lambda drop=drop: select(
+                {name: Scores.magnitude(weight) for name, weight in weights.items()}, Pattern(), scope="global", count=drop
+            ),
+        ):
+            assert torch.equal(torch.cat([mask.view(-1) for mask in masks.values()]), expected)
+
+
 def test_block_means_agree_to_the_last_digit_of_float32(compiled):
     weight = tensors(3, 130, 210, torch.float32, "any")
 

@@ -8,7 +8,7 @@ for each of several.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ from .scores import Scores
 
 _AT_ONCE = 1 << 18  # elements whose bits are counted at once
 _FEW = 16  # the keys near a cut are kept if they are at most one in so many
+_NOTED = 1 << 22  # keys of 16 bits whose numbers are remembered (40 MiB)
+READ = 1 << 21  # elements that are read from a file at once
 BUCKET = 1 << 20  # counts that are added up at once (8 MiB)
 _INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 _FLOATS = {32: torch.float32, 64: torch.float64}
@@ -32,7 +34,8 @@ class Part:
     """What one process, or one file, holds of a tensor: its scores as a matrix, and where that lies in the whole matrix.
 
     `number` orders the tensors of a pool. Elements that are not `allowed` are pruned already and rank below all others, those
-    that are `safe` must stay and rank above. `sizes` weighs the elements; without it, each weighs one.
+    that are `safe` must stay and rank above. `sizes` weighs the elements; without it, each weighs one. If the scores are the
+    magnitudes of values that are read from a file, `values(first row, end)` reads them.
     """
 
     scores: Scores
@@ -44,6 +47,7 @@ class Part:
     allowed: Tensor | None = None
     safe: Tensor | None = None
     sizes: Tensor | None = None
+    values: Callable[[int, int], Tensor] | None = None
 
     def index(self, first: int, at: Tensor) -> Tensor:
         """The indices in the whole matrix of elements at these positions of a slab that begins with row `first`."""
@@ -89,7 +93,16 @@ class Pool:
     before: int = 0  # counted before the cut, and at it
     equal: int = 0
     last_stays: bool = False
+    known: int = 0  # leading bits of the cut that are found already
+    seen: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # keys of 16 bits of a part, and their numbers
     near: dict[int, Near] = field(default_factory=dict)  # by part, where they are few
+    kept: dict[int, Tensor] = field(default_factory=dict)  # masks of parts that are right but for the keys in `near`
+
+    def note(self, place: int, counts: Tensor) -> None:
+        """Remembers how often each key occurs in a part, so that its ties are counted without reading it from a file again."""
+        keys = counts.nonzero().view(-1)
+        if keys.numel() + sum(keys.numel() for keys, _ in self.seen.values()) <= _NOTED:
+            self.seen[place] = (keys - counts.numel() // 2).short(), counts[keys]
 
     @property
     def trivial(self) -> bool:
@@ -133,10 +146,10 @@ def find_cuts(pools: Sequence[Pool], bits: int, add: Add, *, longest: int) -> bo
     """Finds the cuts of all pools, in rounds that they share. Returns True, and finds none, if there is NaN anywhere.
 
     All processes have to call it with as many pools. `bits` is that of `bits_for`, `longest` the size of the largest tensor,
-    both over all processes. `add` adds counts up over the processes.
+    both over all processes. `add` adds counts up over the processes. `brackets` may have found the leading digit of one pool.
     """
     width = 16 if len(pools) == 1 else 8
-    for place in range(0, bits, width):
+    for place in range(pools[0].known if len(pools) == 1 else 0, bits, width):
         if _round(pools, bits, _Digit("score", bits - place - width, width, place == 0), add):
             return True
     ties = [pool for pool in pools if not pool.trivial and (pool.weighted or pool.before + pool.equal > pool.drop)]
@@ -194,10 +207,20 @@ def _count(pool: Pool, bits: int, digit: _Digit) -> tuple[Tensor, int]:
     for place, part in enumerate(pool.parts):
         if not part.counted or (digit.kind == "index" and part.number != pool.number):
             continue
-        if digit.leads and (raw := _raw(part, bits)) is not None:
-            counts, nan = _leading(raw, bits, digit)
-            nans += nan
-            bins = counts if bins is None else bins.add_(counts)
+        if digit.leads and (slabs := _plain_slabs(part, bits)) is not None:
+            here = torch.zeros(1 << digit.bits, dtype=torch.int64)
+            for raw in slabs:
+                counts, nan = _leading(raw, bits, digit)
+                nans += nan
+                here.add_(counts)
+            if digit.bits == bits:
+                pool.note(place, here)
+            bins = here if bins is None else bins.add_(here)
+            continue
+        if digit.kind == "number" and place in pool.seen:
+            bins = torch.zeros(1 << digit.bits, dtype=torch.int64) if bins is None else bins
+            keys, numbers = pool.seen[place]
+            bins[part.number] += numbers[keys == pool.prefix].sum().to(bins.device)
             continue
         if not digit.leads and (near := _near(pool, place, bits, digit)) is not None:
             now = _near_digits(pool, part, near, digit)
@@ -221,22 +244,36 @@ def _count(pool: Pool, bits: int, digit: _Digit) -> tuple[Tensor, int]:
     return torch.zeros(1 << digit.bits, dtype=torch.int64) if bins is None else bins, nans
 
 
-def _raw(part: Part, bits: int) -> Any:
+def plain_bits(part: Part, bits: int) -> Any:
     """The bits of a part whose scores are plain magnitudes, as an array, or None. They are counted without making keys."""
     values = part.scores.magnitude_of
     plain = part.scores.power == 1 and part.scores.under is None and part.allowed is None and part.safe is None
-    if values is None or not plain or part.sizes is not None or values.device.type != "cpu" or not values.is_contiguous():
-        return None
+    return _bits(values, bits) if values is not None and plain and part.sizes is None else None
+
+
+def _bits(values: Tensor, bits: int) -> Any:
     fits = values.dtype == torch.float32 if bits == 32 else values.dtype == torch.bfloat16 and bits == 16
-    return values.reshape(-1).view(_INTEGERS[bits]).numpy() if fits else None
+    if not fits or values.device.type != "cpu" or not values.is_contiguous():
+        return None
+    return values.reshape(-1).view(_INTEGERS[bits]).numpy()
+
+
+def _plain_slabs(part: Part, bits: int) -> Iterable[Any] | None:
+    """The bits of a part of plain magnitudes, a slab at a time if they are in a file, or None."""
+    if part.values is None:
+        raw = plain_bits(part, bits)
+        return None if raw is None else [raw]
+    if _bits(part.values(0, 0), bits) is None:
+        return None
+    read = part.values
+    return (_bits(read(*rows), bits) for rows in part.scores.slabs(elements=READ))
 
 
 def _leading(raw: Any, bits: int, digit: _Digit) -> tuple[Tensor, bool]:
     """The number of magnitudes with each value of the leading digit, and whether there is NaN among them."""
     half, infinite = 1 << (digit.bits - 1), 0x7F80 << (bits - 16)
     found = np.zeros(2 * half, dtype=np.int64)
-    for begin in range(0, raw.size, _AT_ONCE):
-        found[half:] += np.bincount((raw[begin : begin + _AT_ONCE] >> digit.shift) & (half - 1), minlength=half)
+    found[half:] = kernels.count_digits(raw, digit.shift, half)
     nan = bool(found[half + (infinite >> digit.shift) :].any())
     return torch.from_numpy(found), nan and bool(((raw & ((1 << (bits - 1)) - 1)) > infinite).any())
 
@@ -249,7 +286,7 @@ def _near(pool: Pool, place: int, bits: int, digit: _Digit) -> Near | None:
     part = pool.parts[place]
     if place in pool.near or pool.weighted or digit.kind != "score" or digit.shift + 2 * digit.bits != bits:
         return pool.near.get(place)
-    if (raw := _raw(part, bits)) is None:
+    if (raw := plain_bits(part, bits)) is None:
         return None
     found: list[Near] = []
     for begin in range(0, raw.size, _AT_ONCE):
@@ -294,18 +331,24 @@ def _digits(pool: Pool, part: Part, key: Tensor, first: int, digit: _Digit) -> t
 def keep(pool: Pool, part: Part, bits: int) -> Tensor:
     """The mask of a part, by the cut of its pool."""
     layout = part.scores.layout
-    kept = torch.empty(layout.rows, layout.cols, dtype=torch.bool, device=part.scores.device)
+    place = next((i for i, one in enumerate(pool.parts) if one is part), -1)
+    ties = pool.number is not None and part.number >= pool.number  # some of those that equal the score stay
+    if place in pool.kept:
+        (key, at), kept = pool.near[place], pool.kept.pop(place)
+        kept.view(-1)[at[key < pool.prefix if ties else key <= pool.prefix]] = False
+        if ties and part.number == pool.number:
+            _drop_ties(kept, pool, part, at[key == pool.prefix])
+        return kept
+    kept = kernels.new_tensor((layout.rows, layout.cols), torch.bool, part.scores.device)
     if pool.trivial:
         return kept.fill_(pool.drop <= 0)
-    ties = pool.number is not None and part.number >= pool.number  # some of those that equal the score stay
     if part.allowed is None and part.safe is None:
-        threshold = _value(pool.prefix, bits, kind_of(part.scores))
+        threshold = value_of(pool.prefix, bits, kind_of(part.scores))
         part.scores.each(lambda slab, a, b: kernels.keep_above(slab, threshold, kept[a:b], ties=ties), raw=True)
     else:
         for key, first, last, _ in part.keys(bits):
             kept[first:last] = (key >= pool.prefix if ties else key > pool.prefix).view(last - first, -1)
     if ties and part.number == pool.number:
-        place = next((i for i, one in enumerate(pool.parts) if one is part), -1)
         if place in pool.near:
             key, at = pool.near[place]
             _drop_ties(kept, pool, part, at[key == pool.prefix])
@@ -321,7 +364,7 @@ def _drop_ties(kept: Tensor, pool: Pool, part: Part, at: Tensor) -> None:
     kept.view(-1)[at[gone]] = False
 
 
-def _value(key: int, bits: int, kind: torch.dtype) -> float:
+def value_of(key: int, bits: int, kind: torch.dtype) -> float:
     """The score that `ordered` turned into this key."""
     raw = torch.tensor(key ^ ((1 << (bits - 1)) - 1) if key < 0 else key).to(_INTEGERS[bits])
     return float(raw.view(_FLOATS.get(bits, kind)))

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,12 @@ from ._hints import hints
 from ._layers import Layout
 from .budgets import Spread
 from .criteria import Criterion, magnitude
-from .digits import Part, Pool, find_cuts, keep
+from .digits import READ, Part, Pool, find_cuts, keep
 from .display import Table, notes_by_reason
 from .edit import built
 from .evidence import random_scores
 from .folder_walk import check_blocks, prune_blocks
-from .io import Folder, Journal, as_bytes, replacing_file
+from .io import Folder, Journal, as_bytes, replacing_file, writing_behind
 from .methods import STREAMED, Method
 from .patterns import Pattern
 from .plans import Layer
@@ -41,8 +41,6 @@ from .settings import Settings
 from .shards import Facts, budget_of, facts_of
 from .stats import check_evidence, split_batch
 from .targeting import Globs, Target, globs_of, targets
-
-_SLAB = 1 << 22  # elements that are read at once
 
 
 @dataclass(frozen=True)
@@ -249,7 +247,7 @@ class _Rows:
     def hold(self, first: int, last: int) -> Tensor:
         """Reads rows and keeps them until others are held."""
         self.held = None
-        self.held = first, last, self.rows("weight", first, last).contiguous()
+        self.held = first, last, self.values(first, last)
         return self.held[2]
 
     def rows(self, leaf: str, first: int, last: int) -> Tensor:
@@ -272,8 +270,12 @@ class _Rows:
 
         return Scores(self.layout, self.device, rows)
 
+    def values(self, first: int, last: int) -> Tensor:
+        """Rows of the weight itself."""
+        return self.rows("weight", first, last).contiguous()
+
     def slabs(self, multiple: int) -> Iterator[tuple[int, int]]:
-        step = max(_SLAB // max(self.layout.cols, 1) // multiple, 1) * multiple
+        step = max(READ // max(self.layout.cols, 1) // multiple, 1) * multiple
         return ((first, min(first + step, self.layout.rows)) for first in range(0, self.layout.rows, step))
 
 
@@ -332,14 +334,19 @@ class _Job:
         else:
             own = Scores(Layout((units, across)), scores.device, folded)
         sizes = None if pattern.elementwise else pattern.sizes(_layout_of_rows(layout, last - first, pattern))
-        return Part(own, number, down * across, across, (top, 0), sizes=sizes)
+        plain = rows is None and pattern.elementwise and self.settings.criterion == magnitude and not layout.flip
+        values = _Rows(self.folder, name, layout).values if plain else None
+        return Part(own, number, down * across, across, (top, 0), sizes=sizes, values=values)
 
     def mask(self, weight: _Rows, first: int, last: int, cut: tuple[Pool, Facts, int] | None) -> Tensor:
         """The mask of some rows of a tensor."""
         settings, layout, name = self.settings, weight.layout, weight.name
         whole = weight.scores(settings.criterion)
         if cut is not None and settings.pattern.elementwise:
-            return keep(cut[0], self.part(name, whole, cut[2], (first, last)), cut[1].bits)
+            part = self.part(name, whole, cut[2], (first, last))
+            if settings.criterion == magnitude:
+                part = replace(part, scores=Scores.magnitude(weight.values(first, last)))
+            return keep(cut[0], part, cut[1].bits)
         slab = Scores.of(whole.rows(first, last), _layout_of_rows(layout, last - first, settings.pattern))
         if cut is None:
             share = settings.shares({name: slab}, 0) if not settings.pattern.keep else None
@@ -384,17 +391,18 @@ def _same_size(file: Path, size: int) -> bool:
 
 def _write_file(job: _Job, cuts: Mapping[str, tuple[Pool, Facts, int]], file: str, out: Any) -> dict[str, int]:
     kept: dict[str, int] = {}
-    out.write(job.folder.header(file))
-    for name in job.folder.in_order(file):
-        if name in job.chosen:
-            kept[name] = _write_pruned(job, name, cuts.get(name), out)
-        else:
-            for chunk in job.folder.chunks(name):
-                out.write(chunk)
+    with writing_behind(out) as write:
+        write(job.folder.header(file))
+        for name in job.folder.in_order(file):
+            if name in job.chosen:
+                kept[name] = _write_pruned(job, name, cuts.get(name), write)
+            else:
+                for chunk in job.folder.chunks(name):
+                    write(chunk)
     return kept
 
 
-def _write_pruned(job: _Job, name: str, cut: tuple[Pool, Facts, int] | None, out: Any) -> int:
+def _write_pruned(job: _Job, name: str, cut: tuple[Pool, Facts, int] | None, write: Callable[[Any], None]) -> int:
     layout, kept = job.chosen[name], 0
     weight, (height, _) = _Rows(job.folder, name, layout), job.settings.pattern.block(layout)
     whole: list[Tensor] = []  # columns of a weight that is stored as (in, out), which is written when all of them are there
@@ -406,7 +414,7 @@ def _write_pruned(job: _Job, name: str, cut: tuple[Pool, Facts, int] | None, out
         if layout.flip:
             whole.append(values)
         else:
-            out.write(as_bytes(values))
+            write(as_bytes(values))
     if whole:
-        out.write(as_bytes(layout.restore(torch.cat(whole))))
+        write(as_bytes(layout.restore(torch.cat(whole))))
     return kept

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from . import kernels
 from ._dist import add_counts, counts, local, sharded
 from ._tree import nearest
 
@@ -126,18 +127,19 @@ def zeros_kept(masks: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> di
     zeros: dict[str, int] = {}
     for device in {tensor.device for tensor in there.values()}:  # one transfer for each device
         here = [name for name, tensor in there.items() if tensor.device == device]
+        if device.type == "cpu":
+            zeros |= {name: kernels.count_zeros(there[name]) for name in here}
+            continue
         filled = torch.stack([torch.count_nonzero(there[name]) for name in here]).tolist()
         zeros |= {name: there[name].numel() - number for name, number in zip(here, filled, strict=True)}
     own = {name: masks[name] for name in there}
     split = any(sharded(mask) for mask in own.values())
-    many = any(number > _CHANCE * own[name].numel() for name, number in zeros.items())
-    if not (many or split):
+    found = add_counts(own, [zeros[name] for name in own]) if split else [zeros[name] for name in own]
+    if not any(number > _CHANCE * mask.numel() for number, mask in zip(found, own.values(), strict=True)):
         return {}
     kept = [int(torch.count_nonzero((there[name] == 0) & local(own[name]))) if zeros[name] else 0 for name in own]
-    found = add_counts(own, [zeros[name] for name in own], kept) if split else [*(zeros[name] for name in own), *kept]
-    if not any(number > _CHANCE * mask.numel() for number, mask in zip(found, own.values(), strict=False)):
-        return {}
-    return {name: number for name, number in zip(own, found[len(own) :], strict=True) if number}
+    kept = add_counts(own, kept) if split else kept
+    return {name: number for name, number in zip(own, kept, strict=True) if number}
 
 
 def _unbits(bits: Tensor, shape: tuple[int, ...], name: str) -> Tensor:

@@ -1,8 +1,8 @@
 """Masks of large pools (one tensor, or several together), by one exact threshold.
 
-The scores of a pool are never concatenated. A small sample brackets the threshold; one pass counts the scores below the bracket
-and collects the few inside, which give the exact threshold. A global magnitude mask therefore reads the weights twice and
-needs no memory besides the mask.
+The scores of a pool are never concatenated. A small sample brackets the threshold. One pass counts the scores below the
+bracket, writes the mask of those above it, and collects the few inside, which give the exact threshold and are pruned one by
+one. A global magnitude mask therefore reads the weights once and needs little memory besides the mask.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,13 +42,19 @@ def keep_pool(pool: Mapping[str, Scores], drop: int) -> dict[str, Tensor]:
             return dict(zip(pool, masks, strict=True))
         alike = len({(matrix.dtype, matrix.device.type) for matrix, _ in magnitudes}) == 1
         pool = {name: _ranked(name, one, alike) for name, one in pool.items()}
-    cut = find_cut(pool, drop)
-    if cut.ties == cut.equal:  # all scores that equal the threshold are pruned
-        return {name: _keep_above(one, cut.threshold, ties=False) for name, one in pool.items()}
-    left = _ties_to_go(pool, cut)
-    masks = {}
+    total = _count(pool)
+    sample = kernels.ordered(_sample(pool, total))
+    if drop > 0 and sample.numel() == total and not bool(sample[-1].isnan()):
+        return _cut_at(pool, _cut_of_sorted(sample, drop), _new_masks(pool))
+    return _cut_by_bracket(pool, drop, drop / max(total, 1), sample)
+
+
+def _cut_at(pool: Mapping[str, Scores], cut: PoolCut, masks: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Writes the masks of a pool whose cut is known."""
+    some = cut.ties < cut.equal  # some of the scores that equal the threshold stay
+    left = _ties_to_go(pool, cut) if some else dict.fromkeys(pool, 0)
     for name, one in pool.items():
-        masks[name] = _keep_above(one, cut.threshold, ties=True)
+        one.each(lambda slab, a, b, kept=masks[name]: kernels.keep_above(slab, cut.threshold, kept[a:b], ties=some), raw=True)
         for first, last in one.slabs():
             if not left[name]:
                 break
@@ -76,10 +83,8 @@ def _ranked(name: str, scores: Scores, alike: bool) -> Scores:
     return replace(scores, rows=rows, magnitude_of=None)
 
 
-def _keep_above(scores: Scores, threshold: float, *, ties: bool) -> Tensor:
-    kept = torch.empty(scores.layout.rows, scores.layout.cols, dtype=torch.bool, device=scores.device)
-    scores.each(lambda slab, a, b: kernels.keep_above(slab, threshold, kept[a:b], ties=ties), raw=True)
-    return kept
+def _new_masks(pool: Mapping[str, Scores]) -> dict[str, Tensor]:
+    return {name: kernels.new_tensor((one.layout.rows, one.layout.cols), torch.bool, one.device) for name, one in pool.items()}
 
 
 def _ties_to_go(pool: Mapping[str, Scores], cut: PoolCut) -> dict[str, int]:
@@ -91,32 +96,42 @@ def _ties_to_go(pool: Mapping[str, Scores], cut: PoolCut) -> dict[str, int]:
     return found
 
 
-def find_cut(pool: Mapping[str, Scores], drop: int) -> PoolCut:
-    """Returns the exact cut that prunes `drop` elements of the pool."""
-    total = _count(pool)
-    sample = kernels.ordered(_sample(pool, total))
-    if drop > 0 and sample.numel() == total and not bool(sample[-1].isnan()):
-        return _cut_of_sorted(sample, drop)
-    share, width = drop / max(total, 1), 4.0
+def _cut_by_bracket(pool: Mapping[str, Scores], drop: int, share: float, sample: Tensor) -> dict[str, Tensor]:
+    """Returns the masks that prune `drop` elements, a fraction `share` of the pool, from a sorted sample of its scores."""
+    masks, width = _new_masks(pool), 4.0
     low = high = torch.nan  # bounds of the bracket; NaN: to be taken from the sample
     while True:
         spread = width * (share * (1 - share) / max(sample.numel(), 1)) ** 0.5 + 2 / max(sample.numel(), 1)
         low = _quantile(sample, share - spread) if math.isnan(low) else low
         high = _quantile(sample, share + spread) if math.isnan(high) else high
-        upto, inside = _tally(pool, low, high)
+        upto, inside = _tally(pool, low, high, masks)
         if drop <= upto:
             none_below = low == 0 and all(one.magnitude_of is not None for one in pool.values())
             equal = upto if none_below else _equal(pool, low)
             if drop > upto - equal or drop == 0:
-                return PoolCut(low, max(drop - (upto - equal), 0), equal)
+                cut = PoolCut(low, max(drop - (upto - equal), 0), equal)
+                return masks if cut.ties == equal else _cut_at(pool, cut, masks)
             low, high = torch.nan, low
-        elif drop <= upto + inside.numel():
-            threshold = kernels.kth(inside, drop - upto)
-            under, equal = int((inside < threshold).count_nonzero()), int((inside == threshold).count_nonzero())
-            return PoolCut(threshold, drop - upto - under, equal)
+        elif drop <= upto + sum(values.numel() for values, _ in inside.values()):
+            _drop_inside(inside, drop - upto, masks)
+            return masks
         else:
             low, high = high, torch.nan
         width *= 8
+
+
+def _drop_inside(inside: Mapping[str, tuple[Tensor, Tensor]], goes: int, masks: Mapping[str, Tensor]) -> None:
+    """Prunes the `goes` lowest of the elements inside the bracket, given by their values and places in the masks."""
+    each = [values for values, _ in inside.values()]
+    every = _joined(each)
+    threshold = kernels.kth(every, goes)
+    ties = goes - int((every < threshold).count_nonzero())
+    for (name, (_, places)), values in zip(inside.items(), every.split([one.numel() for one in each]), strict=True):
+        values, flat = values.to(places.device), masks[name].view(-1)
+        flat[places[values < threshold]] = False
+        equal = places[values == threshold][:ties]
+        flat[equal] = False
+        ties -= equal.numel()
 
 
 def _cut_of_sorted(whole: Tensor, drop: int) -> PoolCut:
@@ -180,14 +195,25 @@ def _quantile(ordered: Tensor, share: float) -> float:
     return float(ordered[at]) if at < ordered.numel() else torch.inf
 
 
-def _tally(pool: Mapping[str, Scores], low: float, high: float) -> tuple[int, Tensor]:
-    """Returns the number of scores up to `low`, and the values strictly between `low` and `high`."""
+def _tally(
+    pool: Mapping[str, Scores], low: float, high: float, masks: Mapping[str, Tensor]
+) -> tuple[int, dict[str, tuple[Tensor, Tensor]]]:
+    """Writes the masks of the scores above `low`. Returns the number of scores up to `low`, and for each tensor the values
+    strictly between `low` and `high` and their places in the mask.
+    """
     upto = 0
-    inside: list[Tensor] = []
+    inside = {}
     for name, one in pool.items():
-        found = one.each(lambda slab, *_: kernels.tally(slab, low, high), raw=True)
-        if sum(at_most + above for at_most, above, _ in found) != one.numel:
+        kept, cols = masks[name], one.layout.cols
+
+        def look(slab: Any, first: int, last: int, kept: Tensor = kept, cols: int = cols) -> tuple[int, int, Tensor, Tensor]:
+            at_most, above, values, places = kernels.tally(slab, low, high, kept[first:last])
+            return at_most, above, values, places.add_(first * cols)
+
+        found = one.each(look, raw=True)
+        if sum(at_most + above for at_most, above, _, _ in found) != one.numel:
             raise nan_in(name)
-        upto += sum(at_most for at_most, _, _ in found)
-        inside += [between for _, _, between in found]
-    return upto, _joined(inside)
+        upto += sum(at_most for at_most, *_ in found)
+        if found:
+            inside[name] = torch.cat([values for *_, values, _ in found]), torch.cat([places for *_, places in found])
+    return upto, inside

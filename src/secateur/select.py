@@ -262,7 +262,7 @@ def elements(name: str, scores: Scores, pattern: Pattern, kept: Tensor | None) -
 def keep_each(name: str, units: Scores, size: int, drop: Callable[[int], int]) -> Tensor:
     """Ranks each run of `size` neighbours in a row as a pool (the last may be shorter). `drop(size)` of a pool are pruned."""
     rows, cols = units.layout.rows, units.layout.cols
-    kept = torch.empty(rows, cols, dtype=torch.bool, device=units.device)
+    kept = kernels.new_tensor((rows, cols), torch.bool, units.device)
     size = max(size, 1)
     try:
         if units.magnitude_of is not None and kernels.keep_groups(units.magnitude_of, size, drop(size), kept, units.under):
@@ -291,7 +291,7 @@ def _keep_in_blocks(name: str, scores: Scores, height: int, width: int, lose: in
     if height == 1:
         return keep_each(name, scores, width, lambda size: min(lose, size))
     rows, cols = scores.layout.rows, scores.layout.cols
-    mask = torch.empty(rows, cols, dtype=torch.bool, device=scores.device)
+    mask = kernels.new_tensor((rows, cols), torch.bool, scores.device)
 
     def keep(slab: Tensor, first: int, last: int) -> None:
         if kernels.has_nan(slab):

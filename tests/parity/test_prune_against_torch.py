@@ -362,3 +362,19 @@ def test_whole_model_survives_pickle_and_torch_save(calls):
         ours.remove(new[0], "weight")
         assert not ours.is_pruned(new[0])
         assert ours.is_pruned(new)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_weight_has_the_same_values_and_gradients(dtype):
+    """Large masked weights are written by other code than small ones."""
+    found = []
+    for prune in (ours, theirs):
+        torch.manual_seed(0)
+        module = nn.Linear(1100, 1000, bias=False, dtype=dtype)
+        with torch.no_grad():
+            module.weight[0, 0] = torch.inf  # times a zero of the mask it is NaN
+        prune.custom_from_mask(module, "weight", (torch.arange(1_100_000) % 3 != 0).view(1000, 1100))
+        module.weight.sum().backward()  # before any call: the attribute that pruning wrote
+        found.append((module.weight.detach(), module.weight_mask, module.weight_orig.grad, module.weight.grad_fn is not None))
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)

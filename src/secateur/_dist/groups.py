@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .._layers import Layout
 from .guards import instances, reshard_
-from .shares import Share, local, sharded, share_of
+from .shares import Share, local, ranks_of, sharded, share_of
 
 Group = dist.ProcessGroup
 
@@ -162,14 +162,15 @@ def comm_of(shares: Mapping[str, Share], group: Any = None) -> Comm:
         raise ValueError("this process is not in group=; only the processes of the group make the call")
     stages = [] if group is None or dist.get_world_size(group) == 1 else [group]
     ranks: set[int] = set()
-    for mesh in {id(share.mesh): share.mesh for share in spread.values()}.values():
+    meshes = [(mesh, ranks_of(mesh)) for mesh in {id(share.mesh): share.mesh for share in spread.values()}.values()]
+    for mesh, every in meshes:
         axes = {axis for share in spread.values() if share.mesh is mesh for axis in share.axes}
         place = tuple(slice(None) if axis in axes else at for axis, at in enumerate(mesh.get_coordinate()))
-        ranks |= set(mesh.mesh[place].reshape(-1).tolist())
+        ranks |= set(every[place].reshape(-1).tolist())
     if len(ranks) < 2:
         return Comm(stages, None, *stages)
-    largest = max((share.mesh for share in spread.values()), key=lambda mesh: mesh.mesh.numel())
-    if not ranks <= set(largest.mesh.reshape(-1).tolist()):
+    largest, every = max(meshes, key=lambda pair: pair[1].numel())
+    if not ranks <= set(every.reshape(-1).tolist()):
         raise ValueError(
             f"{list(spread)[:3]} are sharded over processes that no mesh has together; prune them in separate calls "
             "(include=...), or shard all of them over parts of one mesh"
@@ -189,7 +190,7 @@ def mesh_comm(tensors: Iterable[Tensor]) -> Comm:
     meshes = [tensor.device_mesh for tensor in tensors if sharded(tensor)]  # type: ignore[attr-defined]
     if not meshes:
         return Comm()
-    ranks = [set(mesh.mesh.reshape(-1).tolist()) for mesh in meshes]
+    ranks = [set(ranks_of(mesh).reshape(-1).tolist()) for mesh in meshes]
     largest = max(ranks, key=len)
     if not all(each <= largest for each in ranks):
         raise ValueError("the tensors of this model are sharded over processes that no mesh has together")
@@ -207,14 +208,11 @@ def model_comm(model: nn.Module) -> Comm:
 
 def _closed(mesh: Any, ranks: set[int]) -> set[int]:
     """The ranks along all axes of the mesh that these ranks go along, so that all processes find the same set."""
-    here = mesh.get_coordinate()
-    axes = {axis for rank in ranks for axis, (a, b) in enumerate(zip(_at(mesh, rank), here, strict=True)) if a != b}
-    place = tuple(slice(None) if axis in axes else at for axis, at in enumerate(here))
-    return set(mesh.mesh[place].reshape(-1).tolist())
-
-
-def _at(mesh: Any, rank: int) -> list[int]:
-    return (mesh.mesh == rank).nonzero()[0].tolist()
+    here, every = mesh.get_coordinate(), ranks_of(mesh)
+    places = torch.isin(every, torch.tensor(sorted(ranks))).nonzero()
+    axes = (places != torch.tensor(here)).any(0).tolist()
+    place = tuple(slice(None) if along else at for along, at in zip(axes, here, strict=True))
+    return set(every[place].reshape(-1).tolist())
 
 
 def counts(masks: Mapping[str, Tensor]) -> list[int]:

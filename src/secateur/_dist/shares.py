@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,17 @@ def sharded(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """The part of the tensor that this process holds: the tensor itself unless it is sharded."""
     return tensor.to_local() if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+_meshes: weakref.WeakKeyDictionary[Any, tuple[int, Tensor]] = weakref.WeakKeyDictionary()
+
+
+def ranks_of(mesh: Any) -> Tensor:
+    """The ranks of a mesh, as `mesh.mesh`, which torch computes anew at each access."""
+    rank = mesh.get_rank()
+    if _meshes.get(mesh, (None,))[0] != rank:
+        _meshes[mesh] = rank, mesh.mesh
+    return _meshes[mesh][1]
 
 
 def local_as(value: Tensor, tensor: Tensor) -> Tensor:
@@ -104,7 +116,7 @@ class Share:
         """The parts of all `ranks`."""
         if not self.ranks:
             return [self.box]
-        sizes = tuple(self.mesh.mesh.shape)
+        sizes = tuple(ranks_of(self.mesh).shape)
         return [_box(self.layout, _ranges(self.layout.shape, sizes, self.placements, place)) for place in self.places]
 
     @property
@@ -140,7 +152,8 @@ def share_of(name: str, tensor: Tensor, layout: Layout) -> Share:
     if not _is_dtensor(tensor):
         return Share(layout, Box((0, layout.rows), (0, layout.cols)))
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)  # type: ignore[attr-defined]
-    axes, sizes = sharded_axes(name, tensor), tuple(mesh.mesh.shape)
+    axes, every = sharded_axes(name, tensor), ranks_of(mesh)
+    sizes = tuple(every.shape)
     if axes and (max(placements[axis].dim for axis in axes) > 1 or (layout.flip and layout.groups > 1)):
         raise NotImplementedError(
             f"{name!r} is sharded along the axes of its kernel, or is a transposed convolution in groups, so that a process "
@@ -148,7 +161,7 @@ def share_of(name: str, tensor: Tensor, layout: Layout) -> Share:
         )
     here = tuple(mesh.get_coordinate())
     along = [range(size) if axis in axes else [here[axis]] for axis, size in enumerate(sizes)]
-    by_rank = {int(mesh.mesh[place]): place for place in itertools.product(*along)}
+    by_rank = {int(every[place]): place for place in itertools.product(*along)}
     ranks = sorted(by_rank)
     box = _box(layout, _ranges(layout.shape, sizes, placements, here))
     me = next(i for i, rank in enumerate(ranks) if by_rank[rank] == here)
@@ -163,8 +176,8 @@ def held(name: str, tensor: Tensor, first: int | None = None) -> tuple[list[Rang
     """
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)  # type: ignore[attr-defined]
     axes, here = sharded_axes(name, tensor), tuple(mesh.get_coordinate())
-    ranges = _ranges(tuple(tensor.shape), tuple(mesh.mesh.shape), placements, here)
-    chosen = first is None or bool((mesh.mesh == first).any())
+    ranges = _ranges(tuple(tensor.shape), tuple(ranks_of(mesh).shape), placements, here)
+    chosen = first is None or bool((ranks_of(mesh) == first).any())
     return ranges, chosen and all(at == 0 for axis, at in enumerate(here) if axis not in axes)
 
 
@@ -176,7 +189,7 @@ def by_rows(share: Share, multiple: int = 1) -> tuple[list[Box], tuple[Any, ...]
     from torch.distributed.tensor import Replicate, Shard
 
     placements = tuple(Shard(0) if axis in share.axes else Replicate() for axis in range(len(share.placements)))
-    sizes = tuple(share.mesh.mesh.shape)
+    sizes = tuple(ranks_of(share.mesh).shape)
     rows = [_ranges((share.layout.rows // multiple,), sizes, placements, place)[0] for place in share.places]
     return [Box((first * multiple, last * multiple), (0, share.layout.cols)) for first, last in rows], placements
 
@@ -195,7 +208,8 @@ def sharded_axes(name: str, tensor: Tensor) -> list[int]:
         )
     axes = [axis for axis, place in enumerate(placements) if not place.is_replicate()]
     for dim in {placements[axis].dim for axis in axes if hasattr(placements[axis], "split_factor")}:
-        parts = math.prod(tensor.device_mesh.mesh.shape[axis] for axis in axes if placements[axis].dim == dim)  # type: ignore
+        shape = ranks_of(tensor.device_mesh).shape  # type: ignore[attr-defined]
+        parts = math.prod(shape[axis] for axis in axes if placements[axis].dim == dim)
         if tensor.shape[dim] % parts:
             raise NotImplementedError(
                 f"{name!r} of shape {tuple(tensor.shape)} is laid out as {tuple(placements)}, and {parts} processes do not "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..patterns import Pattern
 from ..scores import Scores
 from ..select import select
+from ._masks import as_numbers
 from ._module import hook_of, kind, parameter_to_prune
 
 
@@ -46,7 +47,8 @@ class Member:
         As in torch the new mask is a product with the old one, so an entry that is neither 0 nor 1 is squared.
         """
         if self.in_play is None or self.mask is None:
-            return part.reshape(self.scores.shape).to(dtype=self.dtype, copy=True)
+            part = part.reshape(self.scores.shape)
+            return as_numbers(part, self.dtype) if part.dtype == torch.bool else part.to(dtype=self.dtype, copy=True)
         mask = self.mask.to(dtype=self.dtype, copy=True)
         mask[self.in_play] = (part[self.in_play] if part.shape == mask.shape else part).to(mask)
         return mask.mul_(self.mask)

@@ -23,20 +23,21 @@ from .arrays import (
     compile_now,
     in_threads,
     infinity_bits,
+    new_tensor,
     readable_by_triton,
     triton_installed,
     view,
     workspace,
+    worth_compiling,
 )  # fmt: skip
 from .blocks import WIDEST_BLOCK, fold, fold_magnitudes, runs, spread_, unite_
 from .groups import keep_groups, keep_rows
 
 __all__ = [
-    "LARGEST_STEP", "PART", "WIDEST_BLOCK", "Magnitudes", "NaNFound", "compilable", "compile_now", "count_equal", "drop_ties",
-    "fold", "fold_magnitudes", "gpu_steps", "has_nan", "in_threads", "infinity_bits", "keep_above", "keep_groups",
-    "keep_magnitudes", "keep_rows", "kth", "magnitude", "magnitude_bits", "ordered", "readable_by_triton", "runs",
-    "slab_elements", "spread_",
-    "tally", "unite_", "zero_",
+    "LARGEST_STEP", "PART", "WIDEST_BLOCK", "Magnitudes", "NaNFound", "compilable", "compile_now", "count_digits",
+    "count_equal", "count_zeros", "drop_ties", "fold", "fold_magnitudes", "gpu_steps", "has_nan", "in_threads", "infinity_bits",
+    "keep_above", "keep_groups", "keep_magnitudes", "keep_rows", "kth", "magnitude", "magnitude_bits", "new_tensor",
+    "ordered", "readable_by_triton", "runs", "slab_elements", "spread_", "tally", "unite_", "zero_",
 ]  # fmt: skip
 
 LARGEST_STEP = 1 << 28  # most elements of a mask that the kernels in `steps` can write
@@ -114,28 +115,31 @@ def _count(flags: np.ndarray) -> int:
     return int(np.count_nonzero(flags))
 
 
-def tally(slab: Tensor | Magnitudes, low: float, high: float) -> tuple[int, int, Tensor]:
-    """Returns how many elements are at most low, how many are above it, and those strictly between low and high.
+def tally(slab: Tensor | Magnitudes, low: float, high: float, kept: Tensor) -> tuple[int, int, Tensor, Tensor]:
+    """Writes to `kept` which elements are above `low`, and returns how many are at most `low`, and how many are above it.
 
-    NaN is counted in none of them.
+    Those strictly between low and high follow: their values, and their indices in the slab. NaN is counted nowhere.
     """
     if isinstance(slab, Magnitudes):
         from . import compiled
 
         x, under = slab.arrays
-        inside = np.empty(x.size + 1, x.dtype)
-        upto, above, number = compiled.tally(x, under, _limit(x, low), _limit(x, high), inside)
-        return upto, above, torch.from_numpy(inside[:number].copy())
+        values, places = workspace("values", (x.size + 1,), x.dtype), workspace("places", (x.size + 1,), np.int32)
+        out = kept.numpy().reshape(-1)
+        upto, above, number = compiled.tally(x, under, _limit(x, low), _limit(x, high), out, values, places)
+        return upto, above, torch.from_numpy(values[:number].copy()), torch.from_numpy(places[:number].astype(np.int64))
     if slab.device.type == "cpu":
-        x = array(slab)
-        flags, above = (workspace(use, x.shape, np.bool_) for use in ("flags", "above"))
+        x, out = array(slab), kept.numpy()
+        flags = workspace("flags", x.shape, np.bool_)
         upto = _count(np.less_equal(x, _limit(x, low), out=flags))
-        number = _count(np.greater(x, _limit(x, low), out=above))
-        between = x[np.logical_and(above, np.less(x, _limit(x, high), out=flags), out=flags)]
-        return upto, number, torch.from_numpy(between)
+        above = _count(np.greater(x, _limit(x, low), out=out))
+        places = np.flatnonzero(np.logical_and(out, np.less(x, _limit(x, high), out=flags), out=flags))
+        return upto, above, torch.from_numpy(x.reshape(-1)[places]), torch.from_numpy(places)
     own, slab = slab, _exact(slab, low, high)
-    upto, above = torch.stack([(slab <= low).sum(), (slab > low).sum()]).tolist()
-    return upto, above, own[(slab > low) & (slab < high)]
+    torch.gt(slab, low, out=kept)
+    upto, above = torch.stack([(slab <= low).sum(), kept.sum()]).tolist()
+    places = (kept & (slab < high)).view(-1).nonzero().view(-1)
+    return upto, above, own.reshape(-1)[places], places
 
 
 def count_equal(slab: Tensor | Magnitudes, value: float) -> int:
@@ -149,6 +153,34 @@ def count_equal(slab: Tensor | Magnitudes, value: float) -> int:
         x = array(slab)
         return _count(x == _limit(x, value))
     return int((_exact(slab, value) == value).sum())
+
+
+def count_digits(bits: np.ndarray, shift: int, number: int) -> np.ndarray:
+    """Returns how many integers have each of `number` values, a power of two, of the digit that begins at the bit `shift`."""
+    found = np.zeros(number, dtype=np.int64)
+    if worth_compiling(bits.size):
+        from . import compiled
+
+        compiled.count_digits(bits, shift, found)
+        return found
+    for first in range(0, bits.size, PART):
+        found += np.bincount((bits[first : first + PART] >> shift) & (number - 1), minlength=number)
+    return found
+
+
+def count_zeros(tensor: Tensor) -> int:
+    """Returns how many elements are zero."""
+    if tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.float64) or not tensor.is_contiguous():
+        return tensor.numel() - int(torch.count_nonzero(tensor))
+    flat, loops = tensor.detach().view(-1), compilable(tensor)
+
+    def work(first: int) -> int:
+        part = flat[first : first + PART]
+        if loops:
+            return count_equal(Magnitudes(part, None), 0.0)
+        return _count(np.equal(view(part), 0, out=workspace("flags", tuple(part.shape), np.bool_)))
+
+    return sum(in_threads(work, range(0, flat.numel(), PART)))
 
 
 def kth(values: Tensor, k: int) -> float:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import math
+import mmap
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -66,6 +69,35 @@ def workspace(use: str, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> n
     return _buffers.of[use][:size].view(dtype).reshape(shape)
 
 
+_HUGE = 1 << 21  # bytes from which a result is placed in huge pages
+
+
+def new_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """Returns an uninitialized contiguous tensor for a result, on Linux in huge pages if it is large.
+
+    Writing to new memory takes several times as long in pages of 4 KiB, because the system has to provide each of them.
+    """
+    made = torch.empty(tuple(shape), dtype=dtype, device=device)
+    plain = type(made) is Tensor and made.device.type == "cpu"  # tensors of a fake mode have no memory
+    if plain and made.nbytes >= _HUGE and (madvise := _madvise()) is not None:
+        first = -(-made.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        madvise(first, (made.data_ptr() + made.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
+    return made
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    """Returns the C function `madvise`, or None where the system has no huge pages to advise."""
+    if sys.platform != "linux" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    try:
+        found = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
+    found.argtypes, found.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
+    return found
+
+
 class Magnitudes(NamedTuple):
     """The magnitudes of a matrix, or of its product with `under`, which compiled loops compute on the fly."""
 
@@ -81,14 +113,14 @@ def compilable(*tensors: Tensor | None) -> bool:
     """Returns True if the compiled loops can read these tensors and are worth loading for the first one."""
     first, *_ = there = [tensor for tensor in tensors if tensor is not None]
     fits = all(t.device.type == "cpu" and t.is_contiguous() and t.dtype == first.dtype for t in there)
-    return fits and first.dtype in (torch.float32, torch.float64) and worth_compiling(first)
+    return fits and first.dtype in (torch.float32, torch.float64) and worth_compiling(first.numel())
 
 
-def worth_compiling(tensor: Tensor) -> bool:
-    """Returns True for a large tensor once this process has processed enough elements to make loading the loops pay off."""
-    if tensor.numel() < LARGE or not numba_installed():
+def worth_compiling(elements: int) -> bool:
+    """Returns True for many elements once this process has processed enough elements to make loading the loops pay off."""
+    if elements < LARGE or not numba_installed():
         return False
-    _work.elements += tensor.numel()
+    _work.elements += elements
     return _work.elements >= ENOUGH
 
 

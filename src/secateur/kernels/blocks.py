@@ -91,7 +91,7 @@ def spread_(out: Tensor, kept: Tensor, height: int, width: int) -> None:
     plain, on_cpu = out.is_contiguous() and kept.is_contiguous(), out.device.type == "cpu"
     if height == width == 1 and not (plain and _on_gpu(out)):
         out.copy_(kept if out.dtype == torch.bool else kept.view(torch.int8))  # int8: torch converts it faster than bool
-    elif plain and on_cpu and worth_compiling(out):
+    elif plain and on_cpu and worth_compiling(out.numel()):
         _spread_compiled(out, kept, height, width)
     elif on_cpu and out.dtype != torch.bool:
         mask = torch.empty(out.shape, dtype=torch.bool)

@@ -13,7 +13,7 @@ from typing import Any
 import numba
 import numpy as np
 
-_TILE = 32  # elements that are compared at once
+_BLOCK = 256  # elements that are compared at once
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
@@ -30,31 +30,38 @@ def _magnitude(x, under, i):
 
 
 @_compiled
-def tally(x, under, low, high, inside):
-    """Returns how many magnitudes are at most `low`, above it, and strictly between `low` and `high`.
+def tally(x, under, low, high, kept, values, places):
+    """Writes to `kept` which magnitudes are above `low`. Returns how many are at most `low`, above it, and below `high`, too.
 
-    The latter are copied to `inside`.
+    The latter are copied to `values`, and their indices to `places`.
     """
     upto, above, number = 0, 0, np.uint64(0)
-    for first in range(0, x.size - x.size % _TILE, _TILE):
-        few, many, more = np.int32(0), np.int32(0), np.int32(0)
-        for i in range(first, first + _TILE):
-            v = _magnitude(x, under, i)
+    inside = np.empty(_BLOCK, np.uint8)
+    words = inside.view(np.uint64)
+    whole = x.size - x.size % _BLOCK
+    for first in range(0, whole, _BLOCK):
+        few, many = np.int32(0), np.int32(0)
+        for i in range(_BLOCK):  # a constant, so that this loop becomes vector instructions
+            v = _magnitude(x, under, first + i)
+            kept[first + i] = v > low
+            inside[i] = (v > low) & (v < high)
             few += np.int32(v <= low)
             many += np.int32(v > low)
-            more += np.int32(v >= high)
         upto += few
         above += many
-        if many != more:
-            for i in range(first, first + _TILE):
-                v = _magnitude(x, under, i)
-                inside[number] = v
-                number += np.uint64((v > low) & (v < high))
-    for i in range(x.size - x.size % _TILE, x.size):
+        for word in range(_BLOCK // 8):
+            if words[word]:  # rarely: the bracket is narrow
+                for i in range(8 * word, 8 * word + 8):
+                    values[number] = _magnitude(x, under, first + i)
+                    places[number] = first + i
+                    number += np.uint64(inside[i])
+    for i in range(whole, x.size):
         v = _magnitude(x, under, i)
+        kept[i] = v > low
         upto += v <= low
         above += v > low
-        inside[number] = v
+        values[number] = v
+        places[number] = i
         number += np.uint64((v > low) & (v < high))
     return upto, above, number
 
@@ -65,6 +72,14 @@ def count_equal(x, under, value):
     for i in range(x.size):
         number += _magnitude(x, under, i) == value
     return number
+
+
+@_compiled
+def count_digits(bits, shift, bins):
+    """Adds to `bins` how many integers have each value of a digit, which begins at the bit `shift`."""
+    mask = bins.size - 1
+    for i in range(bits.size):
+        bins[(bits[i] >> shift) & mask] += 1
 
 
 @_compiled

@@ -1,0 +1,56 @@
+"""A pool that is bracketed by a sample has the masks of `select`, whatever the sample finds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from secateur.brackets import find_leading
+from secateur.digits import Part, Pool, bits_for, find_cuts, keep
+from secateur.kernels import arrays
+from secateur.patterns import Pattern
+from secateur.scores import Scores
+from secateur.select import select
+
+SHAPE = 600, 1001
+
+
+def weights(kind: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    made = {}
+    for seed in range(2):
+        weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
+        weight = {"any": weight, "ties": (weight * 300).round() / 300, "zeros": weight.where(weight.abs() > 0.6, 0)}[kind]
+        weight[0, :3] = torch.tensor([torch.inf, -torch.inf, -0.0])
+        made[str(seed)] = weight.to(dtype)
+    return made
+
+
+def pool_of(tensors: dict[str, torch.Tensor], drop: int) -> Pool:
+    size = SHAPE[0] * SHAPE[1]
+    return Pool([Part(Scores.magnitude(w), i, size, SHAPE[1]) for i, w in enumerate(tensors.values())], drop, 2 * size)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["any", "ties", "zeros"])
+def test_masks_are_those_of_select(monkeypatch, kind, dtype, compiled):
+    monkeypatch.setattr(arrays, "ENOUGH", 0)
+    monkeypatch.setattr(arrays, "LARGE", 0 if compiled else float("inf"))
+    tensors, found = weights(kind, dtype), 0
+    for drop in (1, 300_000, 500_000, 1_100_000, 1_201_199):
+        pool = pool_of(tensors, drop)
+        bits = bits_for({dtype})
+        assert not find_leading(pool, bits, lambda table: table)
+        found += pool.known == 16
+        assert not find_cuts([pool], bits, lambda table: table, longest=SHAPE[0] * SHAPE[1])
+        masks = [keep(pool, part, bits) for part in pool.parts]
+        scores = {name: Scores.magnitude(weight) for name, weight in tensors.items()}
+        for mine, other in zip(masks, select(scores, Pattern(), scope="global", count=drop).values(), strict=True):
+            assert torch.equal(mine, other)
+    assert found >= 2  # most cuts are bracketed; those at the ends are counted
+
+
+def test_nan_is_found_wherever_it_lies():
+    tensors = weights("any", torch.float32)
+    tensors["1"][-1, -1] = torch.nan
+    assert find_leading(pool_of(tensors, 500_000), 32, lambda table: table)
