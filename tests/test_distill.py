@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import secateur as sc
-from secateur.distill import Distilled, _divergence, _order, distill_
+from secateur.distill import Distilled, _order, distill_
+from secateur.teaching import divergence as divergence_and_gradient
 
 
 def net(seed=0):
@@ -276,7 +277,7 @@ def test_the_gradient_of_the_divergence_is_that_of_autograd():
     wanted[..., 3] = -torch.inf  # a class that the teacher excludes
     valid = torch.ones(2, 5, dtype=torch.bool)
     valid[1, 3:] = False
-    total, count, gradient = _divergence(logits.detach(), wanted, valid, gradient=True)
+    total, count, gradient = divergence_and_gradient(logits.detach(), wanted, valid, gradient=True)
     p = wanted.softmax(-1)
     each = torch.where(p > 0, p * (p.log() - logits.log_softmax(-1)), 0).sum(-1)[valid]
     assert count == 8
