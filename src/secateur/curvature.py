@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ._dist import sharded
 from ._tree import Loose
-from .edit import preserve_rng
+from .edit import half_products, preserve_rng
 from .input_squares import is_float
 from .moments import layer_inputs
 from .progress import Progress
@@ -28,6 +28,7 @@ from .targeting import Target
 KINDS = ("none", "diag", "fisher")  # each knows more than the one before
 _WIDEST = 8192  # with more outputs, only the diagonal of G is kept
 _ENOUGH = 10  # tokens per output; with fewer, G is shrunk towards its diagonal
+_DRAWS = 2  # labels for each token; G is the mean over both
 _ELEMENTS = {"cpu": 1 << 18}  # logits are worked on in parts of about this size, which fits into the cache of a CPU
 
 
@@ -85,14 +86,17 @@ def curvature(
                 continue
             ran += 1
             with listen(targets, sums.called, sums.passed, sums.returned):
-                with sums.forward(valid_positions(kwargs)), on_batch(model, args, kwargs):
+                with sums.forward(valid_positions(kwargs)), half_products(model), on_batch(model, args, kwargs):
                     output = model(*args, **kwargs)
                 if not backward:
                     continue
-                value, gradient = (loss(output, wanted), None) if loss else _sampled(output, sums.valid, draw, number)
+                value = loss(output, wanted) if loss else logits_of(output)
                 if not value.requires_grad:
                     raise ValueError("the output of the model does not depend on any of the layers to prune")
-                torch.autograd.grad(value, sums.anchors, gradient, allow_unused=True)
+                gradients = [None] if loss else _sampled(value.detach(), sums.valid, draw, number)
+                for left, gradient in zip(range(len(gradients))[::-1], gradients, strict=True):
+                    torch.autograd.grad(value, sums.anchors, gradient, allow_unused=True, retain_graph=left > 0)
+                sums.draws = len(gradients)
     if not ran:
         raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
     return sums.means(targets)
@@ -118,23 +122,27 @@ def parts_of(logits: Tensor) -> Iterator[slice]:
     return (slice(first, first + step) for first in range(0, len(logits), step))
 
 
-def _sampled(output: Any, valid: Tensor | None, draw: torch.Generator, number: int) -> tuple[Tensor, Tensor]:
-    """The logits, and the gradient of the summed cross-entropy by them, for labels drawn from the model's distribution."""
-    logits = logits_of(output)
-    flat = logits.detach().reshape(-1, logits.shape[-1])
-    gradient = torch.empty_like(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
-    uniform = torch.rand(len(flat), 1, generator=draw, dtype=torch.float64).to(gradient)
-    for part in parts_of(flat):
-        p = torch.softmax(flat[part], -1, dtype=gradient.dtype, out=gradient[part])
-        below = p.cumsum(-1)
-        label = torch.searchsorted(below, uniform[part] * below[:, -1:], right=True).clamp_max(flat.shape[1] - 1)
-        p.scatter_add_(1, label, torch.full_like(p[:, :1], -1.0).expand_as(label))
-    gradient = gradient.view(logits.shape)
-    if not bool(gradient.isfinite().all()):
-        raise ValueError(f"the logits of batch {number} of data= are NaN; look at that batch and at the weights")
+def _sampled(logits: Tensor, valid: Tensor | None, draw: torch.Generator, number: int) -> list[Tensor]:
+    """Gradients of the summed cross-entropy by the logits, for labels drawn from the model's distribution, a few times."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    gradients = [torch.empty_like(flat) for _ in range(_DRAWS)]
+    uniform = torch.rand(len(flat), _DRAWS, generator=draw, dtype=torch.float64).to(flat.device, wide)
+    there = None
     if valid is not None and valid.shape == logits.shape[:-1]:
-        gradient = gradient.masked_fill_(~valid[..., None].to(gradient.device), 0)
-    return logits, gradient.to(logits.dtype)
+        there = valid.flatten().to(flat.device)
+    for part in parts_of(flat):
+        p = torch.softmax(flat[part], -1, dtype=wide)
+        below = p.cumsum(-1)
+        if not bool(below[:, -1].isfinite().all()):
+            raise ValueError(f"the logits of batch {number} of data= are NaN; look at that batch and at the weights")
+        labels = torch.searchsorted(below, uniform[part] * below[:, -1:], right=True).clamp_max(flat.shape[1] - 1)
+        if there is not None:
+            p.mul_(there[part, None])
+        minus = torch.full_like(p[:, :1], -1.0) if there is None else -there[part, None].to(p.dtype)
+        for gradient, label in zip(gradients, labels.mT, strict=True):
+            gradient[part] = p.scatter_add(1, label[:, None], minus)
+    return [gradient.view(logits.shape) for gradient in gradients]
 
 
 def valid_positions(kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -175,6 +183,7 @@ class _Sums:
 
     def __init__(self, kind: str, gram: str) -> None:
         self.kind, self.gram = kind, gram
+        self.draws = 1
         self.valid: Tensor | None = None
         self.anchors: list[Tensor] = []
         self._forward = False
@@ -285,13 +294,15 @@ class _Sums:
                 continue
             G[name] = self._G.pop(name)
             if target.layout.stacked and self.kind != "inputs":
-                G[name].view(target.layout.groups, -1).div_(self._of_experts[name].clamp(min=1).to(G[name])[:, None])
+                G[name].view(target.layout.groups, -1).div_(
+                    self._of_experts[name].clamp(min=1).to(G[name])[:, None] * self.draws
+                )
             else:
-                G[name].div_(n)
+                G[name].div_(n * self.draws)
             if self.kind == "fisher" and (target.layout.rows > _WIDEST or target.layout.stacked):
                 notes[name] = f"of its curvature only the diagonal was kept ({target.layout.rows:,} outputs)"
             elif self.kind == "fisher" and n < _ENOUGH * target.layout.rows:
-                share = _shrink_(G[name], self._fourth[name] / n, n)
+                share = _shrink_(G[name], self._fourth[name] / (n * self.draws), n * self.draws)
                 notes[name] = (
                     f"its curvature comes from {n:,} tokens for {target.layout.rows:,} outputs and was shrunk towards its "
                     f"diagonal by {share:.0%}; {_ENOUGH * target.layout.rows:,} tokens are enough"

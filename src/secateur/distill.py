@@ -126,7 +126,7 @@ def distill_(
     data: Iterable[Any],
     *,
     steps: int = 40,
-    lr: float = 5e-5,
+    lr: float = 8e-5,
     warmup: int = 5,
     generate: bool = True,
     holdout: float | Iterable[Any] = 0.125,

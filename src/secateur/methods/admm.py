@@ -139,11 +139,11 @@ class ADMM(Method):
 class ByTheLoss(ADMM):
     """`method="loss"`: ADMM in which the loss decides, from one backward pass of the dense model.
 
-    Outputs are weighed by their curvature, the target is `flow()`, the budget is spread by `by_loss()`, and channels are put
-    into a better order for n:m patterns.
+    Outputs are weighed by their curvature, the target is `flow(0.5, 0.75)`, the budget is spread by `by_loss()`, and channels
+    are put into a better order for n:m patterns.
     """
 
-    target: Aim = field(default_factory=flow)
+    target: Aim = field(default_factory=lambda: flow(0.5, 0.75))
     curvature: str = "fisher"
 
     spread = by_loss()
