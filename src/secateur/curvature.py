@@ -28,7 +28,8 @@ from .targeting import Target
 KINDS = ("none", "diag", "fisher")  # each knows more than the one before
 _WIDEST = 8192  # with more outputs, only the diagonal of G is kept
 _ENOUGH = 10  # tokens per output; with fewer, G is shrunk towards its diagonal
-_DRAWS = 2  # labels for each token; G is the mean over both
+_DRAWS = 2  # random vectors for each token; each takes a backward pass
+_PLACES = 1 << 16  # of a list of random signs, at which those of a token may begin
 _ELEMENTS = {"cpu": 1 << 18}  # logits are worked on in parts of about this size, which fits into the cache of a CPU
 
 
@@ -64,9 +65,9 @@ def curvature(
     `kind="diag"` keeps the diagonal of G only, `kind="inputs"` returns W'GW, which is smaller than G for layers with many
     outputs, and `kind="none"` computes no G and takes no backward pass. `gram` is "full", "diag" or "none", for H. Without
     `loss`, the output of the model must hold logits on its last axis (a tensor, or the `logits` of a mapping or an output
-    object); labels are then drawn from the model's own distribution, which gives the true Fisher matrix. With `loss`, a
-    function of the output and the target, its gradients are used. Positions that a two-dimensional `attention_mask` of the
-    batch excludes count nowhere.
+    object); G is then that of the cross-entropy for labels from the model's own distribution, the true Fisher matrix. With
+    `loss`, a function of the output and the target, its gradients are used. Positions that a two-dimensional `attention_mask`
+    of the batch excludes count nowhere.
     """
     if kind not in (*KINDS, "inputs"):
         raise ValueError(f"curvature is one of {', '.join(map(repr, KINDS))}, not {kind!r}")
@@ -123,26 +124,29 @@ def parts_of(logits: Tensor) -> Iterator[slice]:
 
 
 def _sampled(logits: Tensor, valid: Tensor | None, draw: torch.Generator, number: int) -> list[Tensor]:
-    """Gradients of the summed cross-entropy by the logits, for labels drawn from the model's distribution, a few times."""
+    """Random vectors for each token, with the covariance that the gradient of its cross-entropy by the logits has.
+
+    With p the probabilities and e random signs, r - p sum(r) with r = sqrt(p) e has the covariance diag(p) - p p', as the
+    gradient for a label drawn from p has. But where p has one large element, that gradient is nearly always tiny and rarely
+    large, while these vectors have about the same length for all signs: they take fewer tokens for the same precision.
+    """
     flat = logits.reshape(-1, logits.shape[-1])
-    wide = torch.promote_types(flat.dtype, torch.float32)
-    gradients = [torch.empty_like(flat) for _ in range(_DRAWS)]
-    uniform = torch.rand(len(flat), _DRAWS, generator=draw, dtype=torch.float64).to(flat.device, wide)
+    classes, wide = flat.shape[1], torch.promote_types(flat.dtype, torch.float32)
+    signs = torch.randint(2, (classes + _PLACES,), generator=draw).mul_(2).sub_(1).to(flat.device, wide).unfold(0, classes, 1)
+    places = torch.randint(_PLACES, (len(flat), _DRAWS), generator=draw).to(flat.device)
+    vectors = [torch.empty_like(flat) for _ in range(_DRAWS)]
     there = None
     if valid is not None and valid.shape == logits.shape[:-1]:
         there = valid.flatten().to(flat.device)
     for part in parts_of(flat):
         p = torch.softmax(flat[part], -1, dtype=wide)
-        below = p.cumsum(-1)
-        if not bool(below[:, -1].isfinite().all()):
+        if not bool(p.isfinite().all()):
             raise ValueError(f"the logits of batch {number} of data= are NaN; look at that batch and at the weights")
-        labels = torch.searchsorted(below, uniform[part] * below[:, -1:], right=True).clamp_max(flat.shape[1] - 1)
-        if there is not None:
-            p.mul_(there[part, None])
-        minus = torch.full_like(p[:, :1], -1.0) if there is None else -there[part, None].to(p.dtype)
-        for gradient, label in zip(gradients, labels.mT, strict=True):
-            gradient[part] = p.scatter_add(1, label[:, None], minus)
-    return [gradient.view(logits.shape) for gradient in gradients]
+        root = p.sqrt() if there is None else p.sqrt().mul_(there[part, None])
+        for vector, place in zip(vectors, places[part].mT, strict=True):
+            r = root * signs[place]
+            vector[part] = torch.addcmul(r, p, r.sum(-1, keepdim=True), value=-1)
+    return [vector.view(logits.shape) for vector in vectors]
 
 
 def valid_positions(kwargs: Mapping[str, Any]) -> Tensor | None:

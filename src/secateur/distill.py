@@ -125,7 +125,7 @@ def distill_(
     teacher: nn.Module,
     data: Iterable[Any],
     *,
-    steps: int = 40,
+    steps: int = 36,
     lr: float = 8e-5,
     warmup: int = 5,
     generate: bool = True,
