@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import secateur as sc
 from secateur.distill import Distilled, _order, distill_
+from secateur.teaching import can_write, write
 from secateur.teaching import divergence as divergence_and_gradient
 
 
@@ -252,6 +253,49 @@ def test_language_models_keep_embedding_and_head(dtype):
     weight = model.model.layers[0].mlp.down_proj.weight
     assert weight.dtype == dtype
     assert bool((weight.view(16, -1, 4).ne(0).sum(-1) <= 2).all())
+
+
+def texts(count=4):
+    draw = torch.Generator().manual_seed(1)
+    there = torch.tensor([[1] * 17, [1] * 12 + [0] * 5])
+    return [{"input_ids": torch.randint(31, (2, 17), generator=draw), "attention_mask": there} for _ in range(count)]
+
+
+def test_the_teacher_writes_text_for_the_steps_after_the_first_pass():
+    dense = llama()
+    model, seen = copy.deepcopy(dense), []
+    sc.prune_(model, sparsity=0.5, exclude="lm_head")
+    before = copy.deepcopy(model)
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"]) if torch.is_grad_enabled() else None, with_kwargs=True
+    )
+    data, state = texts(), torch.get_rng_state()
+    done = distill_(model, dense, data, steps=7, lr=1e-3)
+    known = [any(torch.equal(ids, batch["input_ids"]) for batch in data) for ids in seen]
+    assert known.count(True) == 3  # one of four is held out
+    assert known.count(False) == done.written == 4
+    assert all(any(torch.equal(ids[:, 0], batch["input_ids"][:, 0]) for batch in data) for ids in seen)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert "the teacher wrote 4" in str(done)
+    again = copy.deepcopy(before)
+    assert distill_(again, dense, data, steps=7, lr=1e-3).looks == done.looks
+    assert distill_(copy.deepcopy(before), dense, data, steps=3, lr=1e-3).written == 0
+    assert distill_(copy.deepcopy(before), dense, data, steps=7, lr=1e-3, generate=False).written == 0
+
+
+def test_written_text_goes_on_from_the_beginnings_of_sequences():
+    dense, data = llama(), texts()
+    data[0] = {"input_ids": data[0]["input_ids"], "attention_mask": data[0]["attention_mask"].flip(1)}  # padding on the left
+    made = list(write(dense, data))
+    assert [each["input_ids"].shape for each in made] == [(2, 17)] * 4
+    for old, new in zip(data, made, strict=True):
+        first = [row[there.bool()][0] for row, there in zip(old["input_ids"], old["attention_mask"], strict=True)]
+        assert new["input_ids"][:, 0].tolist() == [int(token) for token in first]
+        assert bool(new["attention_mask"].all())
+    assert can_write(dense, data)
+    assert not can_write(dense, [{**data[0], "position_ids": torch.arange(17)[None]}])
+    assert not can_write(dense, [torch.randn(2, 17)])
+    assert not can_write(nn.Linear(2, 2), data)
 
 
 def test_padding_does_not_count():

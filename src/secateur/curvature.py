@@ -1,4 +1,4 @@
-"""Curvature: how much the loss reacts to each output of a layer, from one backward pass of the model as it is.
+"""Curvature: how much the loss reacts to each output of a layer, from backward passes of the model as it is.
 
 For a layer that maps x to W x, with g the gradient of the loss with respect to W x, G = E[g g'] and H = E[x x'] are the two
 Kronecker factors of the layer's Fisher matrix (K-FAC, Martens & Grosse, 2015): a change D of its weights costs the loss about
@@ -60,14 +60,14 @@ def curvature(
     loss: Loss | None = None,
     seed: int = 0,
 ) -> Curvature:
-    """Runs the model forward and backward once on every batch, and returns G and H of the targets. The model is unchanged.
+    """Runs the model on every batch, forward once and backward twice, and returns G and H of the targets.
 
-    `kind="diag"` keeps the diagonal of G only, `kind="inputs"` returns W'GW, which is smaller than G for layers with many
-    outputs, and `kind="none"` computes no G and takes no backward pass. `gram` is "full", "diag" or "none", for H. Without
-    `loss`, the output of the model must hold logits on its last axis (a tensor, or the `logits` of a mapping or an output
-    object); G is then that of the cross-entropy for labels from the model's own distribution, the true Fisher matrix. With
-    `loss`, a function of the output and the target, its gradients are used. Positions that a two-dimensional `attention_mask`
-    of the batch excludes count nowhere.
+    The model is unchanged. `kind="diag"` keeps the diagonal of G only, `kind="inputs"` returns W'GW, which is smaller than G
+    for layers with many outputs, and `kind="none"` computes no G and takes no backward pass. `gram` is "full", "diag" or
+    "none", for H. Without `loss`, the output of the model must hold logits on its last axis (a tensor, or the `logits` of a
+    mapping or an output object); G is then that of the cross-entropy for labels from the model's own distribution, the true
+    Fisher matrix. With `loss`, a function of the output and the target, its gradients are used, in one backward pass. Positions
+    that a two-dimensional `attention_mask` of the batch excludes count nowhere.
     """
     if kind not in (*KINDS, "inputs"):
         raise ValueError(f"curvature is one of {', '.join(map(repr, KINDS))}, not {kind!r}")
