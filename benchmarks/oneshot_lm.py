@@ -1,7 +1,7 @@
 """Perplexity of a real language model after one-shot pruning of the linear layers of its blocks, next to what pruning costs.
 
     python benchmarks/oneshot_lm.py --models DIR [--model stories15m|smollm2] [--rows NAME ...] [--patterns NAME ...] [--seed 0]
-        [--results FILE] [--device cuda] [--blocks N] [--steps 36]
+        [--results FILE] [--device cuda] [--blocks N] [--steps 32]
 
 DIR holds `stories15m/` or `smollm2/` (config.json, model.safetensors: Llamas of 15 M and 135 M parameters) and `text/`.
 stories15m is calibrated on 128 stories and evaluated on the last 150 of `text/tinystories_tokens.npz` (`ids`: all stories, one
@@ -45,7 +45,7 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "4:8": {"pattern": "4:8"},
 }
 PLAIN = "SparseGPT, plain"
-STEPS = 36  # of `distill_`
+STEPS = 32  # of `distill_`
 ROWS: dict[str, dict[str, Any]] = {
     "magnitude": {"criterion": sc.magnitude},
     "Wanda": {"criterion": sc.wanda, "scope": "row"},
