@@ -103,7 +103,7 @@ def test_training_stops_when_it_gets_worse_twice_in_a_row():
         return (output - wanted).square().mean() if torch.is_grad_enabled() else torch.tensor(float(len(steps)))
 
     done = distill_(model, dense, batches(), steps=40, loss=loss, holdout=held)
-    assert len(done.training) == 20
+    assert len(done.training) == 30
     assert not done.improved
 
 
@@ -137,16 +137,15 @@ def test_where_the_held_out_batches_get_worse_it_goes_back_and_on_at_half_the_ra
         model.weight.fill_(0.5)
     data = [torch.ones(1, 1, dtype=dtype)] * 4
     done = distill_(model, nn.Linear(1, 1).to(dtype), data, steps=8, lr=0.1, warmup=0, loss=slope)
-    assert at[0] == at[2] == at[4] == 0.5  # looks after every second step
+    assert at[0] == at[4] == at[6] == 0.5  # looks after the fourth and the sixth step
     assert 0.09 < at[0] - at[1] < 0.11
-    assert 0.014 < at[2] - at[3] < 0.018  # Adam begins with 0.37 of the rate, which is 0.0427 by then
-    assert 0 < at[4] - at[5] < 0.3 * (at[2] - at[3])
+    assert 0.005 < at[4] - at[5] < 0.007  # Adam begins with 0.24 of the rate, which is 0.025 by then
     assert not done.improved
 
 
 def test_a_rate_that_is_too_high_is_halved_until_it_helps():
     model, dense = pruned()
-    done = distill_(model, dense, batches(), steps=40, lr=0.3)
+    done = distill_(model, dense, batches(), steps=40, lr=1.0)
     assert done.looks[0][1] > done.before > 2 * done.after
 
 
@@ -335,7 +334,7 @@ def test_the_result_prints_and_counts():
     done = distill_(model, dense, batches(), steps=8, lr=1e-2)
     assert "held out" in str(done)
     assert done.metrics()["steps"] == 8
-    assert done.to_dict()["looks"][0][0] == 2
+    assert done.to_dict()["looks"][0][0] == 4
     assert "<table>" in done._repr_html_()
 
 

@@ -24,7 +24,8 @@ from .stats import as_it_was, check_evidence
 from .targeting import Globs, all_match, globs_of, under
 from .teaching import Distance, backward, can_write, held_out, write
 
-_LOOKS = (0.25, 0.5, 0.75, 1.0)  # parts of the steps after which the held-out batches are looked at
+# Parts of the steps after which the held-out batches are looked at. Before, they show the noise of a high rate, which fades.
+_LOOKS = (0.5, 0.75, 1.0)
 _PATIENCE = 2  # training stops after so many looks in a row that are each worse than the one before
 
 
