@@ -127,7 +127,7 @@ def distill_(
     data: Iterable[Any],
     *,
     steps: int = 32,
-    lr: float = 5e-5,
+    lr: float = 3e-5,
     warmup: int = 5,
     generate: bool = True,
     holdout: float | Iterable[Any] = 0.125,
@@ -155,7 +155,7 @@ def distill_(
         lr: the rate of Adam after `warmup` steps; it then falls to 0 along a cosine. Weights that came out of `admm` or
             `sparsegpt` are at a minimum, and a high rate throws them out of it.
         warmup: the number of steps over which the rate rises.
-        generate: whether the teacher writes text for the steps after the first pass over `data=`, from the beginnings of its
+        generate: whether the teacher writes text for the steps after the first pass over `data=`, from the first tokens of its
             sequences on. Without it these steps use the same batches again, which fits the model to them too closely.
         holdout: the fraction of the batches that is held out, at least one; or batches to use for that.
         loss: a function of the two models' outputs. By default it is the Kullback-Leibler divergence of their logits.

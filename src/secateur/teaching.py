@@ -15,7 +15,6 @@ from .stats import on_batch, split_batch
 
 Distance = Callable[[Any, Any], Tensor]
 _TOGETHER = 64  # sequences that are written at once
-_PROMPT = 8  # the teacher goes on from the first of so many parts of a sequence
 
 
 def _outputs(model: nn.Module, teacher: nn.Module, batch: Any) -> tuple[Any, Any, Tensor | None]:
@@ -110,7 +109,7 @@ def _sequences(batch: Any) -> list[Tensor]:
 
 
 def write(teacher: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
-    """For each batch, one of text that the teacher writes, from the beginnings of its sequences on.
+    """For each batch, one of text that the teacher writes, from the first tokens of its sequences on.
 
     Training on it needs no further text (Liu et al., LLM-QAT, 2023). Words are drawn from the teacher's own distribution.
     """
@@ -127,14 +126,13 @@ def write(teacher: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
 
 def _continued(teacher: nn.Module, parts: Sequence[Sequence[Tensor]]) -> Iterator[dict[str, Tensor]]:
     rows = [row for part in parts for row in part]
-    length, width = max(min(map(len, rows)) // _PROMPT, 1), max(map(len, rows))
-    prompt = torch.stack([row[:length] for row in rows])
+    prompt, more = torch.stack([row[:1] for row in rows]), max(map(len, rows)) - 1
     with torch.no_grad(), half_products(teacher), on_batch(teacher, (), {"input_ids": prompt}):
         text = teacher.generate(  # type: ignore[operator]
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
-            min_new_tokens=width - length,
-            max_new_tokens=width - length,
+            min_new_tokens=more,
+            max_new_tokens=more,
             do_sample=True,
             temperature=1.0,
             top_k=0,
