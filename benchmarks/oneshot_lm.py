@@ -30,6 +30,7 @@ import gate_stories
 import numpy
 import plain_sparsegpt
 import torch
+import torch.nn.functional as F
 from _bench import machine, show
 from gate_stories import EVALUATED, LAYERS, perplexity, stories
 from torch import Tensor, nn
@@ -58,11 +59,46 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
+def attend(
+    layer: gate_stories.Attention, x: Tensor, cos: Tensor, sin: Tensor, before: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The output of an attention layer for tokens that follow others, and all keys and values."""
+    q, k, v = (y.unflatten(-1, (-1, layer.each)).transpose(1, 2) for y in (layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)))
+    q, k = (y * cos + torch.cat((-y.chunk(2, -1)[1], y.chunk(2, -1)[0]), -1) * sin for y in (q, k))
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    if before is not None:
+        k, v = torch.cat([before[0], k], 2), torch.cat([before[1], v], 2)
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=before is None, enable_gqa=k.shape[1] != q.shape[1])
+    return layer.o_proj(mixed.transpose(1, 2).flatten(2)), (k, v)
+
+
 class Decoder(gate_stories.Llama):
     """The model with the arguments of Hugging Face. Right padding does not change what causal attention computes before it."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return super().forward(input_ids)
+
+    @torch.no_grad()
+    def generate(self, input_ids: Tensor, max_new_tokens: int, **_: Any) -> Tensor:
+        """Draws tokens from the model's distribution, with keys and values of earlier tokens kept."""
+        text, at, length = input_ids, 0, input_ids.shape[1] + max_new_tokens
+        speeds = self.theta ** (-torch.arange(0, self.each, 2, device=text.device) / self.each)
+        angles = torch.outer(torch.arange(length, device=text.device), speeds).repeat(1, 2)
+        held: list[tuple[Tensor, Tensor]] = []
+        while True:
+            x = self.embed_tokens(text[:, at:])
+            turned = angles[at : text.shape[1]].cos(), angles[at : text.shape[1]].sin()
+            for i, block in enumerate(self.layers):
+                mixed, kept = attend(block.self_attn, block.input_layernorm(x), *turned, held[i] if at else None)
+                held[i : i + 1] = [kept]
+                x = x + mixed
+                x = x + block.mlp(block.post_attention_layernorm(x))
+            at = text.shape[1]
+            below = F.linear(self.norm(x[:, -1]), self.embed_tokens.weight).float().softmax(-1).cumsum(-1)
+            drawn = torch.searchsorted(below, torch.rand_like(below[:, :1]) * below[:, -1:], right=True)
+            text = torch.cat([text, drawn.clamp_max(below.shape[1] - 1)], 1)
+            if text.shape[1] == length:
+                return text
 
 
 def batches(sequences: list[Tensor], size: int = 16) -> list[dict[str, Tensor]]:

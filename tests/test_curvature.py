@@ -40,7 +40,7 @@ def test_both_factors_equal_sums_over_tokens_taken_one_by_one():
     assert made.tokens == {"0.weight": 90, "2.weight": 90}
 
 
-def test_labels_are_drawn_from_the_models_own_distribution():
+def test_the_fisher_matrix_is_that_of_the_models_own_distribution():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5))
     x = torch.randn(40_000, 6)
@@ -52,6 +52,19 @@ def test_labels_are_drawn_from_the_models_own_distribution():
     assert torch.equal(made.G["0.weight"], again.G["0.weight"])
     other = curvature(model, found(model), list(x.split(8000)), seed=4)
     assert not torch.equal(made.G["0.weight"], other.G["0.weight"])
+
+
+def test_few_tokens_are_enough_for_a_confident_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5))
+    with torch.no_grad():
+        model[0].weight.mul_(0.1)
+        model[0].bias.copy_(torch.tensor([8.0, 0, 0, 0, 0]))  # a label drawn from it is another one in 1 of 700 tokens
+    x = torch.randn(60, 6)
+    p = model(x).softmax(-1).detach()
+    wanted = torch.diag(p.mean(0)) - p.T @ p / len(p)
+    made = curvature(model, found(model), [x], kind="diag")
+    torch.testing.assert_close(made.G["0.weight"], wanted.diagonal(), rtol=0.3, atol=0)
 
 
 def test_a_class_of_probability_zero_is_never_drawn():

@@ -92,7 +92,7 @@ _FINE = 20  # steps between two of them that a budget can take
 
 
 def by_loss(reach: float = 0.3, curvature: str = "fisher") -> ByLoss:
-    """Makes layers sparser where that costs the loss least. Needs `data=`, and takes one backward pass over it.
+    """Makes layers sparser where that costs the loss least. Needs `data=`, and takes backward passes over it.
 
     The error that pruning leaves in a layer's outputs, weighed by their effect on the loss, is measured at several
     sparsities that differ from the one asked for by at most `reach`; the shares minimise the sum of these errors.

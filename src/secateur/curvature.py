@@ -1,4 +1,4 @@
-"""Curvature: how much the loss reacts to each output of a layer, from one backward pass of the model as it is.
+"""Curvature: how much the loss reacts to each output of a layer, from backward passes of the model as it is.
 
 For a layer that maps x to W x, with g the gradient of the loss with respect to W x, G = E[g g'] and H = E[x x'] are the two
 Kronecker factors of the layer's Fisher matrix (K-FAC, Martens & Grosse, 2015): a change D of its weights costs the loss about
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ._dist import sharded
 from ._tree import Loose
-from .edit import preserve_rng
+from .edit import half_products, preserve_rng
 from .input_squares import is_float
 from .moments import layer_inputs
 from .progress import Progress
@@ -28,6 +28,8 @@ from .targeting import Target
 KINDS = ("none", "diag", "fisher")  # each knows more than the one before
 _WIDEST = 8192  # with more outputs, only the diagonal of G is kept
 _ENOUGH = 10  # tokens per output; with fewer, G is shrunk towards its diagonal
+_DRAWS = 2  # random vectors for each token; each takes a backward pass
+_PLACES = 1 << 16  # of a list of random signs, at which those of a token may begin
 _ELEMENTS = {"cpu": 1 << 18}  # logits are worked on in parts of about this size, which fits into the cache of a CPU
 
 
@@ -58,14 +60,14 @@ def curvature(
     loss: Loss | None = None,
     seed: int = 0,
 ) -> Curvature:
-    """Runs the model forward and backward once on every batch, and returns G and H of the targets. The model is unchanged.
+    """Runs the model on every batch, forward once and backward twice, and returns G and H of the targets.
 
-    `kind="diag"` keeps the diagonal of G only, `kind="inputs"` returns W'GW, which is smaller than G for layers with many
-    outputs, and `kind="none"` computes no G and takes no backward pass. `gram` is "full", "diag" or "none", for H. Without
-    `loss`, the output of the model must hold logits on its last axis (a tensor, or the `logits` of a mapping or an output
-    object); labels are then drawn from the model's own distribution, which gives the true Fisher matrix. With `loss`, a
-    function of the output and the target, its gradients are used. Positions that a two-dimensional `attention_mask` of the
-    batch excludes count nowhere.
+    The model is unchanged. `kind="diag"` keeps the diagonal of G only, `kind="inputs"` returns W'GW, which is smaller than G
+    for layers with many outputs, and `kind="none"` computes no G and takes no backward pass. `gram` is "full", "diag" or
+    "none", for H. Without `loss`, the output of the model must hold logits on its last axis (a tensor, or the `logits` of a
+    mapping or an output object); G is then that of the cross-entropy for labels from the model's own distribution, the true
+    Fisher matrix. With `loss`, a function of the output and the target, its gradients are used, in one backward pass. Positions
+    that a two-dimensional `attention_mask` of the batch excludes count nowhere.
     """
     if kind not in (*KINDS, "inputs"):
         raise ValueError(f"curvature is one of {', '.join(map(repr, KINDS))}, not {kind!r}")
@@ -85,14 +87,17 @@ def curvature(
                 continue
             ran += 1
             with listen(targets, sums.called, sums.passed, sums.returned):
-                with sums.forward(valid_positions(kwargs)), on_batch(model, args, kwargs):
+                with sums.forward(valid_positions(kwargs)), half_products(model), on_batch(model, args, kwargs):
                     output = model(*args, **kwargs)
                 if not backward:
                     continue
-                value, gradient = (loss(output, wanted), None) if loss else _sampled(output, sums.valid, draw, number)
+                value = loss(output, wanted) if loss else logits_of(output)
                 if not value.requires_grad:
                     raise ValueError("the output of the model does not depend on any of the layers to prune")
-                torch.autograd.grad(value, sums.anchors, gradient, allow_unused=True)
+                gradients = [None] if loss else _sampled(value.detach(), sums.valid, draw, number)
+                for left, gradient in zip(range(len(gradients))[::-1], gradients, strict=True):
+                    torch.autograd.grad(value, sums.anchors, gradient, allow_unused=True, retain_graph=left > 0)
+                sums.draws = len(gradients)
     if not ran:
         raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
     return sums.means(targets)
@@ -118,23 +123,30 @@ def parts_of(logits: Tensor) -> Iterator[slice]:
     return (slice(first, first + step) for first in range(0, len(logits), step))
 
 
-def _sampled(output: Any, valid: Tensor | None, draw: torch.Generator, number: int) -> tuple[Tensor, Tensor]:
-    """The logits, and the gradient of the summed cross-entropy by them, for labels drawn from the model's distribution."""
-    logits = logits_of(output)
-    flat = logits.detach().reshape(-1, logits.shape[-1])
-    gradient = torch.empty_like(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
-    uniform = torch.rand(len(flat), 1, generator=draw, dtype=torch.float64).to(gradient)
-    for part in parts_of(flat):
-        p = torch.softmax(flat[part], -1, dtype=gradient.dtype, out=gradient[part])
-        below = p.cumsum(-1)
-        label = torch.searchsorted(below, uniform[part] * below[:, -1:], right=True).clamp_max(flat.shape[1] - 1)
-        p.scatter_add_(1, label, torch.full_like(p[:, :1], -1.0).expand_as(label))
-    gradient = gradient.view(logits.shape)
-    if not bool(gradient.isfinite().all()):
-        raise ValueError(f"the logits of batch {number} of data= are NaN; look at that batch and at the weights")
+def _sampled(logits: Tensor, valid: Tensor | None, draw: torch.Generator, number: int) -> list[Tensor]:
+    """Random vectors for each token, with the covariance that the gradient of its cross-entropy by the logits has.
+
+    With p the probabilities and e random signs, r - p sum(r) with r = sqrt(p) e has the covariance diag(p) - p p', as the
+    gradient for a label drawn from p has. But where p has one large element, that gradient is nearly always tiny and rarely
+    large, while these vectors have about the same length for all signs: they take fewer tokens for the same precision.
+    """
+    flat = logits.reshape(-1, logits.shape[-1])
+    classes, wide = flat.shape[1], torch.promote_types(flat.dtype, torch.float32)
+    signs = torch.randint(2, (classes + _PLACES,), generator=draw).mul_(2).sub_(1).to(flat.device, wide).unfold(0, classes, 1)
+    places = torch.randint(_PLACES, (len(flat), _DRAWS), generator=draw).to(flat.device)
+    vectors = [torch.empty_like(flat) for _ in range(_DRAWS)]
+    there = None
     if valid is not None and valid.shape == logits.shape[:-1]:
-        gradient = gradient.masked_fill_(~valid[..., None].to(gradient.device), 0)
-    return logits, gradient.to(logits.dtype)
+        there = valid.flatten().to(flat.device)
+    for part in parts_of(flat):
+        p = torch.softmax(flat[part], -1, dtype=wide)
+        if not bool(p.isfinite().all()):
+            raise ValueError(f"the logits of batch {number} of data= are NaN; look at that batch and at the weights")
+        root = p.sqrt() if there is None else p.sqrt().mul_(there[part, None])
+        for vector, place in zip(vectors, places[part].mT, strict=True):
+            r = root * signs[place]
+            vector[part] = torch.addcmul(r, p, r.sum(-1, keepdim=True), value=-1)
+    return [vector.view(logits.shape) for vector in vectors]
 
 
 def valid_positions(kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -175,6 +187,7 @@ class _Sums:
 
     def __init__(self, kind: str, gram: str) -> None:
         self.kind, self.gram = kind, gram
+        self.draws = 1
         self.valid: Tensor | None = None
         self.anchors: list[Tensor] = []
         self._forward = False
@@ -285,13 +298,15 @@ class _Sums:
                 continue
             G[name] = self._G.pop(name)
             if target.layout.stacked and self.kind != "inputs":
-                G[name].view(target.layout.groups, -1).div_(self._of_experts[name].clamp(min=1).to(G[name])[:, None])
+                G[name].view(target.layout.groups, -1).div_(
+                    self._of_experts[name].clamp(min=1).to(G[name])[:, None] * self.draws
+                )
             else:
-                G[name].div_(n)
+                G[name].div_(n * self.draws)
             if self.kind == "fisher" and (target.layout.rows > _WIDEST or target.layout.stacked):
                 notes[name] = f"of its curvature only the diagonal was kept ({target.layout.rows:,} outputs)"
             elif self.kind == "fisher" and n < _ENOUGH * target.layout.rows:
-                share = _shrink_(G[name], self._fourth[name] / n, n)
+                share = _shrink_(G[name], self._fourth[name] / (n * self.draws), n * self.draws)
                 notes[name] = (
                     f"its curvature comes from {n:,} tokens for {target.layout.rows:,} outputs and was shrunk towards its "
                     f"diagonal by {share:.0%}; {_ENOUGH * target.layout.rows:,} tokens are enough"

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from ._hints import hints
 from ._tree import as_module, check_unpacked, slots
 from .arguments import plain_arguments
-from .curvature import logits_of, parts_of, valid_positions
 from .display import Reported, Table
 from .edit import IN_TRAINING, forget_, preserve_rng, record_
 from .masks import Masks
 from .progress import Progress
 from .pruner import Pruner
-from .stats import as_it_was, check_evidence, on_batch, split_batch
+from .stats import as_it_was, check_evidence
 from .targeting import Globs, all_match, globs_of, under
+from .teaching import Distance, backward, can_write, held_out, write
 
-_LOOKS = (0.25, 0.5, 0.75, 1.0)  # parts of the steps after which the held-out batches are looked at
+# Parts of the steps after which the held-out batches are looked at. Before, they show the noise of a high rate, which fades.
+_LOOKS = (0.5, 0.75, 1.0)
 _PATIENCE = 2  # training stops after so many looks in a row that are each worse than the one before
-Distance = Callable[[Any, Any], Tensor]
 
 
 @dataclass
@@ -34,7 +34,8 @@ class Distilled(Reported):
     """What `distill_` did: `before` and `after` are the mean distances from the teacher on the held-out batches.
 
     `looks` lists (step, distance on the held-out batches), and `training` the distance on the batch of each step. `kept_step`
-    is the step whose weights the model has now: 0 if no step improved, and then the model is unchanged.
+    is the step whose weights the model has now: 0 if no step improved, and then the model is unchanged. `written` is the number
+    of batches that the teacher wrote.
     """
 
     recipe: str
@@ -44,6 +45,7 @@ class Distilled(Reported):
     looks: list[tuple[int, float]]
     training: list[float]
     tensors: int
+    written: int = 0
     dense: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
@@ -81,6 +83,7 @@ class Distilled(Reported):
             "kept_step": self.kept_step,
             "steps": len(self.training),
             "tensors": self.tensors,
+            "written": self.written,
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,6 +108,7 @@ class Distilled(Reported):
         ]
         worse = "no step was better on the held-out batches, so the model is unchanged (try a lower lr=)"
         note = [] if self.improved else [worse]
+        note += [f"the teacher wrote {self.written} of the batches"] if self.written else []
         return Table(("step", "in training", "held out", ""), rows, right=range(3), title=f"distill, {self.recipe}", notes=note)
 
     def __str__(self) -> str:
@@ -123,8 +127,9 @@ def distill_(
     data: Iterable[Any],
     *,
     steps: int = 32,
-    lr: float = 1e-4,
+    lr: float = 3e-5,
     warmup: int = 5,
+    generate: bool = True,
     holdout: float | Iterable[Any] = 0.125,
     seed: int = 0,
     loss: Distance | None = None,
@@ -135,10 +140,12 @@ def distill_(
 ) -> Distilled:
     """Trains the weights that are left, in place, so that the model's outputs come closer to those of the dense teacher.
 
-    Every step is one batch of `data=`, in an order drawn with `seed`. Zeros stay zero: those of the masks of `pruner=`, or else
-    all that weights have. The mean distance on held-out batches is measured a few times. Where it got worse, training goes back
-    to the best weights, and on at half the rate. The model gets the best weights that were found; if none are better than those
-    it had, it comes out unchanged, bit for bit.
+    Every step is one batch, in an order drawn with `seed`: all of `data=`, and for further steps text that the teacher writes,
+    if it has the method `generate` of Hugging Face models. Zeros stay zero: those of the masks of `pruner=`, or else all that
+    weights have. The mean distance on held-out batches is measured a few times. Where it got worse, training goes back to the
+    best weights, and on at half the rate. The model gets the best weights that were found; if none are better than those it
+    had, it comes out unchanged, bit for bit. Large models run in bfloat16 where the processor is faster at it; their weights
+    stay in their own precision.
 
     Args:
         model: the pruned model.
@@ -148,6 +155,8 @@ def distill_(
         lr: the rate of Adam after `warmup` steps; it then falls to 0 along a cosine. Weights that came out of `admm` or
             `sparsegpt` are at a minimum, and a high rate throws them out of it.
         warmup: the number of steps over which the rate rises.
+        generate: whether the teacher writes text for the steps after the first pass over `data=`, from the first tokens of its
+            sequences on. Without it these steps use the same batches again, which fits the model to them too closely.
         holdout: the fraction of the batches that is held out, at least one; or batches to use for that.
         loss: a function of the two models' outputs. By default it is the Kullback-Leibler divergence of their logits.
         pruner: takes the masks of a `Pruner`.
@@ -165,17 +174,22 @@ def distill_(
     recipe = f"{steps} steps, lr {lr:g}"
     result = Distilled(recipe, 0.0, 0.0, 0, [], [], len(trained))
     with _only(model, trained), preserve_rng(), as_it_was(model), as_it_was(teacher):
-        result.before = result.after = _held_out(model, teacher, held, loss)
+        result.before = result.after = held_out(model, teacher, held, loss)
         old = best = student.values()
         looks = {math.ceil(part * steps) for part in _LOOKS}
         try:
             with Progress("distill", steps) as progress:
+                if generate and can_write(teacher, training):
+                    torch.manual_seed(seed)
+                    missing = list(_order(training, max(steps - len(training), 0), draw))
+                    progress(f"writing {len(missing)} batches")
+                    training, result.written = [*training, *write(teacher, missing)], len(missing)
                 for step, batch in enumerate(_order(training, steps, draw), 1):
                     progress(f"step {step}")
-                    result.training.append(student.step(lambda batch=batch: _backward(model, teacher, batch, loss)))
+                    result.training.append(student.step(lambda batch=batch: backward(model, teacher, batch, loss)))
                     if step not in looks:
                         continue
-                    result.looks.append((step, _held_out(model, teacher, held, loss)))
+                    result.looks.append((step, held_out(model, teacher, held, loss)))
                     if result.looks[-1][1] < result.after:
                         result.after, result.kept_step, best = result.looks[-1][1], step, student.values()
                     elif result.getting_worse:
@@ -343,74 +357,3 @@ def _order(batches: Sequence[Any], steps: int, draw: torch.Generator) -> Iterato
         for i in torch.randperm(len(batches), generator=draw).tolist()[: steps - done]:
             done += 1
             yield batches[i]
-
-
-# --- the distance from the teacher ----------------------------------------------------------------------------------
-
-
-def _outputs(model: nn.Module, teacher: nn.Module, batch: Any) -> tuple[Any, Any, Tensor | None]:
-    args, kwargs, _ = split_batch(batch)
-    with torch.no_grad(), on_batch(teacher, args, kwargs):
-        wanted = teacher(*args, **kwargs)
-    with on_batch(model, args, kwargs):
-        return model(*args, **kwargs), wanted, valid_positions(kwargs)
-
-
-def _backward(model: nn.Module, teacher: nn.Module, batch: Any, loss: Distance | None) -> float:
-    """Leaves the gradients of the distance on one batch in the parameters, and returns it."""
-    output, wanted, valid = _outputs(model, teacher, batch)
-    if loss is not None:
-        value = loss(output, wanted)
-        value.backward()
-        return float(value.detach())
-    logits = logits_of(output)
-    distance, count, gradient = _divergence(logits.detach(), logits_of(wanted), valid, gradient=True)
-    assert gradient is not None
-    if not math.isfinite(distance):
-        raise ValueError(
-            "the distance from the teacher is NaN or infinite; look at the data, or lower lr=. The model is unchanged."
-        )
-    logits.backward(gradient)
-    return distance / max(count, 1)
-
-
-def _held_out(model: nn.Module, teacher: nn.Module, batches: Sequence[Any], loss: Distance | None) -> float:
-    """The mean distance over the tokens of these batches; with a loss of the user's, over the batches."""
-    total, count = 0.0, 0
-    with torch.no_grad():
-        for batch in batches:
-            output, wanted, valid = _outputs(model, teacher, batch)
-            if loss is not None:
-                distance, tokens = float(loss(output, wanted)), 1
-            else:
-                distance, tokens, _ = _divergence(logits_of(output), logits_of(wanted), valid, gradient=False)
-            total, count = total + distance, count + tokens
-    return total / max(count, 1)
-
-
-def _divergence(logits: Tensor, wanted: Tensor, valid: Tensor | None, *, gradient: bool) -> tuple[float, int, Tensor | None]:
-    """The summed KL(teacher || model) over tokens, their number, and the gradient of the mean by the model's logits.
-
-    The gradient is softmax(logits) - softmax(wanted), so no graph over the logits is needed.
-    """
-    if logits.shape != wanted.shape:
-        raise ValueError(f"the model gives logits of shape {tuple(logits.shape)} and the teacher {tuple(wanted.shape)}")
-    own, other = logits.reshape(-1, logits.shape[-1]), wanted.reshape(-1, wanted.shape[-1])
-    there = None
-    if valid is not None and valid.shape == logits.shape[:-1]:
-        there = valid.flatten().to(own.device)
-    count = len(own) if there is None else int(there.sum())
-    slope = torch.empty_like(own) if gradient else None
-    total = 0.0
-    for part in parts_of(own):
-        log_q = own[part].float().log_softmax(-1)
-        log_p = other[part].float().log_softmax(-1)
-        p = log_p.exp()
-        each = torch.where(p > 0, p * (log_p - log_q), 0).sum(-1)  # classes that the teacher excludes count nothing
-        if there is not None:
-            each = torch.where(there[part], each, 0)
-        total += float(each.double().sum())
-        if slope is not None:
-            difference = log_q.exp_().sub_(p).div_(max(count, 1))
-            slope[part] = difference if there is None else difference * there[part, None]
-    return total, count, None if slope is None else slope.view_as(logits)

@@ -156,7 +156,7 @@ def reorder_(
     """Permutes channels inside the model, in place, so that an n:m pattern keeps more. The model computes the same function.
 
     Call it before pruning with that pattern. A channel's importance is the square of its weights times the mean square of its
-    inputs on `data=`; with `curvature="diag"`, times the effect of each output on the loss (one backward pass). Channels are
+    inputs on `data=`; with `curvature="diag"`, times the effect of each output on the loss (backward passes). Channels are
     moved where exactly one layer reads them, so the residual stream of a transformer keeps its order. The model is run before
     and after, and orders that change its output are taken back.
 

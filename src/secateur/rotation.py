@@ -88,7 +88,7 @@ def rotate_(model: nn.Module, *, data: Iterable[Any] | None = None, loss: Loss |
     """Turns the residual stream of the model, in place, so that its last channels cost the loss least when they are removed.
 
     Call it before `shrink`. It is for models whose layers read the stream after RMS norms, as Llama, Mistral and Qwen do. It
-    takes one backward pass over `data`, as the criterion "obs" does. The weights of the norms move into the layers after them,
+    takes backward passes over `data`, as the criterion "obs" does. The weights of the norms move into the layers after them,
     and the model computes the same function, except where an output layer is tied to the embedding: then one number replaces
     the weights of the last norm, and the result says how much that changes the output.
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from secateur.edit import all_or_nothing, eval_mode, preserve_rng, split_inputs
+from secateur.edit import all_or_nothing, eval_mode, guards, half_products, preserve_rng, split_inputs
 
 
 def draws():
@@ -85,3 +85,15 @@ def test_an_error_leaves_tensors_attributes_and_gradients_as_they_were():
     assert model[0].out_features == 3
     assert len(model) == 2
     assert not hasattr(model, "extra")
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_large_models_multiply_in_bfloat16_where_the_processor_can(monkeypatch, able):
+    monkeypatch.setattr(guards, "_has_bfloat16", lambda kind: able)
+    for width, dtype in ((1024, torch.float32), (16, torch.float32), (1024, torch.float64)):
+        model = nn.Linear(width, width, dtype=dtype)
+        with half_products(model):
+            fewer = able and width == 1024 and dtype == torch.float32
+            assert model(torch.ones(1, width, dtype=dtype)).dtype == (torch.bfloat16 if fewer else dtype)
+        assert model.weight.dtype == dtype
+        assert not torch.is_autocast_enabled("cpu")

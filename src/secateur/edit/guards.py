@@ -79,6 +79,32 @@ def fresh_casts() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
+_LARGE = 1 << 20  # parameters; in smaller models, converting numbers takes longer than products in fewer bits save
+
+
+@contextmanager
+def half_products(model: nn.Module) -> Iterator[None]:
+    """Runs matrix products of large models in bfloat16, on devices that have instructions for it and are faster that way.
+
+    It is autocast, so it changes nothing in models of half or double precision. Weights are converted again in each context.
+    """
+    first = next(model.parameters(), None)
+    kind = "cpu" if first is None else first.device.type
+    large = sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
+    if not large or not _has_bfloat16(kind) or torch.is_autocast_enabled(kind):
+        yield
+        return
+    with torch.autocast(kind, torch.bfloat16):
+        yield
+
+
+def _has_bfloat16(kind: str) -> bool:
+    """Whether devices of this kind multiply bfloat16 numbers in hardware."""
+    if kind == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return kind == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
 class RngGuard:
     """The state of the random number generators of torch, Python, and numpy where it is loaded."""
 

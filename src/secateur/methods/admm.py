@@ -137,13 +137,13 @@ class ADMM(Method):
 
 @dataclass(frozen=True)
 class ByTheLoss(ADMM):
-    """`method="loss"`: ADMM in which the loss decides, from one backward pass of the dense model.
+    """`method="loss"`: ADMM in which the loss decides, from backward passes of the dense model.
 
-    Outputs are weighed by their curvature, the target is `flow()`, the budget is spread by `by_loss()`, and channels are put
-    into a better order for n:m patterns.
+    Outputs are weighed by their curvature, the target is `flow(0.5, 0.75)`, the budget is spread by `by_loss()`, and channels
+    are put into a better order for n:m patterns.
     """
 
-    target: Aim = field(default_factory=flow)
+    target: Aim = field(default_factory=lambda: flow(0.5, 0.75))
     curvature: str = "fisher"
 
     spread = by_loss()
@@ -178,7 +178,7 @@ def admm(
     `rho[0]` to `rho[1]`; more than 20 hardly matter. Then `refit` steps of conjugate gradients re-solve the weights that stay.
     Layers with more than `wide` inputs use a fixed penalty, which is faster there and about 1 % worse. `target` says what the
     outputs should be: `own()` (the default) or `flow()`. `curvature` weighs errors of the outputs by their effect on the loss:
-    "diag" for each output, "fisher" for all pairs of outputs; both need one backward pass of the model. `ridge` pulls weights
+    "diag" for each output, "fisher" for all pairs of outputs; both need backward passes of the model. `ridge` pulls weights
     towards their old values. With `values`, the weights are rounded as `compress_(values=, group=)` stores them, and each makes
     up for the errors of the others. (Boža, 2024; Meng et al., ALPS, 2024.)
     """

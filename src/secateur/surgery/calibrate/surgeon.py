@@ -60,7 +60,7 @@ def _score(units: Units) -> Tensor | str:
 
 
 obs = UnitCriterion("obs", _score, gather=unit_costs, priced=True)
-"""What the removal of a unit costs the loss, from one backward pass over `data`, with or without `refit=True`."""
+"""What the removal of a unit costs the loss, from backward passes over `data`, with or without `refit=True`."""
 
 
 def _readers(trace: Trace, group: Group, targets: dict[str, Target]) -> Readers | str:
