@@ -20,6 +20,7 @@ from ._tree import Loose
 from .edit import half_products, preserve_rng
 from .input_squares import is_float
 from .moments import layer_inputs
+from .products import matmul
 from .progress import Progress
 from .reads import listen
 from .stats import Loss, as_it_was, check_evidence, on_batch, split_batch
@@ -265,7 +266,8 @@ class _Sums:
     def _read(self, target: Target, groups: slice, key: Any, x: Tensor, inputs: Callable[[], Tensor]) -> None:
         if key not in self._reads:
             read = inputs()
-            product = read.mT @ read if self.gram == "full" else read.square().sum(1)
+            with torch.autocast(read.device.type, enabled=False):  # the model may run in bfloat16, its sums must not
+                product = matmul(read.mT, read) if self.gram == "full" else read.square().sum(1)
             self._reads[key] = _Read(x, product)
         first, last, _ = groups.indices(target.layout.groups)
         self._reads[key].parts.append((target.name, first, last))
@@ -274,14 +276,14 @@ class _Sums:
         g, name, height = _wide(self._rows(g, -1)), target.name, target.layout.rows
         if self.kind == "inputs":
             matrix = _wide(target.layout.matrix(target.weight))[rows]
-            g, rows, height = g @ matrix, slice(None), matrix.shape[1]
+            g, rows, height = matmul(g, matrix), slice(None), matrix.shape[1]
         whole = self.kind == "inputs" or (self.kind == "fisher" and height <= _WIDEST and not target.layout.stacked)
         if name not in self._G:
             self._G[name] = g.new_zeros((height, height) if whole else (height,))
             self._fourth[name] = g.new_zeros(2, dtype=torch.float64)
         squares = g.square()
         if whole:
-            self._G[name][rows, rows].addmm_(g.mT, g)
+            self._G[name][rows, rows].add_(matmul(g.mT, g))
             each = squares.sum(1)
             self._fourth[name] += torch.stack([each @ each, squares.flatten() @ squares.flatten()])
         else:
