@@ -296,7 +296,6 @@ def test_the_gram_matrix_of_a_model_that_runs_in_bfloat16_is_a_sum_of_float32(mo
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 16400), nn.ReLU(), nn.Linear(16400, 3))  # large enough for bfloat16
     batches = [torch.randn(500, 64) + 1 for _ in range(3)]
-
     H = curvature(model, found(model), batches, kind="diag").H["0.weight"]
     x = torch.cat(batches).double()
     assert H.dtype == torch.float32

@@ -246,3 +246,17 @@ def test_unbatched_images_and_lines_run():
 
 def test_repr_says_what_it_is():
     assert "Linear (32, 32), tiled[4]" in repr(compressed())
+
+
+def test_large_packed_weights_are_copied_bit_for_bit():
+    """They lie in other memory than the packing used: in huge pages, where the system has them."""
+    from secateur import kernels
+
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        large = torch.randint(-100, 100, (3 << 20,)).to(dtype)
+        copied = kernels.in_huge_pages(large)
+        assert torch.equal(copied, large)
+        assert copied.dtype == dtype
+    small, strided = torch.ones(8), torch.ones(2000, 2000).T
+    assert kernels.in_huge_pages(small) is small
+    assert kernels.in_huge_pages(strided) is strided

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
+from .. import kernels
 from .._tree import Packed
 from ..masks import unpack_bits
 from ..values import Values
@@ -63,7 +64,7 @@ class Compressed(Packed):
         form = FORMATS[self.form]
         packed = form.pack(as_matrix(weight if store is None else weight.to(store), self.groups).contiguous(), self.options)
         for name, buffer in zip(form.buffers, packed):
-            self.register_buffer(name, buffer)
+            self.register_buffer(name, kernels.in_huge_pages(buffer))
         self.register_buffer("minus", negative_zeros(weight) if form.values is None else None)
 
     def buffers_in_order(self) -> list[Tensor]:

@@ -21,6 +21,7 @@ from .arrays import (
     array,
     compilable,
     compile_now,
+    in_huge_pages,
     in_threads,
     infinity_bits,
     new_tensor,
@@ -35,7 +36,8 @@ from .groups import keep_groups, keep_rows
 
 __all__ = [
     "LARGEST_STEP", "PART", "WIDEST_BLOCK", "Magnitudes", "NaNFound", "compilable", "compile_now", "count_digits",
-    "count_equal", "count_zeros", "drop_ties", "fold", "fold_magnitudes", "gpu_steps", "has_nan", "in_threads", "infinity_bits",
+    "count_equal", "count_zeros", "drop_ties", "fold", "fold_magnitudes", "gpu_steps", "has_nan",
+    "in_huge_pages", "in_threads", "infinity_bits",
     "keep_above", "keep_groups", "keep_magnitudes", "keep_rows", "kth", "magnitude", "magnitude_bits", "new_tensor",
     "ordered", "readable_by_triton", "runs", "slab_elements", "spread_", "tally", "unite_", "zero_",
 ]  # fmt: skip
