@@ -104,6 +104,14 @@ def test_a_load_that_fails_after_a_cut_leaves_gates_and_their_handle(tmp_path):
     assert torch.equal(model(X), dense)
 
 
+def test_prune_folder_refuses_gates(tmp_path):
+    """It writes no manifest, so the gates would be lost."""
+    io.save(gated(), tmp_path / "a")
+    with pytest.raises(ValueError, match="holds a model with gates"):
+        sc.prune_folder(tmp_path / "a", tmp_path / "b", sparsity=0.5, into=build)
+    assert not (tmp_path / "b").exists()
+
+
 def test_from_pretrained_is_not_offered_a_model_with_gates(tmp_path):
     """It would load the weights and leave the gates out."""
     transformers = pytest.importorskip("transformers")
