@@ -527,6 +527,9 @@ def test_state_of_another_model_is_refused_before_anything_changes():
         Gates.load(model, {"2": state["2"]})
     with pytest.raises(ValueError, match=r"entry of '0' is not one that Gates\.state_dict"):
         Gates.load(model, {"0": {"method": "topk"}})
+    model[2] = model[0]
+    with pytest.raises(ValueError, match="'0' and '2' are one layer"):
+        Gates.load(model, {"0": state["0"], "2": state["0"]})
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 

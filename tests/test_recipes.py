@@ -240,6 +240,21 @@ def test_what_is_undone_leaves_the_recipe():
     assert sc.Recipe.of(model) == kept
 
 
+def test_calls_that_differ_in_their_layers_alone_are_all_in_the_recipe():
+    """The second was taken for a repetition of the first, because the text of both is the same."""
+    model, again = build(), build()
+    for layer in ("7", "9"):
+        sc.prune_(model, sparsity=0.8, include=f"{layer}.weight")
+    for layer in ("7", "9"):
+        sc.gate_(model, at=layer, method="topk")
+    sc.Recipe.of(model).run_(again)
+    assert torch.equal(again(DATA[0][0]), model(DATA[0][0]))
+    sc.prune_(again, sparsity=0.5)
+    once = sc.Recipe.of(again)
+    sc.prune_(again, sparsity=0.5)
+    assert sc.Recipe.of(again) == once
+
+
 def own_score(weight):
     return weight.abs()
 

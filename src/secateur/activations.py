@@ -106,6 +106,7 @@ class Gates(Reported):
     def load(cls, model: nn.Module, state: Mapping[str, Any]) -> Gates:
         """Attaches the gates of a `state_dict()`, without calibration."""
         known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+        names: dict[int, str] = {}
         for name, entry in state.items():
             if name not in known:
                 raise ValueError(f"the gates name {name!r}, which the model does not have.{nearest(name, known)}")
@@ -114,6 +115,8 @@ class Gates(Reported):
             if entry["features"] != (features := input_size(module)) and None not in (entry["features"], features):
                 raise ValueError(f"{name!r} takes {features} features here, and {entry['features']} where its gate was made")
             _no_gate_yet(name, module)
+            if (other := names.setdefault(id(module), name)) != name:
+                raise ValueError(f"{other!r} and {name!r} are one layer, which has one gate")
         gates = {name: Gate(name=name, **dict(entry)) for name, entry in state.items()}
         return cls(model, copy.deepcopy(gates))._attach()
 

@@ -136,6 +136,8 @@ def prune_folder(
             if written.exists() and (not written.is_dir() or written.resolve() == Path(source).resolve()):
                 raise ValueError(f"target={str(target)!r} must be another folder than the source")
             folder = stack.enter_context(Folder(Path(source)))
+            if folder.gated:
+                raise ValueError(f"{source} holds a model with gates, which would be lost; load it, prune_ it and save it")
             model = None if into is None else built(into).eval()
             chosen, found, skipped = _chosen(folder, model, include, exclude, types)
             run = _run_of(settings, folder, chosen)

@@ -72,7 +72,7 @@ BROKEN = {
     "other features": (lambda gates: gates["4"].update(features=12, mask="0-5"), "takes 576 features here, and 12"),
     "a number past all floats": (lambda gates: gates["4"].update(weights=10**400), "finite numbers"),
     "an empty list for a number": (lambda gates: gates["4"].update(calibrated=[]), "finite numbers"),
-    "no weights": (lambda gates: gates["4"].update(weights=0), "a number of weights"),
+    "fewer weights than none": (lambda gates: gates["4"].update(weights=-1), "a number of weights"),
     "no mapping": (lambda gates: gates.update({"4": 3}), "is not described as one"),
 }
 
@@ -102,6 +102,23 @@ def test_a_load_that_fails_after_a_cut_leaves_gates_and_their_handle(tmp_path):
     assert torch.equal(model(X), before)
     gates.undo_()
     assert torch.equal(model(X), dense)
+
+
+def test_gates_of_layers_without_weights_and_masks_without_features(tmp_path):
+    model, again = (torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)) for _ in range(2))
+    entry = {"method": "static", "sparsity": 0.5, "axis": -1, "features": 3, "weights": 0, "threshold": 0, "calibrated": None}
+    sc.Gates.load(model, {"1": {**entry, "mask": torch.zeros(3, dtype=torch.bool)}})
+    io.save(model, tmp_path)
+    x = torch.randn(2, 4)
+    assert torch.equal(io.load(tmp_path, again)(x), model(x))
+
+
+def test_prune_folder_refuses_gates(tmp_path):
+    """It writes no manifest, so the gates would be lost."""
+    io.save(gated(), tmp_path / "a")
+    with pytest.raises(ValueError, match="holds a model with gates"):
+        sc.prune_folder(tmp_path / "a", tmp_path / "b", sparsity=0.5, into=build)
+    assert not (tmp_path / "b").exists()
 
 
 def test_from_pretrained_is_not_offered_a_model_with_gates(tmp_path):

@@ -400,6 +400,7 @@ def test_json_leaves_out_what_was_not_measured(model):
         ({"schema": 9}, "schema 9; this version of secateur reads schema 1"),
         ({"layers": None}, r"`array`, got `null` - at `\$.layers`"),
         ({"machine": {}}, "missing required field `cpu`"),
+        ({"note": float("nan")}, "not the JSON of a report"),  # Python's json writes and reads NaN
     ],
 )
 def test_json_that_is_no_report_is_refused_with_the_field(model, tmp_path, change, message):

@@ -364,6 +364,29 @@ def test_values_have_four_digits():
     assert headline(far)[1] == "Perplexity 3.162 → 12,346."
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "shown"),
+    [
+        (5.0, 1e20, ["1.000e+20", "from 5.000", "+1.000e+20"]),  # a perplexity after too much pruning was written out
+        (0.0, 0.05, ["0.05000", "from 0", "+0.05000"]),  # the change was +0
+        (1000.4, 1000.1, ["1,000", "from 1,000", "−0.3"]),  # the change was −0
+        (9.99996, 1e-15, ["1.000e-15", "from 10.00", "−10.00"]),
+        (-0.0, -5, ["−5.000", "from 0", "−5.000"]),
+    ],
+)
+def test_values_that_are_large_or_small_or_zero(before, after, shown):
+    a, b = (StageFigures("", metric=Metric("perplexity", value, better="lower")) for value in (before, after))
+    tile = tiles(ends(a, b))[0]
+    assert [tile.now.text, tile.before, tile.change] == shown
+
+
+def test_a_share_that_is_none_is_shown():
+    """A loss that exploded, from an evaluate that was taken for one of accuracy, ended the report."""
+    a, b = (StageFigures("", metric=Metric("accuracy", value, "%")) for value in (91.0, 1e300))
+    assert headline(ends(a, b))[1] == "Accuracy 91.0 → 1.000e+300 %."
+    assert "1.000e+300" in Report(ends(a, b)).html()
+
+
 def test_numbers_that_did_not_change_are_shown_once():
     row = layer(0, after=[16, 16, 3, 3], channels=[16, 16], kept=2304, bytes_after=9216, format="")
     page = Report(document(1, layers=[row])).html()

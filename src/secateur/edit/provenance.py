@@ -43,11 +43,14 @@ def record_of(model: nn.Module) -> list[tuple[Step, Arguments]]:
 
 
 def record_(model: nn.Module, step: Step, arguments: Arguments = UNKNOWN, replaces: Step | None = None) -> None:
-    """Adds a step to the record, in the place of `replaces` if that is there. A repetition of the last step is not added."""
+    """Adds a step to the record, in the place of `replaces` if that is there.
+
+    A repetition of the last step with the same arguments is not added. The text of a step does not name all arguments.
+    """
     steps, new = _own(model), (step, arguments)
     if replaces is not None and any(one == replaces for one, _ in steps):
         steps = [new if one[0] == replaces else one for one in steps]
-    elif [one for one, _ in steps[-1:]] != [step]:
+    elif steps[-1:] != [new]:
         steps.append(new)
     _put(model, steps)
 

@@ -52,6 +52,12 @@ class Folder:
             file.close()
         self._open = {}
 
+    @property
+    def gated(self) -> bool:
+        """Whether the model that `save` wrote here has gates."""
+        manifest = self.path / MANIFEST
+        return manifest.is_file() and "gates" in read_json(manifest.read_bytes(), str(manifest))
+
     def size(self, file: str) -> int:
         return (self.path / file).stat().st_size
 

@@ -41,7 +41,7 @@ def read_gates(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         numbers = [entry.get("sparsity"), entry.get("threshold"), calibrated, entry.get("weights")]
         if not all(type(n) in (int, float) and -_LARGEST <= n <= _LARGEST for n in numbers):  # NaN is not
             raise BadFile(f"the gate of {name!r} holds something else than finite numbers")
-        if not 0 <= calibrated <= 1 or type(entry["weights"]) is not int or entry["weights"] < 1:
+        if not 0 <= calibrated <= 1 or type(entry["weights"]) is not int or entry["weights"] < 0:
             raise BadFile(f"the gate of {name!r} has a number of weights, or a share of zeros, that no layer has")
         found[name]["threshold"] = float(entry["threshold"])
         if not 0 <= entry["sparsity"] < 1:
@@ -50,7 +50,7 @@ def read_gates(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             raise BadFile(f"the gate of {name!r} has an axis or a number of features that no layer has")
         if mask is not None:
             found[name]["mask"] = torch.zeros(size, dtype=torch.bool)
-            found[name]["mask"][indices(mask, size, name, [size])] = True
+            found[name]["mask"][indices(mask, size, name, [size]) if mask != "" else []] = True
     return found
 
 
@@ -60,7 +60,8 @@ def attached(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
 
     If they do not fit, or the block raises, all hooks of the model are as before.
     """
-    tables = [table for m in model.modules() for table in (m._forward_pre_hooks, m._forward_pre_hooks_with_kwargs)]
+    kinds = "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"
+    tables: list[dict[int, Any]] = [vars(module)[kind] for module in model.modules() for kind in kinds]
     before = [dict(table) for table in tables]
     if own := _own(model):
         own.undo_()

@@ -230,7 +230,7 @@ def read(text: str | bytes) -> Document:
         raise ValueError(f"this report has schema {schema!r}; this version of secateur reads schema {SCHEMA}")
     try:
         return msgspec.json.decode(text, type=Document)
-    except msgspec.ValidationError as error:
+    except msgspec.DecodeError as error:
         raise ValueError(f"this is not the JSON of a report: {error}") from None
 
 

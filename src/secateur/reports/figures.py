@@ -12,6 +12,7 @@ from .document import Metric, Time
 
 NONE = "–"  # what was not measured
 GAIN = 1.05  # a smaller ratio is not called a gain
+_LARGE = 1e9  # such numbers are written with a power of ten
 
 
 class Figure(NamedTuple):
@@ -73,17 +74,22 @@ def microseconds(value: float | None) -> str:
 
 def metric_value(metric: Metric, digits: int = 2) -> Figure:
     """The value with its unit: so many decimals for percent, four significant digits otherwise."""
-    if metric.unit == "%":
+    if metric.unit == "%" and abs(metric.value) < _LARGE:
         value = Decimal(f"{metric.value:.6f}").quantize(Decimal(10) ** -digits, ROUND_HALF_UP)  # 90.55, a bit less, is 90.6
         return Figure(_minus(str(value)), "%")
-    return Figure(_minus(f"{metric.value:,.{decimals(metric.value)}f}"), metric.unit)
+    return Figure(_minus(number(metric.value, decimals(metric.value))), metric.unit)
+
+
+def number(value: float, digits: int) -> str:
+    """A number with so many decimals, or with a power of ten if it is very large or small."""
+    return f"{value + 0.0:,.{digits}f}" if not value or 1e-6 <= abs(value) < _LARGE else f"{value:.3e}"
 
 
 def decimals(value: float) -> int:
-    """The decimals of a number with four significant digits."""
+    """The decimals of a number with four significant digits, of 9.9999 as of 10.00."""
     if not math.isfinite(value) or value == 0:
         return 0
-    return min(max(3 - math.floor(math.log10(abs(value))), 0), 12)
+    return max(3 - int(f"{value:.3e}".partition("e")[2]), 0)
 
 
 def _minus(text: str) -> str:

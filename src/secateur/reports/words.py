@@ -16,6 +16,7 @@ from .figures import (
     decimals,
     duration,
     metric_value,
+    number,
     percent,
     several,
     shorter,
@@ -119,7 +120,11 @@ def _metric_tile(before: Metric | None, after: Metric | None) -> Tile:
         return Tile(name, metric_value(after), foot=foot)
     difference = after.value - before.value
     sign = "+" if difference > 0 else "−" if difference < 0 else "±"
-    change = f"{sign}{abs(difference):,.{2 if after.unit == '%' else min(decimals(before.value), decimals(after.value))}f}"
+    if after.unit == "%" and abs(difference) < 1e9:
+        change = f"{sign}{abs(difference):.2f}"
+    else:  # as many decimals as both values have, and at least one digit that is not zero
+        digits = min((decimals(value) for value in (before.value, after.value) if value), default=0)
+        change = f"{sign}{number(abs(difference), max(digits, decimals(difference) - 3))}"
     metered = after.unit == "%" and before.value > 0
     shares = [v / before.value if metered and v is not None else None for v in (after.value, after.low, after.high)]
     word = "points" if after.unit == "%" else ""
