@@ -646,7 +646,7 @@ def test_curvature_follows_the_order_of_channels():
     model, data = model.double(), [x.double() for x in data]
     plan = sc.plan(model, method="loss", pattern="2:4", data=data, exclude="head")
     plan.order.apply_(model)
-    method = sc.methods.admm(target=sc.methods.flow(), curvature="fisher")
+    method = sc.methods.admm(target=sc.methods.flow(0.5, 0.75), curvature="fisher")
     wanted = sc.plan(model, method=method, pattern="2:4", data=data, exclude="head")
     assert plan.masks == wanted.masks
     for name, weight in plan.weights.items():
