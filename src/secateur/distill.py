@@ -24,8 +24,8 @@ from .stats import as_it_was, check_evidence
 from .targeting import Globs, all_match, globs_of, under
 from .teaching import Distance, backward, can_write, held_out, write
 
-# Parts of the steps after which the held-out batches are looked at. Before, they show the noise of a high rate, which fades.
-_LOOKS = (0.5, 0.75, 1.0)
+_LOOKS = (0.5, 0.75, 1.0)  # parts of the steps after which the held-out batches are looked at
+_NOISE = 1.1  # where they are up to so many times worse, that is the noise of the rate, which fades as the rate falls
 _PATIENCE = 2  # training stops after so many looks in a row that are each worse than the one before
 
 
@@ -127,7 +127,7 @@ def distill_(
     data: Iterable[Any],
     *,
     steps: int = 32,
-    lr: float = 3e-5,
+    lr: float = 5e-5,
     warmup: int = 5,
     generate: bool = True,
     holdout: float | Iterable[Any] = 0.125,
@@ -140,12 +140,12 @@ def distill_(
 ) -> Distilled:
     """Trains the weights that are left, in place, so that the model's outputs come closer to those of the dense teacher.
 
-    Every step is one batch, in an order drawn with `seed`: all of `data=`, and for further steps text that the teacher writes,
-    if it has the method `generate` of Hugging Face models. Zeros stay zero: those of the masks of `pruner=`, or else all that
-    weights have. The mean distance on held-out batches is measured a few times. Where it got worse, training goes back to the
-    best weights, and on at half the rate. The model gets the best weights that were found; if none are better than those it
-    had, it comes out unchanged, bit for bit. Large models run in bfloat16 where the processor is faster at it; their weights
-    stay in their own precision.
+    Every step is one batch, in an order drawn with `seed`: all of `data=`, and for further steps text that the teacher
+    writes, if it has the method `generate` of Hugging Face models. Zeros stay zero: those of the masks of `pruner=`, or
+    else all that weights have. The mean distance on held-out batches is measured a few times. Where it got much worse,
+    training goes back to the best weights, and on at half the rate. The model gets the best weights that were found; if
+    none are better than those it had, it comes out unchanged, bit for bit. Large models run in bfloat16 where the processor
+    is faster at it; their weights stay in their own precision.
 
     Args:
         model: the pruned model.
@@ -194,7 +194,7 @@ def distill_(
                         result.after, result.kept_step, best = result.looks[-1][1], step, student.values()
                     elif result.getting_worse:
                         break
-                    else:
+                    elif result.looks[-1][1] > _NOISE * result.after:
                         student.back_off(best)
         except BaseException:
             best = old
