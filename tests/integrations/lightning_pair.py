@@ -56,6 +56,8 @@ def main(strategy, folder, resume=""):
     trainer.fit(net, torch.utils.data.DataLoader(data, batch_size=4), ckpt_path=resume or None)
     whole = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in net.state_dict().items()}
     torch.save((whole, callback.plan.metrics()), Path(folder) / f"{trainer.global_rank}{'-resumed' if resume else ''}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # a process that exits while gloo's threads run may be aborted
 
 
 if __name__ == "__main__":
