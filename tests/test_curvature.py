@@ -292,7 +292,7 @@ def test_without_curvature_only_the_inputs_are_measured():
 
 
 def test_the_gram_matrix_of_a_model_that_runs_in_bfloat16_is_a_sum_of_float32(monkeypatch):
-    monkeypatch.setattr("secateur.edit.guards._has_bfloat16", lambda kind: True)
+    monkeypatch.setattr("secateur.edit.guards.has_bfloat16", lambda kind: True)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 16400), nn.ReLU(), nn.Linear(16400, 3))  # large enough for bfloat16
     batches = [torch.randn(500, 64) + 1 for _ in range(3)]

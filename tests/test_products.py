@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from secateur import products
-from secateur.products import matmul
+from secateur.products import Products, matmul, rough_matmul
 
 
 @pytest.fixture(params=[False, True], ids=["torch", "oneDNN"])
@@ -45,6 +45,37 @@ def test_matmul_is_the_product_of_any_two_matrices(sizes: tuple[int, int, int], 
         # Each sum of n products is right to n roundings of the sum of their magnitudes.
         bound = sizes[1] * torch.finfo(torch.float32).eps * (a.double().abs() @ b.double().abs())
         assert bool(((found.double() - wanted).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("able", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("sizes", [(3, 5, 2), (144, 1453, 97), (288, 700, 288)])
+def test_rough_products_have_the_precision_of_bfloat16_at_least(
+    sizes: tuple[int, int, int], able: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(products, "has_bfloat16", lambda kind: able)
+    for a, b in operands(*sizes):
+        wanted, found = a.double() @ b.double(), rough_matmul(a, b)
+        assert found.dtype == torch.float32
+        assert found.shape == wanted.shape
+        # Two factors and the result are rounded to 8 bits, and the sums to 24.
+        size = a.double().abs() @ b.double().abs()
+        share = 3 * 2.0**-8 if able else sizes[1] * torch.finfo(torch.float32).eps
+        assert bool(((found.double() - wanted).abs() <= share * size).all())
+
+
+@pytest.mark.parametrize("able", [False, True], ids=["float32", "bfloat16"])
+def test_rough_sums_of_zeros_are_zero_and_others_are_close(able: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(products, "has_bfloat16", lambda kind: able)
+    zero, near = Products(rough=True), Products(rough=True)
+    u, v = torch.randn(1, 5000, 96) + 1, torch.randn(1, 5000, 64) + 3
+    for one, other in zip(u.split(1250, 1), v.split(1250, 1)):
+        zero.add(torch.zeros_like(one), other)
+        near.add(one, other)
+    assert not zero.total().any()
+    wanted = u[0].double().T @ v[0].double()
+    assert float((near.total() - wanted).norm() / wanted.norm()) < (2e-3 if able else 1e-6)
 
 
 def test_matmul_adds_a_bias_as_addmm_does(onednn: bool) -> None:

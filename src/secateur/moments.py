@@ -6,7 +6,7 @@ Sums are kept on the device of the layer (see `products`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ._dist import DataRanks
 from ._layers import Layout, features_axis, is_product
 from .input_squares import bare_layer, is_float
-from .products import Products, matmul, tensor_cores
+from .products import Products, rough_matmul, tensor_cores
 from .reads import listen
 from .targeting import Target
 
@@ -29,12 +29,13 @@ class _Sums:
 
     groups: int
     half: bool = False
+    rough: bool = False
     parts: dict[tuple[int, int], Products] = field(default_factory=dict)
 
     def add(self, groups: slice, u: Tensor, v: Tensor) -> None:
         first, last, _ = groups.indices(self.groups)
         if (first, last) not in self.parts:
-            self.parts[first, last] = Products(half=self.half)
+            self.parts[first, last] = Products(half=self.half, rough=self.rough)
         self.parts[first, last].add(u, v)
 
     def towards_the_mean(self, weight: int) -> Tensor:
@@ -77,7 +78,7 @@ class Seen(NamedTuple):
 
 
 class Moments:
-    """Collects `gram` (sum of x x'), `cross` (sum of x° x') and `residual` (sum of (r° - r) x') of layers.
+    """Collects `gram` (sum of x x'), `cross` (sum of (x° - x) x') and `residual` (sum of (r° - r) x') of layers.
 
     x is an input of a layer and r the tensor that its output is added to, x° and r° those of the dense model. Reads come in
     through `listen`, while the model runs, or through `feed`. For `cross` and `residual`, run the dense model with `dense` set
@@ -97,7 +98,9 @@ class Moments:
         self.valid: Tensor | None = None
         self.unplaced: set[str] = set()
         self._sums: dict[str, dict[str, Any]] = {
-            target.name: {kind: _Sums(target.layout.groups, _is_half(target)) for kind in needs - {"residual"}}
+            target.name: {
+                kind: _Sums(target.layout.groups, _is_half(target), rough=kind == "cross") for kind in needs - {"residual"}
+            }
             for target in targets
         }
         self._streams: dict[str, Any] = {}
@@ -118,7 +121,7 @@ class Moments:
             if small and target.name not in self.experts and self.needs >= {"cross", "residual"}:
                 del self._sums[target.name]["cross"]
                 W = alpha * _wide(layout.matrix(target.weight))
-                self._blended[target.name] = _Blend(W, beta, Products(half=_is_half(target)))
+                self._blended[target.name] = _Blend(W, beta, Products(half=_is_half(target), rough=True))
 
     def listen(self) -> contextlib.AbstractContextManager[None]:
         """Collects inside this context; the model comes out without hooks."""
@@ -130,14 +133,17 @@ class Moments:
         for inputs in self._inputs.values():
             inputs.clear()
 
-    def feed(self, seen: Seen) -> None:
-        """Adds one read."""
-        if seen.groups is not None:
-            assert seen.x is not None
-            self._passed(seen.target, seen.groups, seen.x, seen.picked)
-        else:
-            assert seen.layer is not None
-            self._called(seen.target, seen.attribute, seen.layer, seen.args, dict(seen.kwargs), seen.streams, seen.picked)
+    def feed(self, reads: Iterable[Seen], dense: bool = False) -> None:
+        """Adds reads of the pruned model, or of the dense one."""
+        self.dense = dense
+        for seen in reads:
+            if seen.groups is not None:
+                assert seen.x is not None
+                self._passed(seen.target, seen.groups, seen.x, seen.picked)
+            else:
+                assert seen.layer is not None
+                self._called(seen.target, seen.attribute, seen.layer, seen.args, dict(seen.kwargs), seen.streams, seen.picked)
+        self.dense = False
 
     def add_up(self, ranks: DataRanks, counts: bool = True) -> None:
         """Adds up the sums of all processes, so that each has those of all. `counts`: whether those of this process count.
@@ -276,10 +282,10 @@ class Moments:
             self._blended[target.name].add(dense, x, before.streams.get(target.name), streams.get(target.name))
             return
         if "cross" in sums:
-            sums["cross"].add(groups, self._dense_inputs(target, before, x, places), x)
+            sums["cross"].add(groups, self._dense_inputs(target, before, x, places) - x, x)
         for name, r in streams.items():
             if before is not None and name in before.streams and before.streams[name].shape == r.shape:
-                self._streams.setdefault(name, Products()).add(before.streams[name] - r, x)
+                self._streams.setdefault(name, Products(rough=True)).add(before.streams[name] - r, x)
 
     def _positions(
         self, target: Target, shape: tuple[int, ...], number: int, picked: tuple[int, Tensor] | None, places: Tensor | None
@@ -335,7 +341,7 @@ class _Blend:
 
     def add(self, dense: Tensor, x: Tensor, dense_stream: Tensor | None, stream: Tensor | None) -> None:
         with tensor_cores(self.sum.half and x.is_cuda):
-            u = matmul(dense - x, self.W.mT)
+            u = rough_matmul(dense - x, self.W.mT)
         if dense_stream is not None and stream is not None and dense_stream.shape == stream.shape:
             u = u.add_(dense_stream - stream, alpha=self.beta)
         self.sum.add(u, x)

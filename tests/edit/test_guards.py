@@ -89,7 +89,7 @@ def test_an_error_leaves_tensors_attributes_and_gradients_as_they_were():
 
 @pytest.mark.parametrize("able", [True, False])
 def test_large_models_multiply_in_bfloat16_where_the_processor_can(monkeypatch, able):
-    monkeypatch.setattr(guards, "_has_bfloat16", lambda kind: able)
+    monkeypatch.setattr(guards, "has_bfloat16", lambda kind: able)
     for width, dtype in ((1024, torch.float32), (16, torch.float32), (1024, torch.float64)):
         model = nn.Linear(width, width, dtype=dtype)
         with half_products(model):

@@ -371,8 +371,8 @@ def test_layers_with_one_gram_matrix_share_its_factor_while_it_lives():
 @pytest.mark.parametrize("groups", [1, 2])
 def test_flow_aims_at_a_mixture_of_the_dense_and_the_pruned_model(groups):
     one = problem(groups=groups)
-    C, D = one.H + torch.randn_like(one.H), torch.randn(6, 20).double()
-    mixed = 0.3 * C + 0.7 * one.H
+    C, D = torch.randn_like(one.H), torch.randn(6, 20).double()
+    mixed = one.H + 0.3 * C
     B = (one.W.view(groups, -1, 20) @ mixed).view(6, 20) + 0.2 * D
     flow = sc.methods.flow(0.3, 0.2)
     torch.testing.assert_close(flow.shift(replace(one, C=C, D=D)), replace(one, B=B).aim())

@@ -9,6 +9,7 @@ from torch import nn
 
 import secateur as sc
 from secateur.methods import Solution, solve_all
+from secateur.methods.walk import _Block
 from secateur.moments import Moments, layer_inputs
 from secateur.targeting import targets
 
@@ -54,7 +55,7 @@ def slow(model, batches, path, stages, streams):
             for layer in stage:
                 name = f"{path}.{number}.{layer}"
                 (x, r), (y, s) = runs[0][layer], runs[1][layer]
-                found[f"{name}.weight"] = {"gram": y.mT @ y, "cross": x.mT @ y, "tokens": y.shape[1]}
+                found[f"{name}.weight"] = {"gram": y.mT @ y, "cross": (x - y).mT @ y, "tokens": y.shape[1]}
                 if layer in streams:
                     found[f"{name}.weight"]["residual"] = (r - s).mT @ y
             for layer in stage:
@@ -145,7 +146,7 @@ def test_a_blend_gives_the_sum_of_cross_and_residual_for_layers_with_inputs_of_t
             continue
         assert set(evidence) == set(old) - {"cross", "residual"} | {"shift"}, layer
         W = layout.matrix(found[layer].weight).double()
-        wanted = 0.3 * W @ (old["cross"] - old["gram"]) + 0.7 * old.get("residual", torch.zeros(1).double())
+        wanted = 0.3 * W @ old["cross"] + 0.7 * old.get("residual", torch.zeros(1).double())
         close(evidence["shift"], wanted, layer, rtol=1e-4)
     assert all(torch.equal(blended[layer]["gram"], evidence["gram"]) for layer, evidence in apart.items())
 
@@ -438,7 +439,7 @@ def test_experts_have_matrices_of_their_own_shrunk_towards_the_mean(padded):
                     if mask.flatten()[row]:
                         counts[e] += 1
                         sums["gram"][e] += torch.outer(y, y)
-                        sums["cross"][e] += torch.outer(there.get(row, y), y)
+                        sums["cross"][e] += torch.outer(there.get(row, y) - y, y)
         for kind, own in sums.items():
             close(seen[name][kind], shrunk(own, counts, width), f"{kind} of {name}", rtol=1e-5)
         assert seen[name]["tokens"] == sum(counts)
@@ -494,3 +495,25 @@ def test_lists_of_experts_are_pooled_and_share_inputs_inside_an_expert():
     wanted = shrunk(sums, [int((chosen == e).sum()) for e in range(3)], 8)
     for e, name in enumerate(experts):
         torch.testing.assert_close(seen[f"{name}.gate.weight"]["gram"], wanted[e], rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kept", [(), ("layers.0.",), ("layers.0.", "layers.1.")])
+def test_the_dense_model_runs_only_after_a_layer_has_changed(monkeypatch, kept):
+    model, ran, reads = zoo.llama().eval(), [], _Block._reads
+
+    def counted(self, parts, *rest):
+        ran.extend([self.name] if parts is self.dense else [])
+        return reads(self, parts, *rest)
+
+    def solve(target, evidence):
+        if not any(part in target.name for part in kept):
+            return answer(target)
+        assert not evidence["cross"].any()
+        assert not evidence.get("residual", torch.zeros(1)).any()
+        return Solution(torch.ones(target.layout.rows, target.layout.cols, dtype=torch.bool))
+
+    monkeypatch.setattr(_Block, "_reads", counted)
+    found = targets(model, include=["model.layers.0.*", "model.layers.1.*"])[0]
+    solve_all(model, found, ALL, zoo.TEXT, solve)
+    assert set(ran) == {f"model.layers.{number}" for number in range(len(kept), 2)}

@@ -91,14 +91,14 @@ def half_products(model: nn.Module) -> Iterator[None]:
     first = next(model.parameters(), None)
     kind = "cpu" if first is None else first.device.type
     large = sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
-    if not large or not _has_bfloat16(kind) or torch.is_autocast_enabled(kind):
+    if not large or not has_bfloat16(kind) or torch.is_autocast_enabled(kind):
         yield
         return
     with torch.autocast(kind, torch.bfloat16):
         yield
 
 
-def _has_bfloat16(kind: str) -> bool:
+def has_bfloat16(kind: str) -> bool:
     """Whether devices of this kind multiply bfloat16 numbers in hardware."""
     if kind == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)

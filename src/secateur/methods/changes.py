@@ -18,11 +18,13 @@ class Changes:
 
     def __init__(self) -> None:
         self._pairs: list[tuple[Target, Tensor, Tensor]] = []
+        self._differ: list[bool] = []
 
     def write(self, target: Target, solution: Solution) -> None:
         weight = local(target.tensor.data)  # its version does not count, so a graph that saved the weight stays valid
         new = solution.weight if solution.weight is not None else weight.masked_fill(~solution.mask, 0)
         self._pairs.append((target, weight, new))
+        self._differ.append(not torch.equal(weight, new))
         self._exchange(weight, new)
 
     @staticmethod
@@ -36,7 +38,11 @@ class Changes:
 
     def forget(self, since: int) -> None:
         """Drops the last changes: the tensors they were made to were copies."""
-        del self._pairs[since:]
+        del self._pairs[since:], self._differ[since:]
+
+    def differ(self, since: int) -> bool:
+        """Whether any of the changes after the first `since` changed a value."""
+        return any(self._differ[since:])
 
     @contextlib.contextmanager
     def out(self, since: int = 0) -> Iterator[None]:
@@ -61,7 +67,7 @@ class Changes:
     def __exit__(self, *exception: object) -> None:
         for _, weight, new in self._pairs:
             self._exchange(weight, new)
-        self._pairs = []
+        self._pairs, self._differ = [], []
 
 
 def write_(tensor: Tensor, values: Tensor) -> None:

@@ -8,7 +8,7 @@ preconditioned by the diagonal, and one penalty schedule fits every layer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..patterns import Pattern
-from ..products import matmul
+from ..products import matmul, rough_matmul
 from ..scores import Scores
 from .seam import Amount, LayerProblem, Solution, diagonal_blocks
 
@@ -25,6 +25,7 @@ RIDGE = 1e-4  # of the scaled Gram matrix; it pulls towards the weights there ar
 _ROWS_RIDGE = 1e-2  # of the scaled G, which is estimated from few tokens
 _RARE = 1e-6  # an input that is smaller than this part of the largest one counts as so large
 _TINY = 1e-30
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class Factor:
@@ -129,7 +130,7 @@ class ScaledProblem:
         weighed = U if self.left is None else matmul(self.left.matrix, U)
         return matmul(weighed, self.right.matrix).add_(U, alpha=self.ridge)
 
-    def shifted_solve(self, R: Tensor, rho: float) -> Tensor:
+    def shifted_solve(self, R: Tensor, rho: float, matmul: Product = rough_matmul) -> Tensor:
         """The U with G U H + (ridge + rho) U = R.
 
         It takes two products, or four with G: a Sylvester equation, which is diagonal in the two eigenbases.
@@ -144,7 +145,7 @@ class ScaledProblem:
 
     def fixed_solve(self, R: Tensor, rho: float) -> Tensor:
         """The U with U H + (ridge + rho) U = R: one product with an inverse that is kept. G does not take part."""
-        return matmul(R, self.right.inverse(self.ridge + rho))
+        return rough_matmul(R, self.right.inverse(self.ridge + rho))
 
     def errors(self, V: Tensor) -> Tensor:
         """The objective at V, up to a constant: one number for each row, or one for each group with G."""
@@ -204,7 +205,7 @@ def relative(scaled: ScaledProblem, *errors: Tensor) -> list[float]:
     if scaled.pull is not None:
         if not scaled.right.decomposed:
             return []
-        rest = float((scaled.shifted_solve(scaled.pull, 0.0) * scaled.pull).sum())
+        rest = float((scaled.shifted_solve(scaled.pull, 0.0, matmul) * scaled.pull).sum())
     whole = float(scaled.dot(scaled.apply(scaled.W), scaled.W).sum())
     return [max(float(each.sum()) + rest, 0.0) / max(whole, _TINY) for each in errors]
 

@@ -42,7 +42,7 @@ class LayerProblem:
     tr(G (V - T) H (V - T)') with T H = B.
 
     - `H` is the Gram matrix of the inputs, the sum of x x'.
-    - `C` is the cross matrix, the sum of x° x' with the inputs x° of the dense model.
+    - `C` is the cross matrix, the sum of (x° - x) x' with the inputs x° of the dense model.
     - `D` is the sum of (r° - r) x' for a layer whose output is added to a residual stream r (r° in the dense model).
     - `B` is the sum of y x' for the wanted outputs y; None is W H, for the outputs of the layer as it is. A target
       (`methods.flow`) gives `shift` = B - W H instead.

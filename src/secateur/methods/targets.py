@@ -53,9 +53,8 @@ class Flow(Aim):
     def shift(self, problem: LayerProblem) -> Tensor | None:
         if problem.shift is not None:
             return problem.shift
-        assert problem.H is not None
         assert problem.C is not None
-        more = ((problem.C - problem.H) * self.alpha).to(problem.dtype)
+        more = (problem.C * self.alpha).to(problem.dtype)
         W = problem.W.to(problem.dtype)
         moved = (W.reshape(more.shape[0] if more.ndim == 3 else 1, -1, W.shape[1]) @ more).view(W.shape)
         return moved if problem.D is None else moved.add_(problem.D, alpha=self.beta)
@@ -70,7 +69,7 @@ def own() -> Own:
 
 
 def flow(alpha: float = 0.5, beta: float | None = None) -> Flow:
-    """Aims at the dense model, so that errors do not add up from block to block: B = W (alpha C + (1 - alpha) H) + beta D.
+    """Aims at the dense model, so that errors do not add up from block to block: B = W (H + alpha C) + beta D.
 
     `alpha` is the share of what the layer computes in the dense model, against what it computes from the inputs that the pruned
     model passes to it. `beta` is the share of the error in the residual stream that a layer whose output is added to the stream

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -146,9 +147,11 @@ class _Walk:
                     yield from part.evidence()
                     if chain is not None and feeds is not None and (i in chain.last_use or last):
                         chain.last_use.setdefault(i, len(inner))
-                        feeds[0].put(i, part.outputs(part.pruned))
+                        outputs = part.outputs(part.pruned)
                         if part.dense is not None:
-                            feeds[1].put(i, part.outputs(part.dense))
+                            outputs = list(outputs) if part.unchanged else outputs
+                            feeds[1].put(i, outputs if part.unchanged else part.outputs(part.dense))
+                        feeds[0].put(i, outputs)
                 if self.residence.device is not None:
                     self.changes.forget(since)
                 if feeds is not None and block.module is not self.model:
@@ -274,6 +277,19 @@ class _Block:
             table = self._collect(number, stage, [own[number] for own in windows], by_name)
             yield [by_name[name] for name in stage.names], table
 
+    @cached_property
+    def _alike(self) -> bool:
+        """Whether the pruned model and the dense one pass the same values to the block."""
+        if self.module is self.walk.model and self.walk.residence.device is not None:
+            return False  # its blocks return what was stored of them, pruned and dense
+        pairs = zip(tensors_of(self.calls), tensors_of(self.dense_calls), strict=True)
+        return all(one is other or (one.shape == other.shape and torch.equal(one, other)) for one, other in pairs)
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the block still computes in the pruned model what it computes in the dense one."""
+        return not self.walk.changes.differ(self._since) and self._alike
+
     def _plan(self) -> tuple[list[Stage], list[list[Window]], list[Tape | None]]:
         """The stages of the block, and for each call the window of every stage and the tape."""
         kinds = [signature(call) for call in self.calls]
@@ -318,18 +334,17 @@ class _Block:
         return found
 
     def _run(self, moments: Moments, windows: Sequence[Window], leading: Sequence[Target]) -> None:
-        """Runs all batches through a stage, in the dense block and in the pruned one."""
+        """Runs all batches through a stage, in the dense block and in the pruned one. One run does for two that are equal."""
+        dense = self.pruned if self.dense is not None and self.unchanged else self.dense
         for batch, window in enumerate(windows):
             moments.next_batch(self.walk.valid[batch])
-            if self.dense is not None:
-                moments.dense = True
+            if dense is self.dense and dense is not None:
                 with self.walk.changes.out(self._since):
-                    reads = self._reads(self.dense, batch, window, leading)
-                for seen in reads:
-                    moments.feed(seen)
-                moments.dense = False
-            for seen in self._reads(self.pruned, batch, window, leading):
-                moments.feed(seen)
+                    moments.feed(self._reads(dense, batch, window, leading), dense=True)
+            reads = self._reads(self.pruned, batch, window, leading)
+            if dense is self.pruned:
+                moments.feed(reads, dense=True)
+            moments.feed(reads)
 
     def _reads(self, parts: Parts, number: int, window: Window, leading: Sequence[Target]) -> list[Seen]:
         """Runs one call up to the last read of a stage, and returns its reads. The next run goes on from the first of them."""
