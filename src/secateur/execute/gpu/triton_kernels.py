@@ -28,18 +28,20 @@ def _early(device: torch.device) -> bool:
 # ---------------------------------------------------------------- sparse24_mma: 2:4, few tokens
 
 
-def _load(times: int, apart: int, what: str, width: int) -> tl.constexpr:
-    """Returns PTX for `times` loads of `width` registers, `apart` bytes apart; all zeros if the last argument is 0."""
+def _load(times: int, apart: int, what: str, width: int, empty: int = 0) -> tl.constexpr:
+    """Returns PTX for `times` loads of `width` registers, `apart` bytes apart; `empty` in all if the last argument is 0."""
     outs = [f"${i}" for i in range(width * times)]
     parts = [outs[width * i : width * (i + 1)] for i in range(times)]
     names = [f"{{{', '.join(part)}}}" if width > 1 else part[0] for part in parts]
     reads = "".join(f"@p ld.global{what} {name}, [${len(outs)} + {apart * i}]; " for i, name in enumerate(names))
-    zeros = "".join(f"mov.u32 {out}, 0; " for out in outs)
-    return tl.constexpr(f"{{ .reg .pred p; setp.ne.u32 p, ${len(outs) + 1}, 0; {zeros}{reads}}}")
+    fill = "".join(f"mov.u32 {out}, {empty}; " for out in outs)
+    return tl.constexpr(f"{{ .reg .pred p; setp.ne.u32 p, ${len(outs) + 1}, 0; {fill}{reads}}}")
 
 
 # Weights are read only once, so they bypass the L1 cache. All loads of a step are issued together.
-_ONE, _EIGHT = (_load(times, 512, ".L1::no_allocate.L2::256B.v4.u32", 4) for times in (1, 8))
+_ONCE = ".L1::no_allocate.L2::256B.v4.u32"
+_NO_PLACES = 0x44444444  # the first two places of every group, for a tile that is not there: mma.sp does not define zeros
+_ONE, _EIGHT = _load(1, 512, _ONCE, 4, _NO_PLACES), _load(8, 512, _ONCE, 4)
 _PAIRS, _INPUTS = _load(32, 16, ".u32", 1), _load(8, 512, ".v4.u32", 4)
 _OUTS_4, _OUTS_32 = (tl.constexpr("=&r," * n + "l,r") for n in (4, 32))
 _INTS_4, _INTS_32 = (tl.constexpr((tl.int32,) * n) for n in (4, 32))
