@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
 from .triton_kernels import _NO_PLACES, _ONCE, _early, _load
 
 WARPS = 4
@@ -281,9 +282,9 @@ def staged(
     chain = _early(x.device) and down * across <= LARGE // 4096
     y = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
     held, extra = words if scales is None else scales, words if bias is None else bias
-    _staged_kernel[(down // tiles, -(-tokens // AT_ONCE))](
-        values, words, held, x, extra, y, tokens, rows, across, *texts(bits, group, tiles, wide),
-        bits, group, scales is not None, bias is not None, tiles, wide, chain, WARPS,
-        num_warps=WARPS, launch_pdl=chain, maxnreg=registers,
+    sizes = bits, group, scales is not None, bias is not None, tiles, wide, chain, WARPS
+    launch(
+        _staged_kernel, (down // tiles, -(-tokens // AT_ONCE)), (values, words, held, x, extra, y), (tokens, rows, across),
+        (*texts(bits, group, tiles, wide), *sizes), num_warps=WARPS, launch_pdl=chain, maxnreg=registers,
     )  # fmt: skip
     return y

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
@@ -160,13 +162,14 @@ def sparse24_mma(x: Tensor, values: Tensor, words: Tensor, bias: Tensor | None, 
     groups = -(-tokens // 16) * 2 if wide else 1
     if wide:
         seen = torch.empty(groups * across * 1024, dtype=torch.int32, device=x.device)
-        _prepare_kernel[(groups * across,)](x.view(torch.int32), seen, tokens, columns, across, early, 1024)
+        launch(_prepare_kernel, (groups * across, 1), (x.view(torch.int32), seen), (tokens, columns, across), (early, 1024))
     else:
         seen = F.pad(x, (0, across * 256 - columns)) if columns != across * 256 else x
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
-    _sparse24_mma_kernel[(down // 2, max(1, groups // 2))](
-        values, words, seen, values if bias is None else bias, y, tokens, rows, across,
-        early, bias is not None, x.dtype == torch.float16, wide, warps, num_warps=warps, launch_pdl=early,
+    launch(
+        _sparse24_mma_kernel, (down // 2, max(1, groups // 2)),
+        (values, words, seen, values if bias is None else bias, y), (tokens, rows, across),
+        (early, bias is not None, x.dtype == torch.float16, wide, warps), num_warps=warps, launch_pdl=early,
     )  # fmt: skip
     return y
 
@@ -240,9 +243,10 @@ def padded_rows(x: Tensor, values: Tensor, index: Tensor, bias: Tensor | None) -
     turns = 1 if each <= 256 else 2 if each <= 512 else 4
     high, groups, programs = 4, -(-rows // 4), 8 * _multiprocessors(x.device)
     ahead, early = groups > programs, _early(x.device)
-    _padded_rows_kernel[(programs if ahead else groups, tokens)](
-        values, index, x, values if bias is None else bias, y, rows, columns, each, -(-each // (256 * turns)), groups,
-        early, bias is not None, ahead, high, turns, num_warps=high, launch_pdl=early,
+    launch(
+        _padded_rows_kernel, (programs if ahead else groups, tokens),
+        (values, index, x, values if bias is None else bias, y), (rows, columns, each, -(-each // (256 * turns)), groups),
+        (early, bias is not None, ahead, high, turns), num_warps=high, launch_pdl=early,
     )  # fmt: skip
     return y
 
@@ -316,10 +320,12 @@ def input_sparse(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     parts = torch.empty(pieces, rows, dtype=torch.float32, device=x.device)
     y = torch.empty(1, rows, dtype=x.dtype, device=x.device)
     early = _early(x.device)
-    _input_sparse_kernel[(across, pieces)](weight, x, listed, parts, rows, columns, early, each, turns, warps, num_warps=warps)
-    _fold_kernel[(-(-rows // 32),)](
-        parts, parts if bias is None else bias, y, rows, pieces, early, bias is not None, 128, 32, launch_pdl=early
-    )
+    sizes = early, each, turns, warps
+    launch(_input_sparse_kernel, (across, pieces), (weight, x, listed, parts), (rows, columns), sizes, num_warps=warps)
+    launch(
+        _fold_kernel, (-(-rows // 32), 1), (parts, parts if bias is None else bias, y), (rows, pieces),
+        (early, bias is not None, 128, 32), launch_pdl=early,
+    )  # fmt: skip
     return y
 
 
@@ -377,8 +383,9 @@ def dense_blocks(
             TensorDescriptor.from_tensor(values.view(-1, deep), [high, deep]),
             TensorDescriptor.from_tensor(y, [wide, high]),
         )
-    _dense_blocks_kernel[grid](
-        tiles[0], tiles[1], index, starts, order, values if bias is None else bias, tiles[2], tokens, rows, columns,
-        bias is not None, engine, high, deep, wide, num_warps=4, num_stages=3,
-    )  # fmt: skip
+    with torch.cuda.device(x.device):  # Triton launches on the current device
+        _dense_blocks_kernel[grid](
+            tiles[0], tiles[1], index, starts, order, values if bias is None else bias, tiles[2], tokens, rows, columns,
+            bias is not None, engine, high, deep, wide, num_warps=4, num_stages=3,
+        )  # fmt: skip
     return y
