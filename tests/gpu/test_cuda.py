@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -139,3 +141,14 @@ def test_gpu_pruning_blocks_that_lose_all_needs_no_ranking_of_blocks():
     weight = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
     blocks = select({"w": Scores.magnitude(weight)}, Pattern.parse("1x4-2"), count=64 * 16)["w"]
     assert torch.equal(blocks, select({"w": Scores.magnitude(weight)}, Pattern.parse("2:4"))["w"])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+@pytest.mark.parametrize("how", [{"sparsity": 0.5}, {"pattern": "2:4"}, {"pattern": "4x4", "sparsity": 0.5}])
+def test_masks_of_weights_on_another_device_than_the_current_one(how):
+    torch.manual_seed(0)
+    model = nn.Linear(256, 128)
+    there = copy.deepcopy(model).to("cuda:1")
+    want, got = (sc.prune_(each, **how).masks["weight"] for each in (model, there))
+    assert torch.equal(got.cpu(), want)
+    assert torch.equal(there.weight.cpu(), model.weight)

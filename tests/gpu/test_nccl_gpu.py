@@ -36,7 +36,8 @@ def world(tmp_path_factory):
         pytest.skip("this torch has no NCCL")
     torch.cuda.set_device(0)
     store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    # Without a device, barriers (as in torch.distributed.checkpoint) warn that they guess it.
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
     yield
     dist.destroy_process_group()
 

@@ -68,6 +68,35 @@ def test_plain_values_may_have_any_size():
     assert bool(((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-3).all())
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+@pytest.mark.parametrize("text", ["", "int8"])
+def test_a_layer_on_another_device_than_the_current_one(text):
+    form, options, buffers, _ = packed(text, two_of_four(64, 512))
+    x = torch.randn(3, 512, device="cuda", dtype=BF16)
+    there = [each.to("cuda:1") for each in buffers]
+    for _ in range(2):  # the second call launches the kernel that the first one compiled
+        y = form.linear(x.to("cuda:1"), there, None, 64, options)
+        assert y.device == torch.device("cuda:1")
+        assert torch.equal(y.cpu(), form.linear(x, buffers, None, 64, options).cpu())
+
+
+@pytest.mark.parametrize("text", ["", *SCALED])
+def test_repeated_calls_follow_the_stream_and_the_addresses(text):
+    torch.manual_seed(0)
+    form, options, buffers, weight = packed(text, two_of_four(64, 512))
+    x, stream = torch.randn(5, 1024, device="cuda", dtype=BF16), torch.cuda.Stream()
+    for first, tokens in ((0, 5), (1, 5), (8, 3), (0, 1), (0, 5)):
+        part = x[:tokens, first : first + 512]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(1_000_000)
+            aside = form.linear(part * 1, buffers, None, 64, options)
+        torch.cuda.current_stream().wait_stream(stream)
+        assert torch.equal(aside, form.linear(part, buffers, None, 64, options))
+        exact = F.linear(part.double(), weight.double())
+        assert bool(((aside.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-3).all())
+
+
 @pytest.mark.parametrize("values", [("int8", None), ("int8", 64), ("int4", 64), ("int4", 128)])
 def test_models_are_compressed_saved_and_replayed_in_graphs(values, tmp_path):
     torch.manual_seed(0)

@@ -184,8 +184,8 @@ def linear(
             f"expected an input with {columns} features in the last dimension for this compressed layer, "
             f"got shape {tuple(shape)}"
         )
-    if bias is not None and bias.numel() != rows:  # kernels read `rows` elements
-        bias = bias.expand(rows)
+    if bias is not None and (bias.numel() != rows or not bias.is_contiguous()):  # kernels read `rows` neighbouring elements
+        bias = bias.expand(rows).contiguous()
     flat = x if len(shape) == 2 else x.reshape(-1, columns)
     y = None if 0 in shape else FORMATS[form].linear(flat, buffers, bias, rows, options)
     if y is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,17 @@ _BLOCK = _TILE * _TURNS
 _MASK_TILE = 2048
 _FEW = 1 << 18  # number of candidates that are collected and sorted instead of counted again
 _ONE = 1 << 26  # elements up to which waiting for the host would take longer than counting
+
+
+def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the device of the first tensor the current one during a call, because Triton launches on the current device."""
+
+    @functools.wraps(function)
+    def run(first: Any, *rest: Any, **named: Any) -> Any:
+        with torch.cuda.device((first if isinstance(first, Tensor) else first[0][0]).device):
+            return function(first, *rest, **named)
+
+    return run
 
 
 @triton.jit
@@ -174,6 +185,7 @@ def _fold_kernel(
     tl.store(means + down * across + unit, (total / size.to(tl.float64)).to(tl.float32), mask=unit < across)
 
 
+@_on_its_device
 def fold_magnitudes(weight: Tensor, under: Tensor | None, power: int, height: int, width: int, means: Tensor) -> None:
     """Writes the mean of |weight| ** power, or of |weight * under| ** power, over each block of a contiguous matrix."""
     (rows, cols), (down, across) = weight.shape, means.shape
@@ -198,6 +210,7 @@ def _spread_kernel(kept, mask, rows, cols, across, height, width, UNITE: tl.cons
     tl.store(mask + row * cols + col, v.to(mask.dtype.element_ty), mask=inside)
 
 
+@_on_its_device
 def spread(kept: Tensor, height: int, width: int, mask: Tensor, *, unite: bool) -> None:
     """Expands a grid of units to a contiguous mask of any dtype. With `unite`, the mask is bool and set elements stay set."""
     rows, cols = mask.shape
@@ -215,6 +228,7 @@ def _zero_kernel(bits, mask, n, TILE: tl.constexpr):
     tl.store(bits + at, tl.where(kept, tl.load(bits + at, mask=at < n, other=0), 0), mask=at < n)
 
 
+@_on_its_device
 def zero_(bits: Tensor, mask: Tensor) -> None:
     """Sets contiguous integers to 0 wherever the mask is False."""
     if bits.numel():
@@ -236,6 +250,7 @@ def _values(keys: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return ((keys << 16) if dtype == torch.bfloat16 else keys).astype(np.uint32).view(np.float32)
 
 
+@_on_its_device
 def keep_magnitudes(
     pairs: Sequence[tuple[Tensor, Tensor | None]], sample: Callable[[], Tensor], drop: int
 ) -> list[Tensor] | None:
@@ -366,6 +381,7 @@ def _flag(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
+@_on_its_device
 def keep_groups(weight: Tensor, under: Tensor | None, size: int, drop: int, kept: Tensor) -> None:
     """Writes the mask that prunes the `drop` lowest magnitudes of every `size` neighbours of a contiguous matrix.
 

@@ -18,13 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_kernels import _early, _load
+from .launch import launch
+from .triton_kernels import _NO_PLACES, _ONCE, _early, _load
 
 WARPS = 4
 AT_ONCE = 16  # tokens of a program
 LARGE = 1 << 26  # weights above which starting before the previous kernel has finished does not pay off
 
-_VALUES_2, _VALUES_4, _VALUES_8, _PLACES = (_load(n, 512, ".L1::no_allocate.L2::256B.v4.u32", 4) for n in (2, 4, 8, 1))
+_VALUES_2, _VALUES_4, _VALUES_8 = (_load(n, 512, _ONCE, 4) for n in (2, 4, 8))
+_PLACES = _load(1, 0, _ONCE, 4, _NO_PLACES)
 _SCALES_1, _SCALES_2 = _load(1, 0, ".u32", 1), _load(1, 0, ".v2.u32", 2)
 _OUT_1, _OUT_2, _OUT_4, _OUT_8, _OUT_16, _OUT_32 = (tl.constexpr("=&r," * n + "l,r") for n in (1, 2, 4, 8, 16, 32))
 _INT_2, _INT_4, _INT_8, _INT_16, _INT_32 = (tl.constexpr((tl.int32,) * n) for n in (2, 4, 8, 16, 32))
@@ -43,13 +45,13 @@ def _to_bf16(bits: int, words: list[str]) -> str:
     """
     if bits == 16:
         return "".join(f"mov.b32 a{j}, {word}; " for j, word in enumerate(words))
-    lines = [f"xor.b32 w, {words[0]}, 0x88888888; "] if bits == 4 else []  # adds 8 to each int4, which makes it unsigned
+    lines = []
     for j in range(4):
-        word, shift = ("w", 4 * j) if bits == 4 else (words[j // 2], 8 * (j % 2))
+        word, shift = (words[0], 4 * j) if bits == 4 else (words[j // 2], 8 * (j % 2))
         source = "t" if shift else word
         lines.append(f"shr.u32 t, {word}, {shift}; " if shift else "")
-        if bits == 4:  # the two values of a register are at bits 4j and 16 + 4j; 136 is subtracted
-            lines.append(f"lop3.b32 a{j}, {source}, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 a{j}, a{j}, one, off; ")
+        if bits == 4:  # the two values are at bits 4j and 16 + 4j; flipping the sign bit adds 8, so 136 is subtracted
+            lines.append(f"lop3.b32 a{j}, {source}, 0x000f000f, 0x43084308, 0x6a; fma.rn.bf16x2 a{j}, a{j}, one, off; ")
         else:  # 128 + the low seven bits, minus 128, or minus 256 where the sign bit is set
             lines.append(f"lop3.b32 a{j}, {source}, 0x007f007f, 0x43004300, 0xea; ")
             lines.append(f"lop3.b32 u, {source}, 0x00800080, 0xc300c300, 0x6a; fma.rn.bf16x2 a{j}, a{j}, one, u; ")
@@ -68,7 +70,7 @@ def multiply_ptx(bits: int, steps: int, wide: int, tiles: int, chain: bool) -> t
     places = [[f"${at + t * (steps // 2) + i}" for i in range(steps // 2)] for t in range(tiles)]
     at += tiles * (steps // 2)
     place, before = f"${at}", [f"${at + 1 + i}" if chain else "z" for i in range(count)]
-    text = "{ .reg .b32 a<4>,b<8>,t,u,w,one,off,odd; .reg .f32 z; mov.f32 z, 0f00000000; mov.b32 one, 0x3f803f80; "
+    text = "{ .reg .b32 a<4>,b<8>,t,u,one,off,odd; .reg .f32 z; mov.f32 z, 0f00000000; mov.b32 one, 0x3f803f80; "
     text += f"mov.b32 off, 0xc308c308; xor.b32 odd, {place}, 64; "
     for k in range(steps):
         for w in range(wide):
@@ -133,29 +135,32 @@ def _part(values, FROM: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(values, words, scales, stride, across_tile, across, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Issues the loads of one tile: values, places and scales."""
-    there = (across_tile < across).to(tl.int32)
-    at = values + across_tile.to(tl.int64) * (256 * BITS)
+def _load_tile(values, words, scales, tile, column_tile, across, lane, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Issues the loads of one tile: values, places and scales. Offsets have 32 bits, to need fewer registers."""
+    there = (column_tile < across).to(tl.int32)
+    index = tile * across + column_tile
+    at = values.to(tl.int64) + (index * (16 * BITS) + lane).to(tl.int64) * 16
     if BITS == 4:
         held = tl.inline_asm_elementwise(_VALUES_2, _OUT_8, [at, there], _INT_8, is_pure=False, pack=1)
     elif BITS == 8:
         held = tl.inline_asm_elementwise(_VALUES_4, _OUT_16, [at, there], _INT_16, is_pure=False, pack=1)
     else:
         held = tl.inline_asm_elementwise(_VALUES_8, _OUT_32, [at, there], _INT_32, is_pure=False, pack=1)
-    near = words + across_tile.to(tl.int64) * 512
+    near = words.to(tl.int64) + (index * 32 + lane).to(tl.int64) * 16
     places = tl.inline_asm_elementwise(_PLACES, _OUT_4, [near, there], _INT_4, is_pure=False, pack=1)
     if GROUP == 0:
         return held, places, (there,)
-    else:
-        own = scales + across_tile.to(tl.int64) * (512 // GROUP)
+    else:  # a row has 256 // GROUP scales of two bytes for each tile
+        row = (tile * 16 + lane // 4) * across + column_tile
+        upper_at = scales.to(tl.int64) + row.to(tl.int64) * (512 // GROUP)
+        lower_at = scales.to(tl.int64) + (row + 8 * across).to(tl.int64) * (512 // GROUP)
         if GROUP == 128:
-            upper = tl.inline_asm_elementwise(_SCALES_1, _OUT_1, [own, there], tl.int32, is_pure=False, pack=1)
-            lower = tl.inline_asm_elementwise(_SCALES_1, _OUT_1, [own + stride, there], tl.int32, is_pure=False, pack=1)
+            upper = tl.inline_asm_elementwise(_SCALES_1, _OUT_1, [upper_at, there], tl.int32, is_pure=False, pack=1)
+            lower = tl.inline_asm_elementwise(_SCALES_1, _OUT_1, [lower_at, there], tl.int32, is_pure=False, pack=1)
             return held, places, (upper, lower)
         else:
-            upper = tl.inline_asm_elementwise(_SCALES_2, _OUT_2, [own, there], _INT_2, is_pure=False, pack=1)
-            lower = tl.inline_asm_elementwise(_SCALES_2, _OUT_2, [own + stride, there], _INT_2, is_pure=False, pack=1)
+            upper = tl.inline_asm_elementwise(_SCALES_2, _OUT_2, [upper_at, there], _INT_2, is_pure=False, pack=1)
+            lower = tl.inline_asm_elementwise(_SCALES_2, _OUT_2, [lower_at, there], _INT_2, is_pure=False, pack=1)
             return held, places, upper + lower
 
 
@@ -199,7 +204,7 @@ def _multiply(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _staged_kernel(
-    values, words, scales, x, bias, y, tokens, rows, across, groups,
+    values, words, scales, x, bias, y, tokens, rows, across,
     SHARED: tl.constexpr, STAGE: tl.constexpr, TEXT: tl.constexpr, NEEDS: tl.constexpr, REDUCE: tl.constexpr,
     REDUCE_NEEDS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
     TILES: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr, WARPS: tl.constexpr,
@@ -214,16 +219,10 @@ def _staged_kernel(
     lane, warp = thread % 32, thread // 32
     tile = tl.program_id(0) * TILES
     first = tl.program_id(1) * 16
-    SIZE: tl.constexpr = 256 * BITS  # bytes of the values of a tile
-    own = values.to(tl.int64) + tile.to(tl.int64) * across * SIZE + lane * 16
-    own_words = words.to(tl.int64) + tile.to(tl.int64) * across * 512 + lane * 16
-    own_scales = scales.to(tl.int64) + (tile.to(tl.int64) * 16 + lane // 4) * groups * 2
-    half = (tl.zeros([32 * WARPS], tl.int64) + groups) * 16  # bytes between the scales of rows that are eight rows apart
     shared = tl.inline_asm_elementwise(SHARED, "=r,r", [thread], tl.int32, is_pure=False, pack=1)
     part = shared + warp * (4096 * WIDE)
     place = part + lane % 8 * 512 + ((lane // 8) ^ (lane % 8)) * 16
     stride = (tl.zeros([32 * WARPS], tl.int64) + across) * 512
-    own_x = x.to(tl.int64) + lane * 16 + first * stride
     left = (tl.zeros([32 * WARPS], tl.int32) + tokens) - first
     COUNT: tl.constexpr = 4 * WIDE * TILES
     sums = ()
@@ -233,13 +232,11 @@ def _staged_kernel(
         column_tile = step + warp
         now = ()
         for t in tl.static_range(TILES):
-            at, near = own + t * across * SIZE, own_words + t * across * 512
-            near_scales = own_scales + t * 32 * groups
-            now = now + (_load_tile(at, near, near_scales, half, column_tile, across, BITS, GROUP),)  # noqa: RUF005
+            now = now + (_load_tile(values, words, scales, tile + t, column_tile, across, lane, BITS, GROUP),)  # noqa: RUF005
         tl.inline_asm_elementwise(_WARP_SYNC, "=r,r", [lane], tl.int32, is_pure=False, pack=1)  # keeps the loads up here
         if CHAIN:
             tl.extra.cuda.gdc_wait()  # until the inputs are written
-        near_x = own_x + column_tile.to(tl.int64) * 512
+        near_x = x.to(tl.int64) + ((first * across + column_tile) * 32 + lane).to(tl.int64) * 16
         size = tl.where(column_tile < across, 16, 0)
         tl.inline_asm_elementwise(
             STAGE, "=&r,r,l,l,r,r", [part + lane * 16, near_x, stride, left, size], tl.int32, is_pure=False, pack=1
@@ -285,10 +282,9 @@ def staged(
     chain = _early(x.device) and down * across <= LARGE // 4096
     y = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
     held, extra = words if scales is None else scales, words if bias is None else bias
-    groups = 0 if scales is None else scales.shape[1]
-    _staged_kernel[(down // tiles, -(-tokens // AT_ONCE))](
-        values, words, held, x, extra, y, tokens, rows, across, groups, *texts(bits, group, tiles, wide),
-        bits, group, scales is not None, bias is not None, tiles, wide, chain, WARPS,
-        num_warps=WARPS, launch_pdl=chain, maxnreg=registers,
+    sizes = bits, group, scales is not None, bias is not None, tiles, wide, chain, WARPS
+    launch(
+        _staged_kernel, (down // tiles, -(-tokens // AT_ONCE)), (values, words, held, x, extra, y), (tokens, rows, across),
+        (*texts(bits, group, tiles, wide), *sizes), num_warps=WARPS, launch_pdl=chain, maxnreg=registers,
     )  # fmt: skip
     return y

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
@@ -28,18 +30,20 @@ def _early(device: torch.device) -> bool:
 # ---------------------------------------------------------------- sparse24_mma: 2:4, few tokens
 
 
-def _load(times: int, apart: int, what: str, width: int) -> tl.constexpr:
-    """Returns PTX for `times` loads of `width` registers, `apart` bytes apart; all zeros if the last argument is 0."""
+def _load(times: int, apart: int, what: str, width: int, empty: int = 0) -> tl.constexpr:
+    """Returns PTX for `times` loads of `width` registers, `apart` bytes apart; `empty` in all if the last argument is 0."""
     outs = [f"${i}" for i in range(width * times)]
     parts = [outs[width * i : width * (i + 1)] for i in range(times)]
     names = [f"{{{', '.join(part)}}}" if width > 1 else part[0] for part in parts]
     reads = "".join(f"@p ld.global{what} {name}, [${len(outs)} + {apart * i}]; " for i, name in enumerate(names))
-    zeros = "".join(f"mov.u32 {out}, 0; " for out in outs)
-    return tl.constexpr(f"{{ .reg .pred p; setp.ne.u32 p, ${len(outs) + 1}, 0; {zeros}{reads}}}")
+    fill = "".join(f"mov.u32 {out}, {empty}; " for out in outs)
+    return tl.constexpr(f"{{ .reg .pred p; setp.ne.u32 p, ${len(outs) + 1}, 0; {fill}{reads}}}")
 
 
 # Weights are read only once, so they bypass the L1 cache. All loads of a step are issued together.
-_ONE, _EIGHT = (_load(times, 512, ".L1::no_allocate.L2::256B.v4.u32", 4) for times in (1, 8))
+_ONCE = ".L1::no_allocate.L2::256B.v4.u32"
+_NO_PLACES = 0x44444444  # the first two places of every group, for a tile that is not there: mma.sp does not define zeros
+_ONE, _EIGHT = _load(1, 512, _ONCE, 4, _NO_PLACES), _load(8, 512, _ONCE, 4)
 _PAIRS, _INPUTS = _load(32, 16, ".u32", 1), _load(8, 512, ".v4.u32", 4)
 _OUTS_4, _OUTS_32 = (tl.constexpr("=&r," * n + "l,r") for n in (4, 32))
 _INTS_4, _INTS_32 = (tl.constexpr((tl.int32,) * n) for n in (4, 32))
@@ -158,13 +162,14 @@ def sparse24_mma(x: Tensor, values: Tensor, words: Tensor, bias: Tensor | None, 
     groups = -(-tokens // 16) * 2 if wide else 1
     if wide:
         seen = torch.empty(groups * across * 1024, dtype=torch.int32, device=x.device)
-        _prepare_kernel[(groups * across,)](x.view(torch.int32), seen, tokens, columns, across, early, 1024)
+        launch(_prepare_kernel, (groups * across, 1), (x.view(torch.int32), seen), (tokens, columns, across), (early, 1024))
     else:
         seen = F.pad(x, (0, across * 256 - columns)) if columns != across * 256 else x
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
-    _sparse24_mma_kernel[(down // 2, max(1, groups // 2))](
-        values, words, seen, values if bias is None else bias, y, tokens, rows, across,
-        early, bias is not None, x.dtype == torch.float16, wide, warps, num_warps=warps, launch_pdl=early,
+    launch(
+        _sparse24_mma_kernel, (down // 2, max(1, groups // 2)),
+        (values, words, seen, values if bias is None else bias, y), (tokens, rows, across),
+        (early, bias is not None, x.dtype == torch.float16, wide, warps), num_warps=warps, launch_pdl=early,
     )  # fmt: skip
     return y
 
@@ -238,9 +243,10 @@ def padded_rows(x: Tensor, values: Tensor, index: Tensor, bias: Tensor | None) -
     turns = 1 if each <= 256 else 2 if each <= 512 else 4
     high, groups, programs = 4, -(-rows // 4), 8 * _multiprocessors(x.device)
     ahead, early = groups > programs, _early(x.device)
-    _padded_rows_kernel[(programs if ahead else groups, tokens)](
-        values, index, x, values if bias is None else bias, y, rows, columns, each, -(-each // (256 * turns)), groups,
-        early, bias is not None, ahead, high, turns, num_warps=high, launch_pdl=early,
+    launch(
+        _padded_rows_kernel, (programs if ahead else groups, tokens),
+        (values, index, x, values if bias is None else bias, y), (rows, columns, each, -(-each // (256 * turns)), groups),
+        (early, bias is not None, ahead, high, turns), num_warps=high, launch_pdl=early,
     )  # fmt: skip
     return y
 
@@ -314,10 +320,12 @@ def input_sparse(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     parts = torch.empty(pieces, rows, dtype=torch.float32, device=x.device)
     y = torch.empty(1, rows, dtype=x.dtype, device=x.device)
     early = _early(x.device)
-    _input_sparse_kernel[(across, pieces)](weight, x, listed, parts, rows, columns, early, each, turns, warps, num_warps=warps)
-    _fold_kernel[(-(-rows // 32),)](
-        parts, parts if bias is None else bias, y, rows, pieces, early, bias is not None, 128, 32, launch_pdl=early
-    )
+    sizes = early, each, turns, warps
+    launch(_input_sparse_kernel, (across, pieces), (weight, x, listed, parts), (rows, columns), sizes, num_warps=warps)
+    launch(
+        _fold_kernel, (-(-rows // 32), 1), (parts, parts if bias is None else bias, y), (rows, pieces),
+        (early, bias is not None, 128, 32), launch_pdl=early,
+    )  # fmt: skip
     return y
 
 
@@ -375,8 +383,9 @@ def dense_blocks(
             TensorDescriptor.from_tensor(values.view(-1, deep), [high, deep]),
             TensorDescriptor.from_tensor(y, [wide, high]),
         )
-    _dense_blocks_kernel[grid](
-        tiles[0], tiles[1], index, starts, order, values if bias is None else bias, tiles[2], tokens, rows, columns,
-        bias is not None, engine, high, deep, wide, num_warps=4, num_stages=3,
-    )  # fmt: skip
+    with torch.cuda.device(x.device):  # Triton launches on the current device
+        _dense_blocks_kernel[grid](
+            tiles[0], tiles[1], index, starts, order, values if bias is None else bias, tiles[2], tokens, rows, columns,
+            bias is not None, engine, high, deep, wide, num_warps=4, num_stages=3,
+        )  # fmt: skip
     return y

@@ -1,0 +1,168 @@
+"""The Triton kernels of compressed layers, compiled for an H200 and run by an emulator of PTX. They need Triton, and no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+
+from offline import Driver  # noqa: E402
+from ptx_memory import Fault  # noqa: E402
+
+from secateur.execute.formats import FORMATS, linear  # noqa: E402
+from secateur.execute.gpu import input_sparse, launch, padded_rows, sparse24_mma, staged_kernels, triton_kernels  # noqa: E402
+
+BF16, HALVES = torch.bfloat16, (torch.bfloat16, torch.float16)
+DRIVER = Driver()  # one for all tests, since compiled kernels keep it
+KINDS = ("", "int8", "int8/128", "int8/64", "int4/128", "int4/64")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """A driver that emulates launches. The formats take CPU tensors for those of a GPU."""
+    driver, real = DRIVER, launch.launch
+    driver.launches, driver.change = 0, str
+
+    def told(kernel, grid, tensors, *rest, **options):
+        driver.tensors = tensors
+        real(kernel, grid, tensors, *rest, **options)
+
+    for module in (sparse24_mma, padded_rows, input_sparse):
+        monkeypatch.setattr(module, "runs", lambda x, values: x.dtype == values.dtype)
+    monkeypatch.setattr(sparse24_mma, "_runs_scaled", lambda x, values, rows: x.dtype == BF16)
+    for module in (staged_kernels, triton_kernels):
+        monkeypatch.setattr(module, "_early", lambda device: True)
+        monkeypatch.setattr(module, "launch", told)
+    monkeypatch.setattr(triton_kernels, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "_READY", {})
+    monkeypatch.setattr(launch, "_current_device", lambda: -1)
+    monkeypatch.setattr(launch, "_current_stream", lambda device: 0)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    torch.manual_seed(0)
+    return driver
+
+
+def two_of_four(rows: int, columns: int, dtype: torch.dtype = BF16) -> Tensor:
+    keep = (torch.rand(rows, columns // 4, 4).argsort(-1) < 2).view(rows, columns)
+    return torch.randn(rows, columns).masked_fill(~keep, 0).to(dtype)
+
+
+def packed(kind: str, matrix: Tensor):
+    """The format's name, its options, its buffers, and the weight that they stand for."""
+    form = FORMATS[f"sparse24_mma {kind}".rstrip()]
+    options = (16,) if form.values is None else (form.values.bits,)
+    buffers = form.pack(matrix, options)
+    return form.name, options, buffers, form.unpack(buffers, *matrix.shape, options)
+
+
+def near(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """True if y is the product in float64 up to the rounding of its dtype."""
+    extra = 0 if bias is None else bias.double()
+    exact, size = F.linear(x.double(), weight.double()) + extra, F.linear(x.double().abs(), weight.double().abs())
+    return bool(((y.double() - exact).abs() <= torch.finfo(y.dtype).eps * exact.abs() + 1e-5 * size).all())
+
+
+def multiply(form: str, x: Tensor, buffers, rows: int, options=(), bias: Tensor | None = None) -> Tensor:
+    return linear(x, buffers, bias, form, rows, x.shape[1], options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unit_vectors_give_every_column_exactly(driver, kind):
+    for columns, many, last in ((1280, 320, 1280), (256, 8, 8), (256, 3, 3)):
+        form, options, buffers, weight = packed(kind, two_of_four(32, columns))
+        ones = torch.eye(columns, dtype=BF16)
+        for first in range(0, last, many):
+            y = multiply(form, ones[first : first + many], buffers, 32, options)
+            assert torch.equal(y, weight[:, first : first + many].t().to(BF16))
+    assert driver.launches == 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_with_strides_and_a_bias(driver, kind):
+    rows, columns = 64, 768
+    form, options, buffers, weight = packed(kind, two_of_four(rows, columns))
+    for tokens in (1, 5, 9, 17):
+        x, bias = (
+            torch.randn(tokens, 2 * columns, dtype=BF16)[:, columns + 1 - tokens % 2 :][:, :columns],
+            torch.randn(rows, 2)[:, 0],
+        )
+        assert near(multiply(form, x, buffers, rows, options, bias.to(BF16)), x, weight, bias.to(BF16))
+        assert near(multiply(form, x, buffers, rows, options, bias[:1].to(BF16)), x, weight, bias[:1].to(BF16))
+    assert driver.launches == 8
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_the_other_kernels(driver, dtype):
+    matrix, x = two_of_four(40, 1100, dtype), torch.randn(11, 1100).to(dtype)
+    buffers = FORMATS["sparse24_mma"].pack(matrix, ())
+    assert near(multiply("sparse24_mma", x[:3], buffers, 40), x[:3], matrix)
+    assert near(multiply("sparse24_mma", x, buffers, 40), x, matrix)
+    sparse = torch.where(torch.rand(40, 1100) < 0.2, torch.randn(40, 1100), 0).to(dtype)
+    assert near(multiply("padded_rows", x[:2], FORMATS["padded_rows"].pack(sparse, ()), 40), x[:2], sparse)
+    gated = x[:1] * (torch.rand(1, 1100) < 0.5)
+    assert near(multiply("input_sparse", gated, FORMATS["input_sparse"].pack(matrix, ()), 40), gated, matrix)
+    assert driver.launches == 6
+
+
+BREAKS = {
+    "the copies are not waited for": (r"cp\.async\.wait_all;", ""),
+    "no barrier after the copies": (r"(cp\.async\.wait_all;) bar\.warp\.sync 0xffffffff;", r"\1"),
+    "no barrier before the sums are written": (r"(\.reg \.f32 f;) bar\.sync 0;", r"\1"),
+    "no barrier before the sums are read": (r"(st\.shared\.f32[^;]*;) bar\.sync 0;", r"\1"),
+    "inputs of a tile that is not there": (r"(cp\.async\.ca\.shared\.global [^;]*), %r\d+;", r"\1, 16;"),
+    "one token too many": (r"setp\.gt\.s32 p,", "setp.ge.s32 p,"),
+    "inputs are read before they are written": (r"griddepcontrol\.wait;", ""),
+    "misaligned weights": (r"(ld\.global\.L1::no_allocate[^;]*\+ )512\]", r"\g<1>520]"),
+    "no places for a tile that is not there": (str(0x44444444), "0"),
+    "the other half of the places": (r"(mma\.sp[^;]*), 1;", r"\1, 0;"),
+    "another order in shared memory": (r"xor\.b32 t, (%r\d+), 16;", r"xor.b32 t, \1, 32;"),
+    "another mask of bits": ("0x007f007f", "0x003f003f"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_broken_kernel_is_found(driver, name):
+    form, options, buffers, weight = packed("int8/64", two_of_four(32, 1280))
+    x = torch.randn(9, 1280, dtype=BF16)
+    driver.change = lambda text: re.sub(*BREAKS[name], text)
+    with contextlib.suppress(Fault):
+        assert not near(multiply(form, x, buffers, 32, options), x, weight)
+    driver.change = str
+    assert near(multiply(form, x, buffers, 32, options), x, weight)
+
+
+def test_a_kernel_is_launched_by_triton_once(driver, monkeypatch):
+    calls, run = [], triton.JITFunction.run
+    monkeypatch.setattr(
+        triton.JITFunction, "run", lambda self, *args, **options: calls.append(self) or run(self, *args, **options)
+    )
+    form, options, buffers, weight = packed("int4/64", two_of_four(32, 512))
+    x = torch.randn(3, 512, dtype=BF16)
+    for tokens in (3, 2, 3):
+        assert near(multiply(form, x[:tokens], buffers, 32, options), x[:tokens], weight)
+    assert len(calls) == 1
+    hooks = triton.knobs.runtime.launch_enter_hook
+    hooks.add(print)  # as a profiler would
+    try:
+        multiply(form, x, buffers, 32, options)
+    finally:
+        hooks.remove(print)
+    assert len(calls) == 2
+    values, *rest = buffers
+    moved = torch.empty(values.numel() + 8, dtype=values.dtype)[8:].view(values.shape).copy_(values)  # 8 bytes off
+    with pytest.raises(Fault, match="misaligned"):
+        multiply(form, x, (moved, *rest), 32, options)
+    assert len(calls) == 3
