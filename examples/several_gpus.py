@@ -5,6 +5,7 @@ torchrun --nproc-per-node=4 examples/several_gpus.py out/checkpoint --until 12
 """
 
 import argparse
+import time
 from pathlib import Path
 
 import torch
@@ -56,3 +57,4 @@ sparsity = pruner.sparsity  # all processes count
 if dist.get_rank() == 0:
     print(f"step {arguments.until}, {dist.get_world_size()} processes, {sparsity:.4f} sparse")
 dist.destroy_process_group()
+time.sleep(0.2)  # gloo's threads release the last tensors; a process that exits earlier may be aborted

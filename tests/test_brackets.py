@@ -42,7 +42,7 @@ def test_masks_are_those_of_select(monkeypatch, kind, dtype, compiled):
         bits = bits_for({dtype})
         assert not find_leading(pool, bits, lambda table: table)
         found += pool.known == 16
-        assert not find_cuts([pool], bits, lambda table: table, longest=SHAPE[0] * SHAPE[1])
+        assert not find_cuts([pool], bits, lambda table: table, longest=SHAPE[0] * SHAPE[1], tensors=len(pool.parts))
         masks = [keep(pool, part, bits) for part in pool.parts]
         scores = {name: Scores.magnitude(weight) for name, weight in tensors.items()}
         for mine, other in zip(masks, select(scores, Pattern(), scope="global", count=drop).values(), strict=True):

@@ -21,7 +21,7 @@ _SAMPLE = 1 << 17
 _RUN = 8  # neighbours that a CPU reads from memory together anyway
 _FEW = 16  # the keys inside are kept if they are at most one in so many
 _WIDEST = 253  # digits in a bracket; so all tables have the same size
-_HALF = 1 << 15  # half of the values of a digit: those of keys that are not negative
+_HALF = 1 << 15  # values of a digit of keys that are not negative
 
 
 def find_leading(pool: Pool, bits: int, add: Add) -> bool:
@@ -48,16 +48,17 @@ def find_leading(pool: Pool, bits: int, add: Add) -> bool:
     pool.prefix, pool.known = low + at - 1, 16
     pool.before, pool.equal = totals[at - 1], table[at]
     for place, (keys, places) in pool.near.items():  # from now on, only the keys that share the digit matter
-        digits = keys >> (bits - 16)
-        pool.kept[place].view(-1)[places[digits < pool.prefix]] = False
-        pool.near[place] = keys[digits == pool.prefix], places[digits == pool.prefix]
+        digits, where = (keys >> (bits - 16)).numpy(), places.numpy()
+        pool.kept[place].view(-1).numpy()[where] = digits >= pool.prefix
+        same = np.flatnonzero(digits == pool.prefix)
+        pool.near[place] = torch.from_numpy(keys.numpy()[same]), torch.from_numpy(where[same])
     return False
 
 
 def _sampled(pool: Pool, bits: int, add: Add) -> tuple[int, int] | None:
     """The first and the last digit of the bracket, or None if any process has parts that cannot be read in this way."""
     stride = max(pool.total // _SAMPLE, 1) | 1  # odd, so that all columns are covered
-    counts = np.zeros(2 * _HALF + 1, dtype=np.int64)
+    counts = np.zeros(_HALF + 1, dtype=np.int64)
     for part in pool.parts:
         if not part.counted:
             continue
@@ -66,7 +67,7 @@ def _sampled(pool: Pool, bits: int, add: Add) -> tuple[int, int] | None:
             break
         if raw.size >= _RUN * _RUN * stride:
             raw = raw[: raw.size // _RUN * _RUN].reshape(-1, _RUN)
-        counts[_HALF:-1] += np.bincount((raw[::stride].reshape(-1) >> (bits - 16)) & (_HALF - 1), minlength=_HALF)
+        counts[:-1] += np.bincount((raw[::stride].reshape(-1) >> (bits - 16)) & (_HALF - 1), minlength=_HALF)
     table = add(torch.from_numpy(counts)).cpu().numpy()
     totals = table[:-1].cumsum()
     number = int(totals[-1])
@@ -74,7 +75,7 @@ def _sampled(pool: Pool, bits: int, add: Add) -> tuple[int, int] | None:
         return None
     share = pool.drop / pool.total
     spread = 4 * (share * (1 - share) / number) ** 0.5 + 2 / number
-    low, high = (int(np.searchsorted(totals, (share + way * spread) * number)) - _HALF for way in (-1, 1))
+    low, high = (int(np.searchsorted(totals, (share + way * spread) * number)) for way in (-1, 1))
     low, high = max(low, 0), min(high, _HALF - 1)
     return (low, high) if high - low < _WIDEST else None
 

@@ -2,8 +2,8 @@
 
 The key of an element is (score, number of its tensor, index in the whole tensor), as integers. Each round counts one digit of
 the keys that share the digits found so far; the counts of all processes are added up, and the bin in which the pool is cut is
-the next digit. So every layout of the same tensors gives the same masks, and what travels are counts: 65,536 for one pool, 256
-for each of several.
+the next digit. So every layout of the same tensors gives the same masks, and what travels are counts: at most 65,536 for one
+pool, 256 for each of several.
 """
 
 from __future__ import annotations
@@ -142,11 +142,12 @@ def ordered(values: Tensor, bits: int) -> Tensor:
     return key.bitwise_xor_((key >> (bits - 1)).bitwise_and_((1 << (bits - 1)) - 1))
 
 
-def find_cuts(pools: Sequence[Pool], bits: int, add: Add, *, longest: int) -> bool:
+def find_cuts(pools: Sequence[Pool], bits: int, add: Add, *, longest: int, tensors: int) -> bool:
     """Finds the cuts of all pools, in rounds that they share. Returns True, and finds none, if there is NaN anywhere.
 
-    All processes have to call it with as many pools. `bits` is that of `bits_for`, `longest` the size of the largest tensor,
-    both over all processes. `add` adds counts up over the processes. `brackets` may have found the leading digit of one pool.
+    All processes have to call it with as many pools. `bits` is that of `bits_for`, `longest` the size of the largest of so
+    many `tensors`, all over all processes. `add` adds counts up over the processes. `brackets` may have found the leading digit
+    of one pool.
     """
     width = 16 if len(pools) == 1 else 8
     for place in range(pools[0].known if len(pools) == 1 else 0, bits, width):
@@ -157,9 +158,12 @@ def find_cuts(pools: Sequence[Pool], bits: int, add: Add, *, longest: int) -> bo
         return False
     for pool in ties:
         pool.number = pool.parts[0].number if len(pools) > 1 and pool.parts else 0
+    digits = max(longest - 1, 1).bit_length()
     if len(pools) == 1:
-        _round(ties, bits, _Digit("number", 0, 16), add)
-    for shift in reversed(range(0, max(longest - 1, 1).bit_length(), width)):
+        if tensors > 1:
+            _round(ties, bits, _Digit("number", 0, (tensors - 1).bit_length()), add)
+        width = -(-digits // -(-digits // width))  # as few digits of an index as before, but equally wide
+    for shift in reversed(range(0, digits, width)):
         _round(ties, bits, _Digit("index", shift, width), add)
     for pool in ties:
         pool.last_stays = pool.weighted and pool.drop - pool.before <= pool.before + pool.equal - pool.drop
@@ -178,11 +182,9 @@ def _round(pools: Sequence[Pool], bits: int, digit: _Digit, add: Add) -> bool:
             return True
         bins = table[:-1].view(len(some), -1)
         totals = bins.cumsum(1)
-        wanted = torch.tensor([int(pool.drop // 1) - pool.before for pool in some], device=device)[:, None]
-        weighted = torch.tensor([pool.weighted for pool in some], device=device)[:, None]
-        at = torch.where(weighted, totals <= wanted, totals < wanted).sum(1)
-        last = (bins.shape[1] - 1 - (bins.flip(1) != 0).int().argmax(1)).clamp(min=0)  # if all of the weight goes
-        at = torch.minimum(at, last)[:, None]
+        # The bin that reaches the number, or with weights exceeds it; at most the last one that is not empty.
+        wanted = torch.tensor([int(pool.drop // 1) - pool.before + pool.weighted for pool in some], device=device)[:, None]
+        at = torch.searchsorted(totals, torch.minimum(wanted, totals[:, -1:]))
         equal, upto = bins.gather(1, at), totals.gather(1, at)
         for pool, where, here, there in zip(some, *(t.view(-1).tolist() for t in (at, equal, upto)), strict=True):
             if not pool.trivial:

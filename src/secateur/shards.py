@@ -278,7 +278,7 @@ def _large_pools(
                 pool.parts = _protected(pool.parts, [caps[name] for name in names], facts, comm.within)
     plain = len(pools) == 1 and pattern.elementwise and previous is None and not floor
     if (plain and find_leading(pools[0], facts.bits, comm.add_)) or find_cuts(
-        pools, facts.bits, comm.add_, longest=facts.longest
+        pools, facts.bits, comm.add_, longest=facts.longest, tensors=facts.tensors
     ):
         _check_nan(scores, previous, comm)
         raise nan_in("a unit")
@@ -304,7 +304,7 @@ def _most_units(name: str, layout: Layout, pattern: Pattern, floor: float) -> in
 def _protected(parts: Sequence[Part], caps: Sequence[int], facts: Facts, comm: Comm) -> list[Part]:
     """The parts with all units but the lowest `caps` of each tensor marked as safe."""
     pools = [Pool([part], cap, part.size) for part, cap in zip(parts, caps, strict=True)]
-    find_cuts(pools, facts.bits, comm.add_, longest=facts.longest)  # NaN is found by the cut itself
+    find_cuts(pools, facts.bits, comm.add_, longest=facts.longest, tensors=facts.tensors)  # NaN is found by the cut itself
     return [replace(part, safe=keep(pool, part, facts.bits)) for pool, part in zip(pools, parts, strict=True)]
 
 

@@ -165,7 +165,7 @@ def test_many_tensors_share_their_rounds_in_buckets(tie, calls, megabytes):
         return table
 
     pools = [Pool([], 10**8 // 2, 10**8) for _ in range(10_000)]
-    assert not find_cuts(pools, 32, others, longest=10**8)
+    assert not find_cuts(pools, 32, others, longest=10**8, tensors=len(pools))
     assert len(sizes) == calls
     assert round(sum(sizes) / 1e6) == megabytes
 
@@ -186,9 +186,9 @@ def test_counts_are_all_that_travels_at_thousands_of_ranks(fake, shape):
     with traffic() as calls:
         sc.plan(model, sparsity=1e-4, scope="global")
     bins = [size for _, size in calls if size > 65_536]
-    assert all(size == 8 * 65_537 for size in bins)
-    assert 2 <= len(bins) <= 6
-    assert sum(size for _, size in calls) <= 3.1 * MIB
+    assert all(size <= 8 * 65_537 for size in bins)
+    assert 2 <= len(bins) <= 3  # the digits of the score; those of ties are narrower
+    assert sum(size for _, size in calls) <= 1.4 * MIB
 
 
 def test_masks_of_offloaded_weights_lie_with_the_weights(fake):

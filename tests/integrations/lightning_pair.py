@@ -1,6 +1,7 @@
 """Trains with Lightning on two processes, and writes the zeros of each into a folder. Run by test_lightning.py."""
 
 import sys
+import time
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -57,7 +58,8 @@ def main(strategy, folder, resume=""):
     whole = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in net.state_dict().items()}
     torch.save((whole, callback.plan.metrics()), Path(folder) / f"{trainer.global_rank}{'-resumed' if resume else ''}.pt")
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()  # a process that exits while gloo's threads run may be aborted
+    torch.distributed.destroy_process_group()
+    time.sleep(0.2)  # gloo's threads release the last tensors; a process that exits earlier may be aborted
 
 
 if __name__ == "__main__":

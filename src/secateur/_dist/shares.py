@@ -33,15 +33,20 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
-_meshes: weakref.WeakKeyDictionary[Any, tuple[int, Tensor]] = weakref.WeakKeyDictionary()
+_meshes: weakref.WeakKeyDictionary[Any, tuple[int, Tensor, dict[Any, Any]]] = weakref.WeakKeyDictionary()
 
 
 def ranks_of(mesh: Any) -> Tensor:
     """The ranks of a mesh, as `mesh.mesh`, which torch computes anew at each access."""
+    return _remembered(mesh)[1]
+
+
+def _remembered(mesh: Any) -> tuple[int, Tensor, dict[Any, Any]]:
+    """The rank of this process, the ranks of a mesh, and what `share_of` found for it."""
     rank = mesh.get_rank()
-    if _meshes.get(mesh, (None,))[0] != rank:
-        _meshes[mesh] = rank, mesh.mesh
-    return _meshes[mesh][1]
+    if (found := _meshes.get(mesh)) is None or found[0] != rank:
+        found = _meshes[mesh] = rank, mesh.mesh, {}
+    return found
 
 
 def local_as(value: Tensor, tensor: Tensor) -> Tensor:
@@ -152,8 +157,17 @@ def share_of(name: str, tensor: Tensor, layout: Layout) -> Share:
     if not _is_dtensor(tensor):
         return Share(layout, Box((0, layout.rows), (0, layout.cols)))
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)  # type: ignore[attr-defined]
-    axes, every = sharded_axes(name, tensor), ranks_of(mesh)
-    sizes = tuple(every.shape)
+    _, every, known = _remembered(mesh)
+    if (layout, placements) not in known:
+        known[layout, placements] = _where(name, tensor, layout, every)
+    box, ranks, me, axes, places = known[layout, placements]
+    return Share(layout, box, ranks, me, mesh, axes, places, placements)
+
+
+def _where(name: str, tensor: Tensor, layout: Layout, every: Tensor) -> tuple[Any, ...]:
+    """The attributes of a share that do not refer to its mesh, which therefore may be remembered with the mesh."""
+    mesh, placements = tensor.device_mesh, tuple(tensor.placements)  # type: ignore[attr-defined]
+    axes, sizes = sharded_axes(name, tensor), tuple(every.shape)
     if axes and (max(placements[axis].dim for axis in axes) > 1 or (layout.flip and layout.groups > 1)):
         raise NotImplementedError(
             f"{name!r} is sharded along the axes of its kernel, or is a transposed convolution in groups, so that a process "
@@ -165,7 +179,7 @@ def share_of(name: str, tensor: Tensor, layout: Layout) -> Share:
     ranks = sorted(by_rank)
     box = _box(layout, _ranges(layout.shape, sizes, placements, here))
     me = next(i for i, rank in enumerate(ranks) if by_rank[rank] == here)
-    return Share(layout, box, tuple(ranks), me, mesh, tuple(axes), tuple(by_rank[rank] for rank in ranks), placements)
+    return box, tuple(ranks), me, tuple(axes), tuple(by_rank[rank] for rank in ranks)
 
 
 def held(name: str, tensor: Tensor, first: int | None = None) -> tuple[list[Range], bool]:
