@@ -59,4 +59,5 @@ def _differences(found: Iterable[Tensor], expected: Iterable[Tensor]) -> Iterabl
 
 def lost_finite(now: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
     """True if a number that was finite is NaN or infinite now."""
-    return any(bool((b.isfinite() & ~a.isfinite()).any()) for a, b in zip(now, before, strict=True))
+    pairs = list(zip(now, before, strict=True))
+    return any(not bool(a.isfinite().all()) and bool((b.isfinite() & ~a.isfinite()).any()) for a, b in pairs)

@@ -7,7 +7,7 @@ run again (`prefix`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from .lengths import Link, links_of, mended
 from .prefix import Prefixes, can_skip
 
 _INEXACT = "a removed block also returned other tensors, which the model uses"
+_PART = 1 << 20  # outputs are compared so many elements at a time
 
 
 class BlockList(NamedTuple):
@@ -224,12 +225,12 @@ def _change_without(
     """The relative change of the output without these blocks, the mean over batches; or what goes wrong."""
     try:
         with _removed(model, drop, links), started:
-            return _change([tensors_of(run(model, *batch)) for batch in batches], whole)
+            return _change((tensors_of(run(model, *batch)) for batch in batches), whole)
     except Exception as error:
         return f"the model does not run ({type(error).__name__}: {error})"
 
 
-def _change(found: Sequence[Sequence[Tensor]], whole: Sequence[Sequence[Tensor]]) -> float | str:
+def _change(found: Iterable[Sequence[Tensor]], whole: Sequence[Sequence[Tensor]]) -> float | str:
     """The norm of the difference over the norm, where the whole model's output is finite; or what is wrong."""
     shares = []
     for now, before in zip(found, whole, strict=True):
@@ -237,7 +238,17 @@ def _change(found: Sequence[Sequence[Tensor]], whole: Sequence[Sequence[Tensor]]
             return f"the output has shapes {[tuple(t.shape) for t in now]}"
         if lost_finite(now, before):
             return "the output is not finite where it was"
-        parts = [((a - b)[b.isfinite()].abs().double(), b[b.isfinite()].abs().double()) for a, b in zip(now, before)]
-        moved, size = (sum(float(part.square().sum()) for part in each) for each in zip(*parts))
+        moved, size = (sum(each) for each in zip(*(_squares(a, b) for a, b in zip(now, before))))
         shares.append((moved / max(size, 1e-30)) ** 0.5)
     return sum(shares) / len(shares)
+
+
+def _squares(now: Tensor, before: Tensor) -> tuple[float, float]:
+    """The squared distance of two tensors and the squared size of the second, where that is finite."""
+    moved = size = 0.0
+    for a, b in zip(*(t.reshape(-1).split(_PART) for t in (now, before)), strict=True):
+        away, whole, finite = (a - b).abs().double(), b.abs().double(), b.isfinite()
+        if not bool(finite.all()):
+            away, whole = away[finite], whole[finite]
+        moved, size = moved + float(away.square().sum()), size + float(whole.square().sum())
+    return moved, size
