@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import platform
 import resource
@@ -44,6 +45,15 @@ def interleaved(*runs: Callable[[], Any], rounds: int, before: Callable[[], Any]
             before()
             times[who].append(seconds(runs[who]))
     return times
+
+
+def touch(size: int) -> None:
+    """Takes and frees `size` bytes, because a virtual machine may have to ask its host for memory, which is not to be timed."""
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+    memory = mmap.mmap(-1, size, **private)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
 
 
 def median(values: Sequence[float]) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.utils.prune as theirs
-from _bench import PeakMemory, copy_bandwidth, duration, in_fresh_process, interleaved, machine, median, show
+from _bench import PeakMemory, copy_bandwidth, duration, in_fresh_process, interleaved, machine, median, show, touch
 from torch import nn
 
 from secateur.drop_in import prune as ours
@@ -58,7 +58,8 @@ CASES: list[tuple[str, Call, int, int, torch.dtype, int]] = [
 
 
 def clean(modules: list[nn.Linear], dense: list[nn.Parameter]) -> None:
-    """Every call finds modules that were never pruned, and the same weights."""
+    """Every call finds modules that were never pruned, the same weights, and memory for what it makes."""
+    touch(3 * sum(weight.nbytes for weight in dense))
     for module, weight in zip(modules, dense, strict=True):
         for name in ("_forward_pre_hooks", "_parameters", "_buffers", "_load_state_dict_post_hooks"):
             getattr(module, name).clear()

@@ -45,9 +45,10 @@ _INPUT_FIRST: set[Kind] = {nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTransp
 def is_kind(layer: nn.Module | type[nn.Module], kinds: Iterable[Kind]) -> bool:
     """Whether a layer, or a class of layers, is one of these types or of a type derived from them."""
     cls = layer if isinstance(layer, type) else type(layer)
-    names = {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}
     return any(
-        kind in names if isinstance(kind, str) else issubclass(cls, kind) or (cls is not layer and isinstance(layer, kind))
+        any(f"{base.__module__}.{base.__qualname__}" == kind for base in cls.__mro__)
+        if isinstance(kind, str)
+        else issubclass(cls, kind) or (cls is not layer and isinstance(layer, kind))
         for kind in kinds
     )
 

@@ -257,6 +257,8 @@ def test_large_packed_weights_are_copied_bit_for_bit():
         copied = kernels.in_huge_pages(large)
         assert torch.equal(copied, large)
         assert copied.dtype == dtype
+        assert copied.untyped_storage().nbytes() == large.nbytes  # what torch.save writes
+        assert sys.platform != "linux" or copied.data_ptr() % (1 << 21) == 0
     small, strided = torch.ones(8), torch.ones(2000, 2000).T
     assert kernels.in_huge_pages(small) is small
     assert kernels.in_huge_pages(strided) is strided

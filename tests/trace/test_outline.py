@@ -17,8 +17,10 @@ CALLS = {
     "convolution": (aten.convolution.default, IMAGE, x(6, 2, 3, 3), None, [2, 1], [1, 0], [1, 2], False, [0, 0], 2),
     "transposed convolution": (aten.convolution.default, SOUND, x(4, 3, 3), x(6), [2], [1], [1], True, [1], 2),
     "batch norm": (aten.native_batch_norm.default, IMAGE, VECTOR, VECTOR, VECTOR, VECTOR, False, 0.1, 1e-5),
+    "batch norm in training": (aten.native_batch_norm.default, IMAGE, VECTOR, None, VECTOR + 0, VECTOR + 0, True, 0.1, 1e-5),
     "max pool": (aten.max_pool2d_with_indices.default, IMAGE, [3, 3], [2, 2], [1, 1], [1, 1], False),
     "max pool, rounded up": (aten.max_pool2d_with_indices.default, IMAGE, [2, 2], [2, 2], [0, 0], [1, 1], True),
+    "max pool, padded": (aten.max_pool2d_with_indices.default, IMAGE, [3], [4, 2], [1], [1, 1], True),
     "max pool, dilated": (aten.max_pool2d_with_indices.default, IMAGE, [3, 2], [1, 1], [1, 0], [2, 2]),
     "max pool without a batch": (aten.max_pool2d_with_indices.default, IMAGE[0], [2, 2]),
     "max pool of channels last": (aten.max_pool2d_with_indices.default, IMAGE.to(memory_format=torch.channels_last), [2, 2]),
@@ -44,6 +46,14 @@ def test_wrong_shapes_raise_the_error_of_the_operator():
 def test_reading_a_value_that_was_not_computed_raises():
     outlined = Outlined()
     made, _ = outlined(aten.max_pool2d_with_indices.default, (IMAGE, [2, 2]), {})
+    total = outlined(aten.sum.default, (made,), {})
+    with pytest.raises(ValueRead, match="reads values"):
+        outlined(aten._local_scalar_dense.default, (total,), {})
+
+
+def test_batch_norm_in_training_is_not_computed():
+    outlined = Outlined()
+    made, *_ = outlined(aten.native_batch_norm.default, (IMAGE, VECTOR, VECTOR, VECTOR + 0, VECTOR + 0, True, 0.1, 1e-5), {})
     total = outlined(aten.sum.default, (made,), {})
     with pytest.raises(ValueRead, match="reads values"):
         outlined(aten._local_scalar_dense.default, (total,), {})

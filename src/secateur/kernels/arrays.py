@@ -86,11 +86,19 @@ def new_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | 
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
-    """Returns a copy of a large tensor in huge pages, which a CPU reads faster, or the tensor itself if it is not large."""
+    """Returns a copy of a large tensor in huge pages, which a CPU reads faster, or the tensor itself if it is not large.
+
+    The copy begins at a multiple of their size. Memory of `new_tensor` does not, so up to 4 MiB of it are in small pages, but
+    its storage can be resized.
+    """
     plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout == torch.strided
     if not plain or tensor.nbytes < _HUGE or not tensor.is_contiguous() or _madvise() is None:
         return tensor
-    return new_tensor(tensor.shape, tensor.dtype).copy_(tensor)
+    memory = mmap.mmap(-1, tensor.nbytes + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE
+    copy = torch.frombuffer(memory, dtype=torch.uint8, offset=first, count=tensor.nbytes)
+    return copy.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 @functools.cache

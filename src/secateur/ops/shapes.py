@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,8 @@ class Blank:
     def __call__(self, like: Tensor, *shape: int) -> Tensor:
         size, key = math.prod(shape), (like.dtype, like.device)
         if key not in self.blocks or self.blocks[key].numel() < size:
-            self.blocks[key] = torch.zeros(size, dtype=like.dtype, device=like.device)
+            memory = np.zeros(size * like.itemsize, np.uint8)  # unlike torch.zeros, it takes no pages until they are read
+            self.blocks[key] = torch.from_numpy(memory).view(like.dtype).to(like.device)
         return self.blocks[key][:size].view(shape)
 
 
@@ -97,15 +99,32 @@ def _convolution(
 def _batch_norm(
     blank: Blank, x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *_: Any
 ) -> tuple[Tensor, ...] | None:
-    _fits(not training and x.is_contiguous() and mean is not None and len(mean) == x.shape[1])
-    return blank(x, *x.shape), x.new_zeros(0), x.new_zeros(0)
+    channels = [t for t in (weight, bias, mean, var) if t is not None]
+    _fits(x.is_contiguous() and (training or mean is not None) and all(len(t) == x.shape[1] for t in channels))
+    kept = x.shape[1] if training else 0
+    return blank(x, *x.shape), x.new_zeros(kept), x.new_zeros(kept)
 
 
 @_shapes("max_pool2d_with_indices")
-def _max_pool(blank: Blank, x: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    _fits(x.is_contiguous())
-    out, at = torch.ops.aten.max_pool2d_with_indices(x.to("meta"), *options)
-    return blank(x, *out.shape), blank(torch.empty(0, dtype=at.dtype, device=x.device), *at.shape)
+def _max_pool(
+    blank: Blank, x: Tensor, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil: bool = False
+) -> tuple[Tensor, Tensor]:
+    kernel, stride, padding, dilation = (_pair(v) for v in (kernel, stride or kernel, padding, dilation))
+    _fits(x.is_contiguous() and x.dim() in (3, 4) and all(2 * p <= k for p, k in zip(padding, kernel)))
+    sizes = []
+    for size, k, s, p, d in zip(x.shape[-2:], kernel, stride, padding, dilation):
+        left = size + 2 * p - d * (k - 1) - 1
+        out = (left + (s - 1 if ceil else 0)) // s + 1
+        sizes.append(
+            out - 1 if ceil and (out - 1) * s >= size + p else out
+        )  # the last window begins inside or in the left padding
+    _fits(min(sizes) > 0)
+    shape = (*x.shape[:-2], *sizes)
+    return blank(x, *shape), blank(torch.empty(0, dtype=torch.int64, device=x.device), *shape)
+
+
+def _pair(value: Any) -> Sequence[int]:
+    return (value, value) if isinstance(value, int) else value if len(value) == 2 else (*value, *value)
 
 
 @_shapes("_scaled_dot_product_flash_attention_for_cpu")
