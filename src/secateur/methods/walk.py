@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import copied, moved, signature, tensors_of
+from .._arguments import copied, moved, same, signature, tensors_of
 from .._dist import DataRanks, data_ranks_of, run_of, together
 from .._tree import Loose
 from ..blocks import repeated_blocks
@@ -282,8 +282,7 @@ class _Block:
         """Whether the pruned model and the dense one pass the same values to the block."""
         if self.module is self.walk.model and self.walk.residence.device is not None:
             return False  # its blocks return what was stored of them, pruned and dense
-        pairs = zip(tensors_of(self.calls), tensors_of(self.dense_calls), strict=True)
-        return all(one is other or (one.shape == other.shape and torch.equal(one, other)) for one, other in pairs)
+        return same(self.calls, self.dense_calls)
 
     @property
     def unchanged(self) -> bool:
