@@ -127,9 +127,10 @@ class _Walk:
                     self.note(name, "solved after the blocks, which saw the inputs that its dense weights produce")
         chain = self._chain(inner)
         if chain is None and self.residence.device is not None:
-            raise ValueError(
-                f"the blocks of {type(self.model).__name__} do not feed each other, so they cannot run one at a time"
-            )
+            kind = type(self.model).__name__
+            few = f"{kind} has no list in which two blocks have layers to prune"
+            found = f"the blocks of {kind} do not feed each other" if inner else few
+            raise ValueError(f"{found}, so they cannot run one at a time; load the whole model and use prune_")
         self.feeds = feeds = self._feeds(chain, inner)
         names = {id(module): name for name, module in self.model.named_modules()}
         start = self.residence.resume(feeds) if feeds is not None else 0
