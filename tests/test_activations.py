@@ -14,6 +14,7 @@ import secateur as sc
 from secateur.activations import Gates, gate_
 from secateur.blocks import repeated_blocks
 from secateur.drop_in.ao_pruning import WeightNormSparsifier
+from secateur.edit import record_of
 from secateur.methods import allocate
 from secateur.methods.gates import Gate
 from secateur.patterns import Pattern
@@ -415,6 +416,21 @@ def test_gates_that_were_removed_do_not_take_away_later_ones():
     output = model(x)
     first.undo_()
     assert torch.equal(model(x), output)
+
+
+def test_undoing_one_of_two_calls_takes_that_call_from_the_record():
+    model = small()
+    first, second = gate_(model, at="0", method="topk"), gate_(model, at="2", method="topk")
+    assert [arguments["at"] for _, arguments in record_of(model)] == [["0"], ["2"]]
+    first.undo_()
+    first.undo_()
+    assert [arguments["at"] for _, arguments in record_of(model)] == [["2"]]
+    again = gate_(model, at="0", method="topk")
+    first.undo_()  # its gates are gone, and the new ones have the same arguments
+    assert [arguments["at"] for _, arguments in record_of(model)] == [["2"], ["0"]]
+    second.undo_()
+    again.undo_()
+    assert record_of(model) == []
 
 
 # --- what is measured -----------------------------------------------------------------------------------------------

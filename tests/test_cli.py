@@ -319,6 +319,17 @@ def test_a_weight_file_is_pruned_to_a_weight_file(here):
     )
 
 
+def test_gates_are_not_dropped_by_writing_weights_alone(here):
+    model = build()
+    sc.gate_(model, at="4", method="topk")
+    sc.save(model, "gated")
+    prune = "--sparsity 0.5 --include *.weight -o"
+    assert "a model with gates" in run(f"prune gated {prune} x.safetensors", code=2)
+    assert not Path("x.safetensors").exists()
+    run(f"prune cli_nets:net --checkpoint gated {prune} sparse")
+    assert "gates" in json.loads(Path("sparse/secateur.json").read_text())
+
+
 def test_hugging_face_folders_with_a_text_file(here, llama):
     from transformers import AutoTokenizer, LlamaForCausalLM
 

@@ -193,6 +193,13 @@ def test_what_cannot_be_done_one_block_at_a_time_is_refused(saved):
     refused(FileNotFoundError, "neither model.safetensors", source=path)
 
 
+def test_a_model_with_one_block_to_prune_is_refused_with_the_reason(saved):
+    _, path = saved
+    how = {"into": into, "data": zoo.TEXT, "method": "flow", "pattern": "2:4", "include": "model.layers.0.*"}
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no list in which two blocks have layers to prune.* use prune_"):
+        prune_folder(path / "dense", path / "pruned", **how)
+
+
 def test_old_weights_of_the_target_are_removed_before_the_first_block_is_written(saved):
     _, path = saved
     transformers.LlamaForCausalLM(config_of()).save_pretrained(path / "pruned", max_shard_size="40KB")

@@ -78,6 +78,20 @@ def test_rough_sums_of_zeros_are_zero_and_others_are_close(able: bool, monkeypat
     assert float((near.total() - wanted).norm() / wanted.norm()) < (2e-3 if able else 1e-6)
 
 
+def test_rough_sums_are_precise_beside_a_large_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(products, "has_bfloat16", lambda kind: True)
+    v = torch.randn(1, 5000, 64)
+    u = v[:, :, :32] + torch.randn(32)
+    v = v + 30 * torch.randn(64)
+    sums = Products(rough=True)
+    for one, other in zip(u.split(1250, 1), v.split(1250, 1)):
+        sums.add(one, other)
+    means = u[0].double().mean(0)[:, None] * v[0].double().mean(0)
+    wanted = u[0].double().T @ v[0].double() - 5000 * means
+    assert float((sums.total() - 5000 * means - wanted).norm() / wanted.norm()) < 4e-3
+
+
 def test_matmul_adds_a_bias_as_addmm_does(onednn: bool) -> None:
     a, b = torch.randn(200, 300), torch.randn(300, 100)
     strided = (torch.randn(200)[::2], torch.randn(1).expand(100))  # oneDNN read past the end of these

@@ -72,6 +72,22 @@ def is_tree(value: Any) -> bool:
     return value is None or isinstance(value, Tensor | str | bytes | int | float | complex)
 
 
+def same(one: Any, other: Any) -> bool:
+    """True if two trees certainly hold equal values. Objects that `tensors_of` does not look into have to be identical."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        plain = one.layout == other.layout == torch.strided and not one.is_nested and not other.is_nested
+        return plain and one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict) and list(one) != list(other):
+        return False
+    if isinstance(one, tuple | list | dict):
+        return len(one) == len(other) and all(map(same, _items(one), _items(other)))
+    return isinstance(one, str | bytes | int | float | complex) and one == other
+
+
 def signature(value: Any) -> Any:
     """A key that is equal for calls which run through the same operators: types, dtypes and numbers of axes, not sizes."""
     if isinstance(value, Tensor):

@@ -25,7 +25,7 @@ from ._tree import bare_name, nearest, nearest_glob
 from .arguments import plain_arguments
 from .blocks import repeated_blocks
 from .display import Reported, Table
-from .edit import forget_all_, record_
+from .edit import Arguments, Step, forget_, forget_all_, record_
 from .methods import METHODS, Gate, Measured, Probe, Seen, greedy_sparsities, mean, ratio, squares
 from .progress import track
 from .stats import as_it_was, check_evidence, on_batch, split_batch, warn_of_unused_input
@@ -79,8 +79,9 @@ def gate_(
         made = _calibrated(model, gates, data, float(sparsity), spread, named=bool(at))
     skipped = dict.fromkeys(gates.keys() - made.keys(), "saw no input while the data ran through")
     text = f"{method}, sparsity {sparsity:g}, spread {spread}"
-    record_(model, ("gate", text), plain_arguments(gate_, {**given, "at": at or None}))
-    return Gates(model, made, skipped)._attach()
+    call = ("gate", text), plain_arguments(gate_, {**given, "at": at or None})
+    record_(model, *call)
+    return Gates(model, made, skipped, call)._attach()
 
 
 @dataclass
@@ -93,6 +94,7 @@ class Gates(Reported):
     model: nn.Module = field(repr=False)
     gates: dict[str, Gate]
     skipped: dict[str, str] = field(default_factory=dict)
+    _call: tuple[Step, Arguments] | None = field(default=None, repr=False)  # in the record of the model
 
     @classmethod
     def of(cls, model: nn.Module) -> Gates:
@@ -131,11 +133,14 @@ class Gates(Reported):
         """
         if model is not None and model is not self.model:
             raise ValueError("these gates belong to another model; sc.Gates.of(model) are those of a copy")
-        own = set(map(id, self.gates.values()))
+        own, there = set(map(id, self.gates.values())), False
         for module in self.model.modules():
             for key in [key for key, hook in module._forward_pre_hooks.items() if id(hook) in own]:
+                there = True
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
+        if there and self._call is not None:
+            forget_(self.model, *self._call)
         if not any(map(_gate_of, self.model.modules())):
             forget_all_(self.model, "gate")
 

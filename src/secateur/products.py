@@ -33,7 +33,7 @@ class Products:
     b: Tensor | None = None
     number: int = 0
     half: bool = False  # the vectors were in half precision
-    rough: bool = False  # they may be rounded to bfloat16
+    rough: bool = False  # they may be rounded to bfloat16, v after it was centred
 
     def add(self, u: Tensor, v: Tensor) -> None:
         wide = torch.float32 if u.device.type == "mps" else torch.float64
@@ -41,8 +41,10 @@ class Products:
             self.half = self.half and u.device.type == "cuda"
             self.rough = self.rough and _rounds(u[0], v[0])
             self.a, self.b = u.mean(1, keepdim=True), v.mean(1, keepdim=True)
-            if self.half or self.rough:  # such values are multiplied as they are, and centred ones would be rounded
+            if self.half:  # tensor cores take such values as they are, and centred ones would be rounded
                 self.a, self.b = torch.zeros_like(self.a), torch.zeros_like(self.b)
+            elif self.rough:  # without a mean in one factor, there is none in the products
+                self.a = torch.zeros_like(self.a)
             self.shifted = u.new_zeros(u.shape[0], u.shape[2], v.shape[2], dtype=wide)
             self.u, self.v = torch.zeros_like(self.a, dtype=wide), torch.zeros_like(self.b, dtype=wide)
         self.number += u.shape[1]
@@ -53,24 +55,25 @@ class Products:
     def _add(self, one: Tensor, other: Tensor, same: bool) -> None:
         assert self.a is not None
         assert self.b is not None
-        if self.rough:
-            self.shifted += rough_matmul(one.mT, other)
-            return
         if self.half:
             one, other = one.mT, other.mT
+        elif self.rough:
+            self.u += one.sum(1, keepdim=True)
+            one, other = one.mT, (other - self.b).mT
         else:
             one = _centred(one, self.a)
             other = one if same else _centred(other, self.b)
             self.u += (total := one.sum(2)[:, None])
             self.v += total if same else other.sum(2)[:, None]
-        self.shifted += _squares(one) if same else matmul(one, other.mT)
+        product = rough_matmul if self.rough else matmul
+        self.shifted += _squares(one) if same else product(one, other.mT)
 
     def total(self) -> Tensor:
         """The sum of u v', as (size, size), or with a leading axis if there are several groups."""
         assert self.a is not None
         assert self.b is not None
         whole = self.shifted
-        if not self.half and not self.rough:
+        if not self.half:
             a, b = self.a.to(self.u.dtype), self.b.to(self.u.dtype)
             whole = whole + (a.mT @ self.v + self.u.mT @ b) + self.number * (a.mT @ b)
         if whole.is_cuda and whole.shape[-1] >= _WIDE:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import mmap
 import pickle
 import subprocess
 import sys
@@ -262,3 +263,16 @@ def test_large_packed_weights_are_copied_bit_for_bit():
     small, strided = torch.ones(8), torch.ones(2000, 2000).T
     assert kernels.in_huge_pages(small) is small
     assert kernels.in_huge_pages(strided) is strided
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no huge pages to advise")
+def test_kernels_without_huge_pages_are_no_error(monkeypatch):
+    from secateur import kernels
+
+    class Refusing(mmap.mmap):
+        def madvise(self, *_):
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Refusing)
+    large = torch.randn(1 << 20)
+    assert torch.equal(kernels.in_huge_pages(large), large)

@@ -517,3 +517,42 @@ def test_the_dense_model_runs_only_after_a_layer_has_changed(monkeypatch, kept):
     found = targets(model, include=["model.layers.0.*", "model.layers.1.*"])[0]
     solve_all(model, found, ALL, zoo.TEXT, solve)
     assert set(ran) == {f"model.layers.{number}" for number in range(len(kept), 2)}
+
+
+class Held:
+    """A hidden state in an object that is no tree of tensors."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+class Holding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, held):
+        return Held(held.x + self.down(torch.relu(self.up(held.x))))
+
+
+class Held3(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Holding() for _ in range(3))
+
+    def forward(self, x):
+        held = Held(x)
+        for block in self.blocks:
+            held = block(held)
+        return held.x
+
+
+@torch.no_grad()
+def test_blocks_that_get_their_input_in_an_object_are_compared_with_the_dense_model():
+    torch.manual_seed(0)
+    model, batches = Held3().eval(), [torch.randn(20, 8) for _ in range(3)]
+    seen, _, _ = walked(model, batches)
+    wanted = slow(model, batches, "blocks", [["up"], ["down"]], {})
+    for name, evidence in wanted.items():
+        close(seen[name]["cross"], evidence["cross"][0], name, rtol=1e-4)
+    assert bool(seen["blocks.1.up.weight"]["cross"].any())

@@ -603,3 +603,20 @@ def test_whole_models_are_run_where_the_model_reads_what_every_block_returns(mon
     torch.manual_seed(1)
     whole, _ = counted(Stack(features=True), monkeypatch, skip=False)
     assert (short.cuts.drop, short.effect) == (whole.cuts.drop, whole.effect)
+
+
+class Signs(nn.Module):
+    """Returns a mask beside its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = chain()
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y, y > 0
+
+
+def test_outputs_that_are_masks_are_compared_too():
+    _, plan = shrink(Signs().eval(), X, depth=0.6)
+    assert plan.cuts.drop == {"inner.layers": [1, 3]}

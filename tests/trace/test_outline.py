@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from secateur.ops.shapes import Blank
 from secateur.trace import Outlined, ValueRead
 
 aten = torch.ops.aten
@@ -57,3 +58,8 @@ def test_batch_norm_in_training_is_not_computed():
     total = outlined(aten.sum.default, (made,), {})
     with pytest.raises(ValueRead, match="reads values"):
         outlined(aten._local_scalar_dense.default, (total,), {})
+
+
+def test_blank_memory_of_other_devices_is_not_taken_on_the_host():
+    shape = 1 << 22, 1 << 22
+    assert Blank()(torch.empty(0, device="meta"), *shape).shape == shape

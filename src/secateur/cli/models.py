@@ -142,6 +142,10 @@ def _is_ours(path: Path) -> bool:
     return (path / io.MANIFEST).is_file()
 
 
+def _is_gated(path: Path) -> bool:
+    return _is_ours(path) and "gates" in json.loads((path / io.MANIFEST).read_bytes())
+
+
 def _folder(name: str, path: Path) -> Source:
     config = path / "config.json"
     if config.is_file():
@@ -228,6 +232,11 @@ def check_output(output: str | None, force: bool, source: Source, *, as_file: bo
         raise click.UsageError(f"{output} exists; --force replaces it")
     if source.path is not None and path.exists() and path.samefile(source.path):
         raise click.UsageError(f"{output} is the model itself; write to another place")
+    if as_file and source.path is not None and _is_gated(source.path):
+        raise click.UsageError(
+            f"{source.name} holds a model with gates, which a .safetensors file cannot hold; give module:factory as MODEL, and "
+            "this folder as --checkpoint"
+        )
     if as_file != (path.suffix == ".safetensors"):
         kind = "a .safetensors file" if as_file else "a folder"
         raise click.UsageError(f"{output}: {source.name} is saved as {kind}")

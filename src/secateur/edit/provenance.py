@@ -55,10 +55,10 @@ def record_(model: nn.Module, step: Step, arguments: Arguments = UNKNOWN, replac
     _put(model, steps)
 
 
-def forget_(model: nn.Module, step: Step) -> None:
-    """Takes a step that was undone, the last of its kind, from the record."""
+def forget_(model: nn.Module, step: Step, arguments: Arguments | None = None) -> None:
+    """Takes a step that was undone, the last of its kind (and with these arguments), from the record."""
     steps = _own(model)
-    for place in [place for place, (one, _) in enumerate(steps) if one == step][-1:]:
+    for place in [i for i, (one, given) in enumerate(steps) if one == step and arguments in (None, given)][-1:]:
         del steps[place]
     _put(model, steps)
 

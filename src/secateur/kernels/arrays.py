@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
@@ -95,7 +96,8 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
     if not plain or tensor.nbytes < _HUGE or not tensor.is_contiguous() or _madvise() is None:
         return tensor
     memory = mmap.mmap(-1, tensor.nbytes + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel that was built without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE
     copy = torch.frombuffer(memory, dtype=torch.uint8, offset=first, count=tensor.nbytes)
     return copy.view(tensor.dtype).view(tensor.shape).copy_(tensor)

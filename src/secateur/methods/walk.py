@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import copied, moved, signature, tensors_of
+from .._arguments import copied, moved, same, signature, tensors_of
 from .._dist import DataRanks, data_ranks_of, run_of, together
 from .._tree import Loose
 from ..blocks import repeated_blocks
@@ -127,9 +127,10 @@ class _Walk:
                     self.note(name, "solved after the blocks, which saw the inputs that its dense weights produce")
         chain = self._chain(inner)
         if chain is None and self.residence.device is not None:
-            raise ValueError(
-                f"the blocks of {type(self.model).__name__} do not feed each other, so they cannot run one at a time"
-            )
+            kind = type(self.model).__name__
+            few = f"{kind} has no list in which two blocks have layers to prune"
+            found = f"the blocks of {kind} do not feed each other" if inner else few
+            raise ValueError(f"{found}, so they cannot run one at a time; load the whole model and use prune_")
         self.feeds = feeds = self._feeds(chain, inner)
         names = {id(module): name for name, module in self.model.named_modules()}
         start = self.residence.resume(feeds) if feeds is not None else 0
@@ -282,8 +283,7 @@ class _Block:
         """Whether the pruned model and the dense one pass the same values to the block."""
         if self.module is self.walk.model and self.walk.residence.device is not None:
             return False  # its blocks return what was stored of them, pruned and dense
-        pairs = zip(tensors_of(self.calls), tensors_of(self.dense_calls), strict=True)
-        return all(one is other or (one.shape == other.shape and torch.equal(one, other)) for one, other in pairs)
+        return same(self.calls, self.dense_calls)
 
     @property
     def unchanged(self) -> bool:

@@ -26,8 +26,10 @@ class Blank:
     def __call__(self, like: Tensor, *shape: int) -> Tensor:
         size, key = math.prod(shape), (like.dtype, like.device)
         if key not in self.blocks or self.blocks[key].numel() < size:
-            memory = np.zeros(size * like.itemsize, np.uint8)  # unlike torch.zeros, it takes no pages until they are read
-            self.blocks[key] = torch.from_numpy(memory).view(like.dtype).to(like.device)
+            if like.is_cpu:  # unlike torch.zeros, NumPy takes no pages until they are read
+                self.blocks[key] = torch.from_numpy(np.zeros(size * like.itemsize, np.uint8)).view(like.dtype)
+            else:
+                self.blocks[key] = torch.zeros(size, dtype=like.dtype, device=like.device)
         return self.blocks[key][:size].view(shape)
 
 

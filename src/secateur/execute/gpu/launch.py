@@ -54,4 +54,5 @@ def launch(
 def _hooked(kernel: Any) -> bool:
     """Returns True if someone wants to be told of launches, such as a profiler."""
     told = triton.knobs.runtime
-    return bool(kernel.pre_run_hooks or told.launch_enter_hook.calls or told.launch_exit_hook.calls)
+    chains = [getattr(hook, "calls", hook) for hook in (told.launch_enter_hook, told.launch_exit_hook)]  # or None, a function
+    return bool(kernel.pre_run_hooks) or any(chains)

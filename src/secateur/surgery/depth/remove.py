@@ -247,6 +247,8 @@ def _squares(now: Tensor, before: Tensor) -> tuple[float, float]:
     """The squared distance of two tensors and the squared size of the second, where that is finite."""
     moved = size = 0.0
     for a, b in zip(*(t.reshape(-1).split(_PART) for t in (now, before)), strict=True):
+        if not (b.is_floating_point() or b.is_complex()):  # torch does not subtract bools, and uint8 wraps around
+            a, b = a.double(), b.double()
         away, whole, finite = (a - b).abs().double(), b.abs().double(), b.isfinite()
         if not bool(finite.all()):
             away, whole = away[finite], whole[finite]
