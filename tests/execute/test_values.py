@@ -346,11 +346,11 @@ def test_layer_with_infinite_weights_stays_dense():
 def test_flops_count_every_stored_value():
     from torch.utils.flop_counter import FlopCounterMode
 
-    for name, values in (("dense int8", 1), ("dense int4", 1)):
-        layer = Compressed(nn.Linear(128, 64), FORMATS[name], ()).eval()
+    for name, options in (("dense int8", ()), ("dense int4", ()), ("quads int8", (1,))):
+        layer = Compressed(nn.Linear(128, 64), FORMATS[name], options).eval()
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             layer(torch.randn(3, 128))
-        assert counter.get_total_flops() == 2 * values * 128 * 64 * 3
+        assert counter.get_total_flops() == 2 * 128 * 64 * 3
 
 
 @kernels

@@ -330,7 +330,7 @@ def _flops(x: Tensor, buffers: Buffers, bias: Any, form: str, rows: int, *_: Any
     """FLOPs for torch's counter: two for each stored value and output position."""
     stored, values = buffers[0], FORMATS[form].values
     if values is not None:
-        each = 8 // values.bits
+        each = 8 * stored.element_size() // values.bits  # `quads` stores four int8 as one int32
     else:
         each = 1 if stored.is_floating_point() else 2  # integers hold pairs of bfloat16
     return 2 * each * stored.numel() * (out_val.numel() // rows)
