@@ -139,7 +139,8 @@ def some_of_every_kernel():
     )
     if build.has("avx512vnni"):
         yield from ((expand, "int8", 0), (expand, "int4", 64), (windows.windows, 16, 8), (windows.windows, 128, 8))
-    yield from ((quads.prepare, 7), (quads.prepare, 8), (windows.windows, 16, 7), (windows.windows, 64, 7))
+    yield from ((quads.prepare, 7, 2), (quads.prepare, 8, 1), (quads.finish, 1), (quads.finish, 2))
+    yield from ((windows.windows, 16, 7), (windows.windows, 64, 7))
     yield from ((single.gather, "int4", 0), (single.runs, "float8_e4m3fn", 64), (single.dense, "int4", 128))
 
 
@@ -198,8 +199,9 @@ def test_wide_vectors_are_used_where_the_cpu_has_them(cpu, built_for):
         assert "vpexpandb" in text or "vpermi2b" in text or "vpermt2b" in text
         assert "vpdpbusd" in text
     assert "vpdpbusd" in build.assembly(tiled.multiply_rows("k", features, 4, 64, "float32", "quad"))
-    assert "call" not in build.assembly(quads.prepare("k", features, 8))
-    assert "call" not in build.assembly(quads.finish("k", features))
+    for count in (1, 2):
+        assert "call" not in build.assembly(quads.prepare("k", features, 8, count))
+        assert "call" not in build.assembly(quads.finish("k", features, count))
     assert "zmm" in build.assembly(tiled.multiply_rows("k", features, 1, 64, "float32", "float32"))
     assert "vdpbf16ps" in build.assembly(tiled.multiply_rows("k", features, 1, 64, "float32", "pair"))
 

@@ -22,7 +22,7 @@ from .patterns import pruned
 
 LAWS = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 OPTIONS = {
-    "panels": [(8,)], "quads": [(1,), (4,)], "windows": [(16,), (64,), (128,)],
+    "panels": [(8,)], "quads": [(1,), (4,)], "quads8": [(1,), (4,)], "windows": [(16,), (64,), (128,)],
     "sparse24_mma": [()],  # depends on the values
 }  # fmt: skip
 TAKEN = [(form.name, text) for form in FORMATS.values() for text in form.takes if text]
@@ -105,8 +105,9 @@ def test_products_stay_within_the_bound(name, text, options, rows, columns, batc
     extra = 0 if bias is None else bias.double()
     exact, dense = (F.linear(x.double(), each.double()) + extra for each in (rounded, matrix))
     size = F.linear(x.double().abs(), rounded.double().abs()) + (0 if bias is None else bias.double().abs())
-    # Inputs become integers of 14 to 23 bits, relative to the largest, where CPUs multiply bytes.
-    steps = {"quads": 2.0**-15, "windows": 2.0**-13, "expand": 2.0**-23}.get(name, 0.0) * x.double().abs().amax(1, keepdim=True)
+    # Inputs become integers of 8 to 23 bits, relative to the largest, where CPUs multiply bytes.
+    parts = {"quads8": 1 / 254, "quads": 2.0**-15, "windows": 2.0**-13, "expand": 2.0**-23}
+    steps = parts.get(name, 0.0) * x.double().abs().amax(1, keepdim=True)
     arithmetic = (1e-6 if dtype == torch.float32 else 1e-2) * size + steps * rounded.double().abs().sum(1) + 1e-30
     assert bool(((got.double() - exact).abs() <= arithmetic).all())
     bound = x.double().abs() @ half_a_step(form.values, matrix, scales).t()
@@ -123,6 +124,7 @@ def test_sums_of_integers_are_exact(name, text, options):
     matrix = steps[torch.randint(0, 8, (24, 200))]
     matrix[:, ::64] = top  # so that every scale is 1
     x = torch.randint(-8, 9, (3, 200)).float()
+    x[:, 5] = 127.0  # so that inputs in 8 bits are exact
     y = torch.ops.secateur.linear(x, list(form.pack(matrix, options)), None, form.name, 24, 200, options)
     assert torch.equal(y, x @ matrix.t())
 
@@ -130,7 +132,14 @@ def test_sums_of_integers_are_exact(name, text, options):
 @kernels
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("bitmask int8", ()), ("expand int8", ()), ("expand int4/64", ()), ("quads int8", (4,)), ("windows int8", (16,))],
+    [
+        ("bitmask int8", ()),
+        ("expand int8", ()),
+        ("expand int4/64", ()),
+        ("quads int8", (4,)),
+        ("quads8 int8", (4,)),
+        ("windows int8", (16,)),
+    ],
 )
 @pytest.mark.parametrize("odd", [math.nan, math.inf, 0.0, 1e-35, 1e36])
 def test_inputs_that_no_integer_can_hold_are_multiplied_as_floats(name, options, odd):
@@ -346,11 +355,11 @@ def test_layer_with_infinite_weights_stays_dense():
 def test_flops_count_every_stored_value():
     from torch.utils.flop_counter import FlopCounterMode
 
-    for name, values in (("dense int8", 1), ("dense int4", 1)):
-        layer = Compressed(nn.Linear(128, 64), FORMATS[name], ()).eval()
+    for name, options in (("dense int8", ()), ("dense int4", ()), ("quads int8", (1,))):
+        layer = Compressed(nn.Linear(128, 64), FORMATS[name], options).eval()
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             layer(torch.randn(3, 128))
-        assert counter.get_total_flops() == 2 * values * 128 * 64 * 3
+        assert counter.get_total_flops() == 2 * 128 * 64 * 3
 
 
 @kernels

@@ -61,6 +61,7 @@ class Request:
     objective: str
     store: torch.dtype | None
     values: Values | None
+    inputs: str | None
     cold: Tensor | None
     twins: dict[Any, FormatChoice] = field(default_factory=dict)
 
@@ -75,6 +76,7 @@ def compress_(
     store: torch.dtype | None = None,
     values: Literal["int8", "int4", "float8_e4m3fn"] | None = None,
     group: Literal[64, 128] | None = None,
+    inputs: Literal["int8"] | None = None,
 ) -> Compression:
     """Replaces pruned layers, in place, by layers in the sparse format that measures fastest (or smallest) on these inputs.
 
@@ -92,6 +94,9 @@ def compress_(
             numbers, rounded, with scales. The table shows the relative error of each such layer's output on the example
             inputs. Layers without zeros are candidates too. Default: weights are not rounded.
         group: the number of columns that share a scale, 64 or 128. Default: one scale for each row.
+        inputs: "int8", together with `values="int8"`, also measures the format `quads8`, which rounds the inputs of linear
+            layers to 8 bits at each call, with one scale for each input row. Default: only formats that keep at least 14 bits
+            of each input.
 
     Returns:
         A `Compression` with one row per layer: `print` it, or read `metrics()`. `undo_()` puts the dense layers back.
@@ -100,13 +105,14 @@ def compress_(
     says so. If anything raises, the model is left unchanged.
     """
     _check(model, objective, threads, store)
+    _check_inputs(inputs, values)
     small = requested(values, group, store)
     layers = {name: module for name, module in model.named_modules() if _has_row(module)}
     modes = {name: layer.training for name, layer in layers.items()}
     with for_inference(model, threads):
         seen = _record(model, example_inputs, layers)
         large = sum(parameter.nbytes for parameter in model.parameters()) > LARGE
-        request = Request(objective, store, small, cold_for(model) if large else None)
+        request = Request(objective, store, small, inputs, cold_for(model) if large else None)
         choices, built = _choose_all(layers, seen, ties(model), request)
         ignored = swap_(model, {id(layers[name]): new for name, new in built.items()}, example_inputs)
     for name, new in built.items():
@@ -114,7 +120,7 @@ def compress_(
         if id(new) in ignored:
             choices[name] = FormatChoice(choices[name].row.left("the model reads its weight without calling the layer"))
     used = {name: new for name, new in built.items() if id(new) not in ignored}
-    given = {"objective": objective, "threads": threads, "store": store, "values": values, "group": group}
+    given = {"objective": objective, "threads": threads, "store": store, "values": values, "group": group, "inputs": inputs}
     text = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
     record_(model, ("compress", text), plain_arguments(compress_, given))
     return _result(model, layers, choices, used, objective, threads or torch.get_num_threads())
@@ -178,6 +184,14 @@ def _check(model: Any, objective: str, threads: Any, store: Any) -> None:
         raise ValueError(
             f"the model is a single {type(model).__name__}, which cannot be replaced in place; wrap it in nn.Sequential"
         )
+
+
+def _check_inputs(inputs: Any, values: Any) -> None:
+    if inputs not in (None, "int8"):
+        hint = nearest(str(inputs), ["int8"])
+        raise ValueError(f"inputs must be 'int8', or None to keep the precision of the inputs, not {inputs!r}.{hint}")
+    if inputs is not None and values != "int8":
+        raise ValueError(f"inputs={inputs!r} multiplies inputs in 8 bits with weights in 8 bits; give values='int8' as well")
 
 
 def _record(model: nn.Module, example_inputs: Any, layers: dict[str, nn.Module]) -> dict[str, RecordedInputs]:
@@ -279,7 +293,8 @@ def _candidates(layer: Any, matrix: Tensor, found: Zeros, use: Use, seen: Record
     forms = [(form, use) for form in FORMATS.values() if PLAIN in form.takes]
     if (values := request.values) is not None and use.kind == "linear" and bool(matrix.isfinite().all()):
         small = replace(use, values=values)
-        forms += [(with_values(form, values), small) for form in FORMATS.values() if str(values) in form.takes]
+        fits = [form for form in FORMATS.values() if str(values) in form.takes and form.inputs in (None, request.inputs)]
+        forms += [(with_values(form, values), small) for form in fits]
     built = (
         Compressed(layer, form, options, store=request.store).eval()
         for form, use in forms
@@ -334,10 +349,12 @@ def _agrees(layer: nn.Module, candidate: Compressed, seen: RecordedInputs, store
 
     Rounded weights (`values=`) are compared with a dense layer of the same rounded weights. Their kernels may round the inputs,
     which moves outputs by less than the rounding of the weights does, unless some inputs are much larger than the others.
+    Inputs in 8 bits (`inputs=`) may move outputs as much as half precision may.
     """
     allowed = 3e-2 if store is not None or candidate.dtype != torch.float32 else 1e-4
-    if FORMATS[candidate.form].values is not None:
-        layer, allowed = candidate.restored().eval(), max(allowed, 1e-3)
+    form = FORMATS[candidate.form]
+    if form.values is not None:
+        layer, allowed = candidate.restored().eval(), max(allowed, 1e-3 if form.inputs is None else 3e-2)
     for x in seen.inputs.values():
         expected, got = _without_hooks(layer, x).float(), _without_hooks(candidate, x).float()
         if expected.shape != got.shape:

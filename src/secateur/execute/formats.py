@@ -72,7 +72,8 @@ class Format:
 
     `takes` names the kinds of values that the kernels of `linear` multiply with: `PLAIN`, and the text of `Values` that are
     stored in fewer bits. For the latter, `linear` gets a `Scales` as its last argument. `numbers` names further buffers that
-    depend on the values, not only on where they are. `base` and `values` are set by `with_values`.
+    depend on the values, not only on where they are. `inputs` is "int8" if the kernels round inputs to 8 bits; such a format is
+    used only if the user asks for it. `base` and `values` are set by `with_values`.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Format:
     allowed: tuple[tuple[int, ...], ...] = ((),)
     takes: tuple[str, ...] = (PLAIN,)
     numbers: tuple[str, ...] = ()
+    inputs: str | None = None
     base: Format | None = None
     values: Values | None = None
 
@@ -330,7 +332,7 @@ def _flops(x: Tensor, buffers: Buffers, bias: Any, form: str, rows: int, *_: Any
     """FLOPs for torch's counter: two for each stored value and output position."""
     stored, values = buffers[0], FORMATS[form].values
     if values is not None:
-        each = 8 // values.bits
+        each = 8 * stored.element_size() // values.bits  # `quads` stores four int8 as one int32
     else:
         each = 1 if stored.is_floating_point() else 2  # integers hold pairs of bfloat16
     return 2 * each * stored.numel() * (out_val.numel() // rows)

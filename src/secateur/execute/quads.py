@@ -1,13 +1,16 @@
 """The format `quads`: the tiled format over four neighbouring columns of int8, for CPUs that multiply four at once (VNNI).
 
 It is for about eight or more input rows and only for rounded weights (`Values`). The inputs of each row are rounded to integers
-of 16 bits times a power of two, and multiplied as two planes of bytes. Products and sums are exact. The option is the number of
-rows that share a list of columns.
+of 16 bits times a power of two, and multiplied as two planes of bytes. In `quads8`, which stores the same, they are rounded to
+integers of 8 bits times the largest input over 127: one plane, half the products. Products and sums are exact. The option is
+the number of rows that share a list of columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -47,28 +50,36 @@ def _unpack(buffers: Buffers, rows: int, columns: int, options: FormatOptions) -
 
 
 def _linear(
-    x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions, scales: Scales | None = None
+    x: Tensor,
+    buffers: Buffers,
+    bias: Tensor | None,
+    rows: int,
+    options: FormatOptions,
+    scales: Scales | None = None,
+    *,
+    planes: int,
 ) -> Tensor | None:
     (*held, sums), (batch, columns) = buffers, x.shape
     if scales is None or x.dtype not in DTYPES or not (x.is_cpu and sums.is_cpu) or not build.has(*FEATURES):
         return None
     seen, threads = F.pad(x.float(), (0, -columns % LANES)).contiguous(), torch.get_num_threads()
-    planes, inverse = torch.empty(2 * batch, seen.shape[1], dtype=torch.uint8), torch.empty(batch)
-    wide, places = seen.shape[1], map(Tensor.data_ptr, (planes, inverse))
-    build.run(build.kernel("quads.prepare", 8), (seen.data_ptr(), batch, wide, *places, wide), threads)
+    parts, inverse = torch.empty(planes * batch, seen.shape[1], dtype=torch.uint8), torch.empty(batch)
+    wide, places = seen.shape[1], map(Tensor.data_ptr, (parts, inverse))
+    build.run(build.kernel("quads.prepare", 8, planes), (seen.data_ptr(), batch, wide, *places, wide), threads)
     if not bool(inverse.isfinite().all()):
         return None  # integers cannot hold some of the inputs
-    packed = planes.view(torch.float32)  # only moved as bits; no arithmetic is done in float32
+    packed = parts.view(torch.float32)  # only moved as bits; no arithmetic is done in float32
     found, extra = product(packed, held, None, rows, options[0], "float32", "quad"), as_float(bias, rows)
     y = torch.empty(batch, rows)
     places = map(Tensor.data_ptr, (sums, scales.bits, inverse, extra, y))
-    build.run(build.kernel("quads.finish"), (found.data_ptr(), batch, rows, *places), threads)
+    build.run(build.kernel("quads.finish", planes), (found.data_ptr(), batch, rows, *places), threads)
     return y if x.dtype == torch.float32 else y.to(x.dtype)
 
 
 QUADS = register(
     Format(
-        "quads", (*TILED.buffers, "sums"), _fits, _pack, _unpack, _linear, allowed=((1,), (4,)), takes=("int8",),
-        numbers=("sums",),
+        "quads", (*TILED.buffers, "sums"), _fits, _pack, _unpack, partial(_linear, planes=2), allowed=((1,), (4,)),
+        takes=("int8",), numbers=("sums",),
     )
 )  # fmt: skip
+QUADS8 = register(replace(QUADS, name="quads8", linear=partial(_linear, planes=1), inputs="int8"))

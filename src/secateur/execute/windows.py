@@ -113,7 +113,7 @@ def _linear(
     stride = wide + WIDTHS[-1]  # a window is read as a whole, past the last column
     planes, inverse = torch.empty(2 * batch * stride, dtype=torch.uint8), torch.empty(batch)
     places = planes.data_ptr(), inverse.data_ptr()
-    build.run(build.kernel("quads.prepare", bits), (seen.data_ptr(), batch, wide, *places, stride), threads)
+    build.run(build.kernel("quads.prepare", bits, 2), (seen.data_ptr(), batch, wide, *places, stride), threads)
     if not all(map(math.isfinite, inverse.tolist())):
         return None  # integers cannot hold some of the inputs
     extra, y = as_float(bias, rows), torch.empty(batch, rows)
