@@ -171,6 +171,10 @@ MADE = {
         sc.prune_(model, sparsity=0.9),
         sc.compress_(model, DATA[0][0], objective="size", store=torch.bfloat16),
     ),
+    "compress in groups": lambda model: (
+        sc.prune_(model, sparsity=0.9),
+        sc.compress_(model, DATA[0][0], objective="size", values="int8", group=64),
+    ),
     "reorder": lambda model: (sc.reorder_(model, "2:4", data=DATA, exclude="0"), sc.prune_(model, pattern="2:4")),
     "distill": lambda model: (
         sc.prune_(model, sparsity=0.6),
@@ -195,7 +199,15 @@ def test_the_recipe_of_a_model_makes_the_same_files_again(tmp_path, how):
     assert torch.equal(model(DATA[1][0]), again(DATA[1][0]))
 
 
-@pytest.mark.parametrize("how", [how for how in MADE if how != "compress"])
+def test_a_recipe_holds_how_weights_are_grouped_and_no_group_of_processes():
+    given = {"objective": "size", "values": "int8", "group": 64}
+    ran = recipe({"prune": {"pattern": "2:4"}}, {"compress": given}).run(build(), data=DATA)
+    assert "group: 64" in str(sc.Recipe.of(ran.model))
+    with pytest.raises(ValueError, match=r"prune\.group: unknown field"):
+        recipe({"prune": {"sparsity": 0.5, "group": 1}})
+
+
+@pytest.mark.parametrize("how", [how for how in MADE if "compress" not in how])
 def test_a_saved_model_holds_its_recipe(tmp_path, how):
     model = build()
     MADE[how](model)

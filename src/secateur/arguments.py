@@ -18,7 +18,7 @@ from .patterns import Pattern
 
 Arguments = dict[str, Any]
 # What a recipe does not hold: it is given when the recipe runs, or has no influence on the result.
-GIVEN_AT_RUN = frozenset({"model", "example_inputs", "data", "teacher", "optimizer", "pruner", "keep_dense", "group"})
+GIVEN_AT_RUN = frozenset({"model", "example_inputs", "data", "teacher", "optimizer", "pruner", "keep_dense"})
 
 
 def plain_arguments(function: Callable[..., Any], given: Mapping[str, Any], *, loss_at_run: bool = True) -> Arguments | str:
@@ -42,8 +42,12 @@ def plain_arguments(function: Callable[..., Any], given: Mapping[str, Any], *, l
 
 @cache
 def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters
-    return {name: parameter.default for name, parameter in parameters.items() if name not in GIVEN_AT_RUN}
+    return {name: one.default for name, one in parameters_of(function).items() if name not in GIVEN_AT_RUN}
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters of a function, without process groups: those are given when a recipe runs."""
+    return {name: one for name, one in inspect.signature(function).parameters.items() if one.annotation != "Group | None"}
 
 
 def _functional_name(loss: Any) -> str | None:

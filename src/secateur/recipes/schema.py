@@ -20,7 +20,7 @@ from torch import nn
 from .._hints import unknown_argument
 from .._tree import nearest
 from ..activations import check_gate_values, gate_
-from ..arguments import GIVEN_AT_RUN
+from ..arguments import GIVEN_AT_RUN, parameters_of
 from ..criteria import Criterion
 from ..distill import check_training_values, distill_
 from ..execute import compress_
@@ -95,7 +95,7 @@ def fields_of(kind: str) -> dict[str, Any]:
     """The fields of a stage, with the types that a file can hold for them."""
     function = inspect.unwrap(KINDS[kind].signature)
     hints = get_type_hints(function)
-    found = {name: _held(hints[name]) for name in inspect.signature(function).parameters if name not in GIVEN_AT_RUN - {"data"}}
+    found = {name: _held(hints[name]) for name in parameters_of(function) if name not in GIVEN_AT_RUN - {"data"}}
     return {name: reduce(or_, dict.fromkeys(kinds)) for name, kinds in found.items() if kinds}
 
 
