@@ -43,7 +43,8 @@ def launch(
     key = (id(kernel), device, constants, *options.values(), *kinds, *sizes)
     ready = _READY.get(key)
     if ready is None or _hooked(kernel):
-        compiled = kernel[grid](*tensors, *numbers, *constants, **options)
+        # The default of fusing products with sums depends on the version of Triton.
+        compiled = kernel[grid](*tensors, *numbers, *constants, enable_fp_fusion=True, **options)
         if DIRECT:
             _READY[key] = compiled.run, compiled.function, compiled.packed_metadata
         return
