@@ -176,6 +176,7 @@ def admm(
 
     `steps` is how often the weights and their pruned copy are moved towards each other, under a penalty that grows from
     `rho[0]` to `rho[1]`; more than 20 hardly matter. Then `refit` steps of conjugate gradients re-solve the weights that stay.
+    The search is rounded to bfloat16 on CPUs that multiply such numbers in hardware; the re-solve is not.
     Layers with more than `wide` inputs use a fixed penalty, which is faster there and about 1 % worse. `target` says what the
     outputs should be: `own()` (the default) or `flow()`. `curvature` weighs errors of the outputs by their effect on the loss:
     "diag" for each output, "fisher" for all pairs of outputs; both need backward passes of the model. `ridge` pulls weights
