@@ -208,3 +208,19 @@ def test_blocks_of_a_sequential_count_where_they_have_children():
     assert [block.names for block in found] == [["1.0.0"], ["1.1.0"], ["1.2.0"], ["0"]]
     (whole,) = blocks.repeated_blocks(model, names)
     assert whole.module is model
+
+
+def test_a_model_that_splits_what_its_layers_return_is_linked_by_running_them():
+    class Split(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third = nn.Linear(6, 6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+        def forward(self, x):
+            heads = self.second(self.first(x)).unflatten(-1, (2, 4))
+            return self.third(heads.flatten(-2))
+
+    model, batches = Split(), [torch.randn(3, 6), torch.randn(5, 6)]
+    layers = [model.first, model.second, model.third]
+    for layer, replay in zip(layers, stream.stream(model, layers, batches), strict=True):
+        assert [call[0][0].shape[1] for call in replay.calls] == [layer.in_features] * 2
