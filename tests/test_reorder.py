@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 import secateur as sc
 from secateur.channel_order import _assigned, best_order, kept_score
-from secateur.curvature import curvature
 from secateur.reorder import find_orders, reorder_
 
 
@@ -180,21 +179,6 @@ def test_where_the_order_matters_it_stays():
     done = reorder_(model, data=[x])
     assert done.orders == []
     assert "out.weight" in done.skipped
-
-
-def test_curvature_moves_with_the_channels():
-    model, batch = made("llama")
-    found, _ = sc.targets(model, exclude="lm_head")
-
-    def loss(output, target):
-        return F.cross_entropy(output.logits.flatten(0, 1), target["input_ids"].flatten(), reduction="sum")
-
-    measured = curvature(model, found, [batch], loss=loss)
-    done = reorder_(model, data=[batch], exclude="lm_head")
-    moved, again = done.of(measured, found), curvature(model, found, [batch], loss=loss)
-    for name in measured.G:
-        torch.testing.assert_close(moved.G[name], again.G[name], rtol=1e-8, atol=1e-12)
-        torch.testing.assert_close(moved.H[name], again.H[name], rtol=1e-8, atol=1e-12)
 
 
 def test_outputs_that_matter_to_the_loss_count_more():

@@ -20,6 +20,7 @@ from ._dist import Comm, DataRanks, digest, together
 from .blocks import repeated_blocks
 from .evidence import TensorEvidence
 from .io import JOURNAL, Entry, Folder, Journal, Tensors, as_bytes, rename, replacing, write_index, write_tensors
+from .measuring import ChannelOrders
 from .methods import LayerProblem, Method, OnDevice, Solution, as_mapping, from_mapping, solve_all
 from .owners import scores_of
 from .settings import Settings
@@ -45,11 +46,14 @@ def prune_blocks(
     """
     check_blocks(settings)
     notes: dict[str, str] = {}
-    with FromFolder(model, found, folder, journal, device, ranks.comm) as home:
+    orders = ChannelOrders.of(model, settings)
+    with FromFolder(model, found, folder, journal, device, ranks.comm, orders) as home:
         journal.read()  # raises for another run, before any work is done
-        method = settings.method
-        solve_all(model, found, method.needs, batches, _solver(settings), notes, home, method.blend, ranks)
+        method, enter = settings.method, orders.enter if orders else None
+        solve_all(model, found, method.needs, batches, _solver(settings, orders), notes, home, method.blend, ranks, enter)
         home.finish()
+    if orders is not None:
+        notes |= orders.notes | {"channels": "got another order inside of blocks, which leaves the function as it is"}
     return home.kept, notes
 
 
@@ -63,7 +67,7 @@ def check_blocks(settings: Settings) -> None:
         )
 
 
-def _solver(settings: Settings) -> Callable[[Target, Mapping[str, Any]], Solution]:
+def _solver(settings: Settings, orders: ChannelOrders | None) -> Callable[[Target, Mapping[str, Any]], Solution]:
     def solve(target: Target, evidence: Mapping[str, Any]) -> Solution:
         known = TensorEvidence(target, {}, 0)
         scores = scores_of(settings.criterion, known)
@@ -79,6 +83,8 @@ def _solver(settings: Settings) -> Callable[[Target, Mapping[str, Any]], Solutio
             evidence=known,
         )
         (amount,) = settings.amounts({target.name: scores}, 0, None, Comm()).values()
+        if orders is not None:
+            return orders.solve(problem, amount, None)
         return settings.method.solve(problem, settings.pattern, amount, None)
 
     return solve
@@ -88,9 +94,17 @@ class FromFolder(OnDevice):
     """Reads a block from a folder when it is needed, and writes it when it is solved."""
 
     def __init__(
-        self, model: nn.Module, found: Sequence[Target], folder: Folder, journal: Journal, device: torch.device, comm: Comm
+        self,
+        model: nn.Module,
+        found: Sequence[Target],
+        folder: Folder,
+        journal: Journal,
+        device: torch.device,
+        comm: Comm,
+        orders: ChannelOrders | None = None,
     ) -> None:
         super().__init__(device)
+        self.orders = orders
         self.folder, self.journal, self.target, self.comm = folder, journal, journal.target, comm
         self.kept: dict[str, int] = {}
         self._names: dict[tuple[int, str], list[str]] = {}
@@ -144,6 +158,8 @@ class FromFolder(OnDevice):
             yield
             by_name = {own: t for (m, attribute), t in there.items() for own in self._names[id(m), attribute]}
             tensors = {n: by_name[n].detach().cpu() for n in self._stored(block)}
+            for order in self.orders.take() if self.orders is not None else ():
+                tensors = order.permuted(tensors)
             self._check_same(name, tensors)
             self._wait()  # so that at most one block waits for the disk
             self._writing = self._writer.submit(self._write, self._number[id(block)], tensors)

@@ -1,18 +1,21 @@
-"""What is measured of the dense model before its layers are solved: curvature, error curves, and an order of channels."""
+"""What is found out beside the solutions of layers: the curvature of the dense model, error curves, and orders of channels."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from ._dist import run_of
 from .budgets import ByLoss
+from .channel_groups import Order, Permutable, permutable
+from .channel_order import weight_scores
 from .curvature import KINDS, Curvature, curvature
-from .methods import error_curves
-from .reorder import Reordering, find_orders, move_
+from .edit import Inputs
+from .methods import Amount, LayerProblem, Solution, error_curves, solve_checked
+from .reorder import Reordering
 from .settings import Settings
 from .stats import Loss
 from .targeting import Target
@@ -33,47 +36,80 @@ def measure(
     if data is None:
         raise TypeError(f"{recipe.method} with spread={spread} measures the model on data=; use sc.plan or sc.prune_ for it")
     kind = max(recipe.method.curvature, spread.curvature if spread else "none", key=KINDS.index)
-    gram = "full" if spread else "diag" if _reorders(recipe) else "none"
-    measured = curvature(model, found, data, kind=kind, gram=gram, loss=loss)
+    measured = curvature(model, found, data, kind=kind, gram="full" if spread else "none", loss=loss)
     if spread and spread.curvature == "none":
         why = "sparsities were chosen by errors relative to the outputs of each layer; no gradients were taken"
         return replace(measured, notes=measured.notes | {str(spread): why})
     return measured
 
 
-def _reorders(recipe: Settings) -> bool:
-    return recipe.method.reorders and recipe.pattern.keep is not None and recipe.pattern.elementwise
+class ChannelOrders:
+    """Orders of channels for an n:m pattern, found while the blocks of a model are solved.
 
+    The model keeps its order until then: the problem of a layer is permuted, and its solution is permuted back. `orders` has
+    what `prune_` does to the model in the end. Channels are permuted within one block, so that a block of a model that lies on
+    a disk can be solved on its own.
+    """
 
-def find_order(
-    model: nn.Module, recipe: Settings, found: Sequence[Target], data: Iterable[Any] | None, measured: Curvature | None
-) -> tuple[Reordering | None, dict[str, str]]:
-    """The order of channels that suits an n:m pattern, if the method asks for one, and why there is none."""
-    if not _reorders(recipe):
-        return None, {}
-    names = [target.name for target in found]
-    try:
-        return find_orders(model, recipe.pattern, data=data, include=names, curvature=measured or "none"), {}
-    except (ValueError, TypeError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
-        return None, {"order of channels": f"stays as it is, because the model cannot be traced: {error}"}
+    def __init__(self, model: nn.Module, recipe: Settings) -> None:
+        self.recipe = recipe
+        self.notes: dict[str, str] = {}
+        self.orders: list[Order] = []
+        self.skipped: dict[str, str] = {}
+        self._inside = "" if run_of(model) is model else "module."  # of DistributedDataParallel
+        self._groups: dict[str, tuple[str, Permutable]] = {}
+        names: dict[int, list[str]] = {}
+        for name, tensor in run_of(model).named_parameters(remove_duplicate=False):
+            names.setdefault(id(tensor), []).append(name)
+        self._shared = {name for own in names.values() if len(own) > 1 for name in own}
 
+    @staticmethod
+    def of(model: nn.Module, recipe: Settings) -> ChannelOrders | None:
+        """Orders for these settings; None if the method or the pattern has no use for them."""
+        wanted = recipe.method.reorder and recipe.pattern.keep is not None and recipe.pattern.elementwise
+        return ChannelOrders(model, recipe) if wanted else None
 
-@contextlib.contextmanager
-def reordered(model: nn.Module, order: Reordering | None) -> Iterator[None]:
-    """Gives the model another order of channels inside the context."""
-    if order is None:
-        yield
-        return
-    move_order_(model, order)
-    try:
-        yield
-    finally:
-        move_order_(model, order, back=True)
+    def enter(self, name: str, block: nn.Module, call: Inputs, found: Sequence[Target]) -> None:
+        """Finds the channels of a block that can be permuted."""
+        assert self.recipe.pattern.keep
+        self._groups, start = {}, f"{name}." if name else ""
+        own = {target.name.removeprefix(start): target for target in found}
+        try:
+            groups, skipped = permutable(block, call, own, self.recipe.pattern.keep[1])
+        except (ValueError, TypeError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+            self.notes[f"channels of {name}" if name else "channels"] = f"keep their order, as the trace failed: {error}"
+            return
+        for reader, group in list(groups.items()):
+            if any(start + member.tensor in self._shared for member in group.group.members):
+                skipped[reader] = "its inputs are made by weights that are used elsewhere too"
+                del groups[reader]
+        start = self._inside + start
+        self._groups = {start + reader: (start, group) for reader, group in groups.items()}
+        self.skipped |= {start + reader: why for reader, why in skipped.items()}
 
+    def solve(self, problem: LayerProblem, amount: Amount, previous: Tensor | None) -> Solution:
+        """Solves a layer with its inputs in the best order, and returns the solution in the order of the model."""
+        method, pattern = self.recipe.method, self.recipe.pattern
+        if problem.name not in self._groups:
+            return solve_checked(method, problem, pattern, amount, previous)
+        assert pattern.keep
+        start, group = self._groups[problem.name]
+        order = group.order(weight_scores(problem.W, problem.H, problem.G), *pattern.keep)
+        self.orders.append(order.inside(start))
+        index = order.indices[group.place].to(problem.W.device)
+        held = None if previous is None else previous.index_select(1, index)
+        found, back = solve_checked(method, problem.permuted(index), pattern, amount, held), index.argsort()
+        weight = None if found.weight is None else found.weight.index_select(1, back)
+        return replace(found, mask=found.mask.index_select(1, back), weight=weight)
 
-def move_order_(model: nn.Module, order: Reordering, *, back: bool = False) -> None:
-    """Gives the channels of the model their new order, or with `back` their old one, without a record in the model."""
-    move_(model, [one.inverse for one in reversed(order.orders)] if back else [one.indices for one in order.orders])
+    def take(self) -> list[Order]:
+        """The orders that were found since the last call."""
+        taken, self.orders = self.orders, []
+        return taken
+
+    def reordering(self) -> Reordering:
+        """All orders that were found."""
+        return Reordering(f"channels for {self.recipe.pattern}", self.orders, self.skipped)
 
 
 def with_curves(recipe: Settings, found: Sequence[Target], measured: Curvature | None, step: int) -> Settings:

@@ -38,7 +38,7 @@ from .display import Reported, Table, format_seconds, notes_by_reason
 from .edit import UNKNOWN, Arguments, forget_, record_
 from .evidence import TensorEvidence
 from .masks import Masks, zeros_kept
-from .measuring import find_order, measure, measures, move_order_, reordered, with_curves
+from .measuring import ChannelOrders, measure, measures, with_curves
 from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, solve_checked, write_
 from .owners import scores_of
 from .patterns import Pattern
@@ -112,7 +112,7 @@ class Plan(Reported):
             raise ValueError("this plan keeps the dense values of another application; undo that first, or make a new plan")
         new = {name: weight.to(tensors[name]) for name, weight in self.weights.items()}
         if self.order is not None and any(not self._is_applied(name, tensor) for name, tensor in tensors.items()):
-            move_order_(as_module(model), self.order)
+            self.order.move_(as_module(model))
             tensors = self._tensors(model)
         if keep_dense and not self.dense:
             self.dense = {name: self._replaced(name, tensor).clone() for name, tensor in tensors.items()}
@@ -123,6 +123,12 @@ class Plan(Reported):
             kernels.zero_(tensor, local(self.masks[name]))
         record_(as_module(model), ("prune", self.recipe), self.arguments)
         return self
+
+    def reorder(self, order: Reordering) -> None:
+        """Puts the masks and weights into another order of channels, which the model gets first when the plan is applied."""
+        for one in order.orders:
+            self.masks, self.weights = Masks(one.permuted(dict(self.masks))), one.permuted(self.weights)
+        self.order = order
 
     def undo_(self, model: Prunable | None = None) -> None:
         """Puts back, bit for bit, the values that `apply_(keep_dense=True)` replaced, in the model that it changed.
@@ -140,7 +146,7 @@ class Plan(Reported):
             else:
                 tensor[~local(self.masks[name])] = self.dense[name].to(tensor)
         if self.order is not None:
-            move_order_(as_module(model), self.order, back=True)
+            self.order.move_(as_module(model), back=True)
         self.dense, self._changed = {}, None
         forget_(as_module(model), ("prune", self.recipe))
 
@@ -319,15 +325,13 @@ def plan(
     if data is not None and bool(once) + bool(recipe.needs & STREAMED) + measures(recipe) > 1:
         data = list(data)  # it is run through more than once
     measured = measure(model, recipe, found, data, loss)
-    order, notes = find_order(model, recipe, found, data, measured)
-    with reordered(model, order):
-        if order and measured:
-            measured = order.of(measured, found)
-        table = collect(model, found, once, data, loss)
-        made = make_plan(model, recipe, found, skipped, table, data=data, loss=loss, measured=measured, group=group)
-        made.zeros = zeros_kept(made.masks, {target.name: made.weights.get(target.name, target.weight) for target in found})
-    made.arguments, made.order = arguments, order
-    made.notes |= notes
+    table, orders = collect(model, found, once, data, loss), ChannelOrders.of(model, recipe)
+    made = make_plan(model, recipe, found, skipped, table, data=data, loss=loss, measured=measured, group=group, orders=orders)
+    made.zeros = zeros_kept(made.masks, {target.name: made.weights.get(target.name, target.weight) for target in found})
+    made.arguments = arguments
+    if orders is not None:
+        made.notes |= orders.notes
+        made.reorder(orders.reordering())
     return made
 
 
@@ -354,6 +358,7 @@ def make_plan(
     step: int = 0,
     previous: Masks | None = None,
     group: Group | None = None,
+    orders: ChannelOrders | None = None,
 ) -> Plan:
     """The plan for these targets and this evidence, at a step of a schedule. What `previous` prunes stays pruned."""
     if recipe.scope == "global" and group is None:
@@ -400,13 +405,18 @@ def make_plan(
             if tokens is not None and tokens < inputs:
                 few = f"{tokens:,} tokens of data= for {inputs:,} inputs do not determine its weights; pass more"
                 notes[name] = f"{notes[name]}; {few}" if name in notes else few
-            found = solve_checked(recipe.method, problem, recipe.pattern, amount, held[name] if held else None)
+            before = held[name] if held else None
+            if orders is None:
+                found = solve_checked(recipe.method, problem, recipe.pattern, amount, before)
+            else:
+                found = orders.solve(problem, amount, before)
             if isinstance(found, Solution) and found.before is not None and found.error is not None:
                 asked, took = amount.asked(problem.W.numel(), recipe.pattern), time.perf_counter() - begin
                 solved[name] = Solved(asked, found.before, found.error, took, problem.tokens, streamed.get("stage"))
             return found
 
-        solutions = solve_all(model, found, recipe.method.needs, data, solve, notes, blend=recipe.method.blend)
+        enter = None if orders is None else orders.enter
+        solutions = solve_all(model, found, recipe.method.needs, data, solve, notes, blend=recipe.method.blend, enter=enter)
     masks = Masks({t.name: like(solutions[t.name].mask, t.tensor) for t in found})
     weights = {name: solution.weight for name, solution in solutions.items() if solution.weight is not None}
     partly = len({sharded(mask) for mask in masks.values()}) > 1

@@ -54,6 +54,10 @@ class Scores:
         """Returns scores that only say how large they are, for spreads that look at sizes alone."""
         return Scores(layout, torch.device("meta"), lambda a, b: torch.empty(b - a, layout.cols, device="meta"))
 
+    def permuted(self, index: Tensor) -> Scores:
+        """Returns the scores with their columns in another order: `index` holds the old number of each new one."""
+        return Scores(self.layout, self.device, lambda a, b: self.rows(a, b)[:, index])
+
     @property
     def numel(self) -> int:
         return self.layout.rows * self.layout.cols

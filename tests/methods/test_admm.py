@@ -691,11 +691,35 @@ def test_the_loss_method_is_better_for_the_loss():
     assert losses["loss"] < 0.8 * losses["flow"]
 
 
-def test_a_model_that_cannot_be_traced_keeps_its_order_and_the_plan_says_so():
+def test_a_block_that_cannot_be_traced_keeps_its_order_and_the_plan_says_so():
     model, data = decoder()
-    model.head = nn.DataParallel(model.head)
-    plan = sc.prune_(model, method="loss", pattern="2:4", data=data, exclude="head")
-    assert plan.order is None
-    assert "DataParallel" in plan.notes["order of channels"]
-    assert "stays as it is" in str(plan)
+    model.blocks[0].up = nn.DataParallel(model.blocks[0].up)
+    plan = sc.prune_(model, method="flow", pattern="2:4", data=data, exclude="head")
+    assert [order.reader for order in plan.order.orders] == ["blocks.1.down.weight"]
+    assert "DataParallel" in plan.notes["channels of blocks.0"]
+    assert "keep their order" in str(plan)
     assert plan.metrics()["sparsity"] == 0.5
+
+
+def test_weights_that_two_blocks_share_keep_their_order():
+    model, data = decoder()
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    plan = sc.plan(model, method="flow", pattern="2:4", data=data, exclude="head")
+    assert not plan.order.orders
+    assert "used elsewhere" in plan.order.skipped["blocks.0.down.weight"]
+
+
+@torch.no_grad()
+def test_flow_reorders_channels_for_n_of_m_unless_told_not_to():
+    model, data = decoder()
+    data = [x.double() for x in data]
+    model = model.double()
+    plan = sc.plan(model, method="flow", pattern="2:4", data=data, exclude="head")
+    assert [order.reader for order in plan.order.orders] == ["blocks.0.down.weight", "blocks.1.down.weight"]
+    plan.order.apply_(model)
+    wanted = sc.plan(model, method="flow(reorder=False)", pattern="2:4", data=data, exclude="head")
+    assert wanted.order is None
+    assert plan.masks == wanted.masks
+    for name, weight in plan.weights.items():
+        torch.testing.assert_close(weight, wanted.weights[name], rtol=1e-5, atol=1e-7)
+    assert sc.plan(model, method="flow", sparsity=0.5, data=data, exclude="head").order is None

@@ -42,6 +42,7 @@ class ADMM(Method):
     wide: int = 8192
     values: str | None = None
     group: int | None = None
+    reorder: bool = False
 
     ranks = False
     rewrites = True
@@ -145,9 +146,9 @@ class ByTheLoss(ADMM):
 
     target: Aim = field(default_factory=lambda: flow(0.5, 0.75))
     curvature: str = "fisher"
+    reorder: bool = True
 
     spread = by_loss()
-    reorders = True
     _called = "loss"
 
 
@@ -171,6 +172,7 @@ def admm(
     wide: int = 8192,
     values: str | None = None,
     group: int | None = None,
+    reorder: bool = False,
 ) -> ADMM:
     """Solves for the mask and the weights of a layer together, from calibration data alone. Needs `data=`.
 
@@ -181,6 +183,7 @@ def admm(
     outputs should be: `own()` (the default) or `flow()`. `curvature` weighs errors of the outputs by their effect on the loss:
     "diag" for each output, "fisher" for all pairs of outputs; both need backward passes of the model. `ridge` pulls weights
     towards their old values. With `values`, the weights are rounded as `compress_(values=, group=)` stores them, and each makes
-    up for the errors of the others. (Boža, 2024; Meng et al., ALPS, 2024.)
+    up for the errors of the others. With `reorder`, `prune_` and `prune_folder` permute channels inside of the blocks of the
+    model so that n:m patterns keep more, as `sc.reorder_` does. (Boža, 2024; Meng et al., ALPS, 2024.)
     """
-    return ADMM(steps, refit, target or own(), curvature, rho, ridge, wide, values, group)
+    return ADMM(steps, refit, target or own(), curvature, rho, ridge, wide, values, group, reorder)

@@ -85,6 +85,31 @@ class LayerProblem:
         assert self.H is not None
         return self.B.double() - self._by_group(self.W.double()).matmul(self.H.double()).reshape(self.W.shape)
 
+    def permuted(self, index: Tensor) -> LayerProblem:
+        """The problem with its inputs in another order: `index` holds the old number of each new one.
+
+        The criterion's `evidence` keeps its order, so it is left out.
+        """
+
+        def columns(matrix: Tensor | None) -> Tensor | None:
+            return None if matrix is None else matrix.index_select(-1, index)
+
+        def both(matrix: Tensor | None) -> Tensor | None:
+            return None if matrix is None else matrix.index_select(-1, index).index_select(-2, index)
+
+        index = index.to(self.W.device)
+        return replace(
+            self,
+            W=self.W.index_select(1, index),
+            H=both(self.H),
+            C=both(self.C),
+            B=columns(self.B),
+            D=columns(self.D),
+            shift=columns(self.shift),
+            scores=None if self.scores is None else self.scores.permuted(index),
+            evidence=None,
+        )
+
     def objective(self, V: Tensor) -> Tensor:
         """The error of V, in float64, up to a constant that does not depend on V: one number for each row of the weight.
 
@@ -217,8 +242,8 @@ class Method(abc.ABC):
     """Whether it weighs outputs by their effect on the loss (`problem.G`): "diag" by a vector, "fisher" by a matrix."""
     spread: ClassVar[Any] = None
     """The spread to use where a sparsity is given and neither a spread nor a scope that spreads it."""
-    reorders: ClassVar[bool] = False
-    """Whether `plan` and `prune_` look for a better order of channels before an n:m pattern is solved (see `reorder_`)."""
+    reorder: bool = False
+    """Whether `plan`, `prune_` and `prune_folder` may permute channels inside of blocks for n:m patterns (see `reorder_`)."""
 
     def due(self, step: int) -> bool:
         """Whether a `Pruner` should solve again at this step, beside the steps of its schedule."""

@@ -38,6 +38,7 @@ from .stages import Stage, Window, find_stages
 
 STREAMED = frozenset({"gram", "cross", "residual"})  # evidence that is taken block by block
 Solve = Callable[[Target, Mapping[str, Any]], Solution]
+Enter = Callable[[str, nn.Module, Call, Sequence[Target]], None]
 Evidence = dict[str, dict[str, Any]]
 _log = logging.getLogger("secateur")
 
@@ -52,6 +53,7 @@ def solve_all(
     residence: Residence | None = None,
     blend: tuple[float, float] | None = None,
     ranks: DataRanks | None = None,
+    enter: Enter | None = None,
 ) -> dict[str, Solution]:
     """A solution for each target. Without streamed evidence all targets see the model as it is.
 
@@ -60,6 +62,7 @@ def solve_all(
     residual stream. With `blend` (see `Method.blend`), some layers have "shift" in place of "cross" and "residual". `notes`
     receives sentences about layers, blocks and batches, by name. `residence` says where blocks are while they are solved.
     `ranks` are the processes that each have a part of the data; by default those of DistributedDataParallel.
+    `enter(name, block, call, targets)` is called before the layers of a block are solved, with one of the block's calls.
     """
     if not needs & STREAMED:
         items = track(found, "solve", lambda target: target.name)
@@ -77,7 +80,8 @@ def solve_all(
     warn_of_unused_input(run, batches[0])
     solutions: dict[str, Solution] = {}
     with torch.inference_mode(False), torch.no_grad(), as_it_was(run), Changes() as changes:
-        walk = _Walk(run, found, needs & STREAMED, batches, changes, notes, residence or Residence(), blend, ranks, counts)
+        home = residence or Residence()
+        walk = _Walk(run, found, needs & STREAMED, batches, changes, notes, home, blend, ranks, counts, enter)
         for part, table in walk.evidence():
             for target in part:
                 solution = checked(target, solve(given[target.name], table.pop(target.name)))
@@ -101,6 +105,7 @@ class _Walk:
     blend: tuple[float, float] | None = None
     ranks: DataRanks = field(default_factory=DataRanks)
     counts: bool = True  # whether the batches of this process count
+    enter: Enter | None = None
     errors: list[float | None] = field(default_factory=list)
     tokens: int = 0
     feeds: tuple[Feed, Feed] | None = None
@@ -145,6 +150,9 @@ class _Walk:
                     with self.alike():
                         calls = self._calls(block.module, i, feeds)
                     part = _Block(self, name, block.module, own, *calls)
+                    if self.enter is not None and (block.module is not self.model or not inner):
+                        with self.alike():
+                            self.enter(names[id(block.module)], block.module, part.smallest(), own)
                     yield from part.evidence()
                     if chain is not None and feeds is not None and (i in chain.last_use or last):
                         chain.last_use.setdefault(i, len(inner))
@@ -289,6 +297,11 @@ class _Block:
     def unchanged(self) -> bool:
         """Whether the block still computes in the pruned model what it computes in the dense one."""
         return not self.walk.changes.differ(self._since) and self._alike
+
+    def smallest(self) -> Call:
+        """The call with the least values in its arguments, on the device where the block is."""
+        call = min(self.calls, key=lambda call: sum(t.numel() for t in tensors_of(call)))
+        return moved(call, self.walk.residence.device)
 
     def _plan(self) -> tuple[list[Stage], list[list[Window]], list[Tape | None]]:
         """The stages of the block, and for each call the window of every stage and the tape."""
