@@ -122,7 +122,7 @@ def test_whole_numbers_rank_like_any_other(dtype, magnitude):
 
 
 @pytest.mark.skipif(not arrays._system_has_huge_pages(), reason="the system has no huge pages")
-def test_large_results_begin_at_a_huge_page_and_waste_no_memory_at_their_end():
+def test_large_results_begin_at_a_huge_page_and_waste_little_memory_at_their_end():
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 

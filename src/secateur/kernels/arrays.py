@@ -75,32 +75,33 @@ def new_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | 
     """Returns an uninitialized contiguous tensor for a result, on Linux in huge pages if it is large.
 
     Writing to new memory takes several times as long in pages of 4 KiB, because the system has to provide each of them. The
-    last bytes that do not fill a huge page are in small pages, so that no memory is wasted. The storage cannot be resized.
+    storage cannot be resized.
     """
     shape = tuple(shape)
     plain = torch.device(device).type == "cpu" and type(torch.empty(0, device=device)) is Tensor  # not of a fake mode
-    memory = _huge_pages(math.prod(shape) * dtype.itemsize, waste=False) if plain else None
+    memory = _huge_pages(math.prod(shape) * dtype.itemsize) if plain else None
     return torch.empty(shape, dtype=dtype, device=device) if memory is None else memory.view(dtype).view(shape)
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
     """Returns a copy of a large tensor in huge pages, which a CPU reads faster, or the tensor itself if it is not large."""
     plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.is_contiguous()
-    memory = _huge_pages(tensor.nbytes, waste=True) if plain else None
+    memory = _huge_pages(tensor.nbytes, waste=1.0) if plain else None
     return tensor if memory is None else memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def _huge_pages(size: int, *, waste: bool) -> Tensor | None:
+def _huge_pages(size: int, waste: float = 0.125) -> Tensor | None:
     """Returns new memory that begins at a huge page, or None if it would be small or the system has no huge pages.
 
-    With `waste`, the last huge page may be larger than what is left.
+    Its end is in a huge page, too, unless that would be more than a fraction `waste` of the memory too large.
     """
     if size < _HUGE or not _system_has_huge_pages():
         return None
+    whole = -(-size // _HUGE) * _HUGE
     try:
-        memory = mmap.mmap(-1, size + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, whole + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE
-        memory.madvise(mmap.MADV_HUGEPAGE, first, size if waste else size // _HUGE * _HUGE)
+        memory.madvise(mmap.MADV_HUGEPAGE, first, whole if whole - size <= waste * size else size // _HUGE * _HUGE)
     except OSError:  # too little memory, or a kernel that was built without huge pages
         return None
     return torch.frombuffer(memory, dtype=torch.uint8, offset=first, count=size)
