@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -47,8 +48,15 @@ def interleaved(*runs: Callable[[], Any], rounds: int, before: Callable[[], Any]
     return times
 
 
+def trim() -> None:
+    """Makes malloc return to the system what it keeps from earlier calls, or the next call may have to do that."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 def touch(size: int) -> None:
     """Takes and frees `size` bytes, because a virtual machine may have to ask its host for memory, which is not to be timed."""
+    trim()
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
     memory = mmap.mmap(-1, size, **private)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -176,6 +176,14 @@ def test_zeros_that_were_there_before_are_shown():
     assert "<td>80.00%</td>" in plan._repr_html_()
 
 
+@pytest.mark.parametrize("rows", [3, 30])
+def test_zeros_of_a_large_tensor_are_shown_wherever_they_are(rows):
+    weight = torch.rand(1500, 1000) + 1
+    weight[-rows:] = 0
+    plan = sc.plan({"weight": weight}, sc.magnitude, count=1)
+    assert plan.zeros == ({"weight": 30 * 1000 - 1} if rows == 30 else {})  # at most 1 % of zeros are taken for chance
+
+
 def test_a_plan_of_a_dense_model_has_no_column_of_zeros():
     model = nn.Linear(20, 20)
     kept = sc.plan(model, sc.random(1), sparsity=0.5).masks["weight"].nonzero()[0]

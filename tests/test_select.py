@@ -1,12 +1,15 @@
 """`select` in small: the order of the tie rule, pools and budgets, by hand. The laws are in laws/test_select_laws.py."""
 
 import itertools
+import mmap
+from pathlib import Path
 
 import pytest
 import torch
 
 from secateur import kernels
 from secateur._layers import Layout
+from secateur.kernels import arrays
 from secateur.patterns import Pattern
 from secateur.scores import Scores
 from secateur.select import keep_largest, select
@@ -116,3 +119,16 @@ def test_whole_numbers_rank_like_any_other(dtype, magnitude):
         wanted = torch.ones(scores.numel(), dtype=torch.bool)
         wanted[keys.reshape(-1).argsort(stable=True)[:drop]] = False
         assert torch.equal(keep_largest(scores, drop, magnitude=magnitude), wanted.view(scores.shape))
+
+
+@pytest.mark.skipif(not arrays._system_has_huge_pages(), reason="the system has no huge pages")
+def test_large_results_begin_at_a_huge_page_and_waste_little_memory_at_their_end():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    size = (2 << 21) + (1 << 14)  # two huge pages and four small ones
+    before = resident()
+    made = [kernels.new_tensor((size,), torch.bool).fill_(True) for _ in range(8)]
+    assert resident() - before < 1.2 * 8 * size
+    assert all(one.data_ptr() % (1 << 21) == 0 for one in made)
+    assert all(one.untyped_storage().nbytes() == size for one in made)  # what torch.save writes

@@ -127,11 +127,11 @@ def _drop_inside(inside: Mapping[str, tuple[Tensor, Tensor]], goes: int, masks: 
     threshold = kernels.kth(every, goes)
     ties = goes - int((every < threshold).count_nonzero())
     for (name, (_, places)), values in zip(inside.items(), every.split([one.numel() for one in each]), strict=True):
-        values, flat = values.to(places.device), masks[name].view(-1)
-        flat[places[values < threshold]] = False
-        equal = places[values == threshold][:ties]
-        flat[equal] = False
-        ties -= equal.numel()
+        values = values.to(places.device)
+        keep, equal = values > threshold, (values == threshold).nonzero().view(-1)
+        keep[equal[ties:]] = True
+        masks[name].view(-1).scatter_(0, places, keep)
+        ties = max(ties - equal.numel(), 0)
 
 
 def _cut_of_sorted(whole: Tensor, drop: int) -> PoolCut:

@@ -13,6 +13,7 @@ import torch.nn.utils.prune as theirs
 from torch import nn
 
 from secateur.drop_in import prune as ours
+from secateur.drop_in._masks import random_like
 
 from .conftest import assert_same_state, both, distinct
 
@@ -159,6 +160,18 @@ def test_low_precision_draws_differ_only_among_equal_draws(dtype):
     draws = torch.rand_like(t)
     assert masks[0].sum() == masks[1].sum()
     assert draws[masks[0] != masks[1]].unique().numel() <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("shape", [(5, 3), (1 << 11, 1 << 10), (64, 64, 32, 16)])
+def test_the_draws_of_large_tensors_are_those_of_torch(dtype, shape):
+    t = torch.empty(shape, dtype=dtype)
+    for like in (t, nn.Parameter(t), t.to(memory_format=torch.channels_last) if t.dim() == 4 else t.T):
+        torch.manual_seed(0)
+        mine = random_like(like)
+        torch.manual_seed(0)
+        assert torch.equal(mine, torch.rand_like(like))
+        assert mine.stride() == like.stride()
 
 
 @pytest.mark.parametrize("second", [m for m in METHODS if m != "ln--inf"])  # masked channels all have norm 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.utils.prune as theirs
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kernels import new_tensor
 from ..select import keep_largest
@@ -53,12 +53,20 @@ def as_numbers(keep: Tensor, dtype: torch.dtype) -> Tensor:
     return new_tensor(keep.shape, dtype, keep.device).copy_(keep.view(torch.int8))  # converts twice as fast as bool
 
 
+def random_like(t: Tensor) -> Tensor:
+    """Returns what `torch.rand_like` returns, in memory that is faster to write."""
+    plain = type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" and t.layout == torch.strided
+    if plain and t.is_floating_point() and t.is_contiguous():
+        return new_tensor(t.shape, t.dtype).uniform_()
+    return torch.rand_like(t)
+
+
 def spread(keep: Tensor, t: Tensor, dim: int, default_mask: Tensor) -> Tensor:
     """Returns `default_mask`, in the dtype of `t`, without the channels along `dim` where `keep` is False."""
     shape = [1] * t.dim()
     shape[dim] = -1
-    channels = keep.to(device=t.device, dtype=t.dtype).view(shape).expand(t.shape)
-    return _times(channels.clone(memory_format=torch.contiguous_format), default_mask.to(dtype=t.dtype))
+    channels = keep.to(device=t.device, dtype=t.dtype).view(shape)
+    return _times(new_tensor(t.shape, t.dtype, t.device).copy_(channels), default_mask.to(dtype=t.dtype))
 
 
 def _times(fresh: Tensor, mask: Tensor) -> Tensor:

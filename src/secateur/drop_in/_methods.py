@@ -15,7 +15,7 @@ import torch
 import torch.nn.utils.prune as theirs
 from torch import Tensor, nn
 
-from ._masks import count, count_channels, keep, spread, without
+from ._masks import count, count_channels, keep, random_like, spread, without
 from ._module import all_or_nothing, commit, hook_of, kind, parameter_to_prune, rename
 from ._upkeep import let_go
 
@@ -125,7 +125,7 @@ class RandomUnstructured(theirs.RandomUnstructured, BasePruningMethod):
         drop = count(self.amount, t.nelement())
         if drop == 0:
             return without(default_mask, None)
-        draws = torch.rand_like(t)
+        draws = random_like(t)
         return without(default_mask, keep(self, (draws.real if draws.is_complex() else draws).neg_(), drop))
 
 

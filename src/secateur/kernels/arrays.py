@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 import importlib.util
 import math
 import mmap
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -70,50 +68,51 @@ def workspace(use: str, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> n
     return _buffers.of[use][:size].view(dtype).reshape(shape)
 
 
-_HUGE = 1 << 21  # bytes from which a result is placed in huge pages
+_HUGE = 1 << 21  # bytes of a huge page
 
 
 def new_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """Returns an uninitialized contiguous tensor for a result, on Linux in huge pages if it is large.
 
-    Writing to new memory takes several times as long in pages of 4 KiB, because the system has to provide each of them.
+    Writing to new memory takes several times as long in pages of 4 KiB, because the system has to provide each of them. The
+    storage cannot be resized.
     """
-    made = torch.empty(tuple(shape), dtype=dtype, device=device)
-    plain = type(made) is Tensor and made.device.type == "cpu"  # tensors of a fake mode have no memory
-    if plain and made.nbytes >= _HUGE and (madvise := _madvise()) is not None:
-        first = -(-made.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        madvise(first, (made.data_ptr() + made.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
-    return made
+    shape = tuple(shape)
+    plain = torch.device(device).type == "cpu" and type(torch.empty(0, device=device)) is Tensor  # not of a fake mode
+    memory = _huge_pages(math.prod(shape) * dtype.itemsize) if plain else None
+    return torch.empty(shape, dtype=dtype, device=device) if memory is None else memory.view(dtype).view(shape)
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
-    """Returns a copy of a large tensor in huge pages, which a CPU reads faster, or the tensor itself if it is not large.
+    """Returns a copy of a large tensor in huge pages, which a CPU reads faster, or the tensor itself if it is not large."""
+    plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.is_contiguous()
+    memory = _huge_pages(tensor.nbytes, waste=1.0) if plain else None
+    return tensor if memory is None else memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
-    The copy begins at a multiple of their size. Memory of `new_tensor` does not, so up to 4 MiB of it are in small pages, but
-    its storage can be resized.
+
+def _huge_pages(size: int, waste: float = 0.125) -> Tensor | None:
+    """Returns new memory that begins at a huge page, or None if it would be small or the system has no huge pages.
+
+    Its end is in a huge page, too, unless that would be more than a fraction `waste` of the memory too large.
     """
-    plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout == torch.strided
-    if not plain or tensor.nbytes < _HUGE or not tensor.is_contiguous() or _madvise() is None:
-        return tensor
-    memory = mmap.mmap(-1, tensor.nbytes + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel that was built without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE
-    copy = torch.frombuffer(memory, dtype=torch.uint8, offset=first, count=tensor.nbytes)
-    return copy.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    if size < _HUGE or not _system_has_huge_pages():
+        return None
+    whole = -(-size // _HUGE) * _HUGE
+    try:
+        memory = mmap.mmap(-1, whole + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE
+        memory.madvise(mmap.MADV_HUGEPAGE, first, whole if whole - size <= waste * size else size // _HUGE * _HUGE)
+    except OSError:  # too little memory, or a kernel that was built without huge pages
+        return None
+    return torch.frombuffer(memory, dtype=torch.uint8, offset=first, count=size)
 
 
 @functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    """Returns the C function `madvise`, or None where the system has no huge pages to advise."""
-    if sys.platform != "linux" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
+def _system_has_huge_pages() -> bool:
     try:
-        found = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError):
-        return None
-    found.argtypes, found.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
-    return found
+        return "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return False
 
 
 class Magnitudes(NamedTuple):
