@@ -146,8 +146,8 @@ def find_cuts(pools: Sequence[Pool], bits: int, add: Add, *, longest: int, tenso
     """Finds the cuts of all pools, in rounds that they share. Returns True, and finds none, if there is NaN anywhere.
 
     All processes have to call it with as many pools. `bits` is that of `bits_for`, `longest` the size of the largest of so
-    many `tensors`, all over all processes. `add` adds counts up over the processes. `brackets` may have found the leading digit
-    of one pool.
+    many `tensors`, all over all processes. `add` adds counts up over the processes. `brackets` may have found the cut of one
+    pool, or the leading digit of it.
     """
     width = 16 if len(pools) == 1 else 8
     for place in range(pools[0].known if len(pools) == 1 else 0, bits, width):
@@ -337,7 +337,7 @@ def keep(pool: Pool, part: Part, bits: int) -> Tensor:
     ties = pool.number is not None and part.number >= pool.number  # some of those that equal the score stay
     if place in pool.kept:
         (key, at), kept = pool.near[place], pool.kept.pop(place)
-        kept.view(-1)[at[key < pool.prefix if ties else key <= pool.prefix]] = False
+        kept.view(-1).numpy()[at.numpy()] = (key >= pool.prefix if ties else key > pool.prefix).numpy()
         if ties and part.number == pool.number:
             _drop_ties(kept, pool, part, at[key == pool.prefix])
         return kept

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ._dist import Box, Comm, Share, exchange, stripes
 from ._layers import Layout
-from .brackets import find_leading
+from .brackets import find_cut
 from .digits import Part, Pool, bits_for, find_cuts, keep, kind_of
 from .masks import pack_bits, unpack_bits
 from .patterns import Pattern
@@ -277,9 +277,8 @@ def _large_pools(
             if several:
                 pool.parts = _protected(pool.parts, [caps[name] for name in names], facts, comm.within)
     plain = len(pools) == 1 and pattern.elementwise and previous is None and not floor
-    if (plain and find_leading(pools[0], facts.bits, comm.add_)) or find_cuts(
-        pools, facts.bits, comm.add_, longest=facts.longest, tensors=facts.tensors
-    ):
+    sizes = {"longest": facts.longest, "tensors": facts.tensors}
+    if (plain and find_cut(pools[0], facts.bits, comm, **sizes)) or find_cuts(pools, facts.bits, comm.add_, **sizes):
         _check_nan(scores, previous, comm)
         raise nan_in("a unit")
     masks = {}

@@ -71,13 +71,13 @@ def refuse(self, **_):
     raise AssertionError("a whole tensor was gathered")
 
 
-def counted(rank: int, side: int, arguments: dict, axis: int = 0) -> tuple:
-    """The collectives of a cut, the bytes of its largest tensor, and those of a shard."""
+def counted(rank: int, side: int, arguments: dict, axis: int = 0, equal: int = 1) -> tuple:
+    """The collectives of a cut, the bytes of its largest tensor, and those of a shard. So many weights are equal each."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(4)))
-    with torch.no_grad():  # no two weights are equal, so that no tie has to be broken
+    with torch.no_grad():
         for layer, values in zip(model, torch.randperm(4 * side * side).view(4, side, side), strict=True):
-            layer.weight.copy_(values)
+            layer.weight.copy_(values // equal)
     model, gather = fully_shard(model, shard_placement_fn=lambda _: Shard(axis)), DTensor.full_tensor
     DTensor.full_tensor = refuse
     try:
@@ -89,16 +89,17 @@ def counted(rank: int, side: int, arguments: dict, axis: int = 0) -> tuple:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "most_calls", "most_bytes"),
+    ("arguments", "equal", "most_calls", "most_bytes"),
     [
-        ({"sparsity": 0.5, "scope": "global"}, 5, 0.8 * MIB),
-        ({"sparsity": 0.5}, 6, 0.1 * MIB),
+        ({"sparsity": 0.5, "scope": "global"}, 1, 5, 0.41 * MIB),
+        ({"sparsity": 0.3, "scope": "global"}, 4, 5, 0.41 * MIB),
+        ({"sparsity": 0.5}, 1, 6, 0.1 * MIB),
     ],
-    ids=["global", "tensor"],
+    ids=["global", "global, ties", "tensor"],
 )
-def test_traffic_does_not_grow_with_the_model(pair, arguments, most_calls, most_bytes):
-    (small, _, _), _ = pair.both(counted, 512, arguments)  # 1 M weights
-    (large, biggest, shard), _ = pair.both(counted, 2048, arguments)  # 16 M weights
+def test_traffic_does_not_grow_with_the_model(pair, arguments, equal, most_calls, most_bytes):
+    (small, _, _), _ = pair.both(counted, 512, arguments, 0, equal)  # 1 M weights
+    (large, biggest, shard), _ = pair.both(counted, 2048, arguments, 0, equal)  # 16 M weights
     assert len(small) <= most_calls
     assert sum(size for _, size in small) <= most_bytes
     assert len(large) == len(small)
@@ -187,8 +188,9 @@ def test_counts_are_all_that_travels_at_thousands_of_ranks(fake, shape):
         sc.plan(model, sparsity=1e-4, scope="global")
     bins = [size for _, size in calls if size > 65_536]
     assert all(size <= 8 * 65_537 for size in bins)
-    assert 2 <= len(bins) <= 3  # the digits of the score; those of ties are narrower
-    assert sum(size for _, size in calls) <= 1.4 * MIB
+    assert 2 <= len(bins) <= 3  # a sample, and the digits of the score; those of ties are narrower
+    assert len(calls) <= 8
+    assert sum(size for _, size in calls) <= 1.2 * MIB
 
 
 def test_masks_of_offloaded_weights_lie_with_the_weights(fake):

@@ -69,8 +69,11 @@ class Comm:
 
     @property
     def rank(self) -> int:
-        """The position of this process in a comm of one group."""
-        return dist.get_rank(self.groups[0]) if self.groups else 0
+        """The position of this process among `size` of them."""
+        place = 0
+        for group in self.groups:
+            place = place * dist.get_world_size(group) + dist.get_rank(group)
+        return place
 
     def counted(self, share: Share | None) -> bool:
         """Whether this process counts its part of a tensor, or leaves that to the process of another replica."""

@@ -207,7 +207,7 @@ class _Walk:
         """Adds a sentence to what is known about a layer."""
         self.notes[name] = f"{self.notes[name]}; {text}" if name in self.notes else text
 
-    def alike(self) -> contextlib.AbstractContextManager[None]:
+    def alike(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which the batches of this process run. If that fails on one process, all of them raise."""
         return together(self.ranks.comm, "run on its batches of data=")
 
