@@ -139,7 +139,7 @@ class _Walk:
                 name = names[id(block.module)] or "outside of blocks"
                 progress(name + self._summary)
                 begin, self.errors, self.tokens = time.monotonic(), [], 0
-                own, since = [by_name[name] for name in block.names], len(self.changes)
+                own = [by_name[name] for name in block.names]
                 last = i + 1 == len(inner) < len(blocks)
                 with self._there(name, block.module, inner):
                     with self.alike():
@@ -154,7 +154,7 @@ class _Walk:
                             feeds[1].put(i, outputs if part.unchanged else part.outputs(part.dense))
                         feeds[0].put(i, outputs)
                 if self.residence.device is not None:
-                    self.changes.forget(since)
+                    self.changes.forget()
                 if feeds is not None and block.module is not self.model:
                     self.residence.finished(i + 1, feeds)
                 self._report(name, time.monotonic() - begin, len(blocks) - i - 1)
@@ -199,7 +199,7 @@ class _Walk:
             return None
         if not self.both or not len(self.changes):
             return chain.feed(), chain.feed()
-        with self.changes.out():
+        with self.changes.out(self.model):
             dense = self._chain(inner)
         return None if dense is None else (chain.feed(), dense.feed())
 
@@ -250,7 +250,7 @@ class _Walk:
         calls = record(self.model, module, self.batches).calls
         if not self.both:
             return calls, None
-        with self.changes.out():
+        with self.changes.out(self.model):
             return calls, record(self.model, module, self.batches).calls
 
 
@@ -267,7 +267,6 @@ class _Block:
 
     def evidence(self) -> Iterator[tuple[list[Target], Evidence]]:
         by_name = {target.name: target for target in self.targets}
-        self._since = 0 if self.module is self.walk.model else len(self.walk.changes)
         with self.walk.alike():
             stages, windows, tapes = self._plan()
         self.walk.ranks.comm.check_same(f"{self.name}: {[dict(stage.leaders) for stage in stages]}")
@@ -288,7 +287,7 @@ class _Block:
     @property
     def unchanged(self) -> bool:
         """Whether the block still computes in the pruned model what it computes in the dense one."""
-        return not self.walk.changes.differ(self._since) and self._alike
+        return not self.walk.changes.differ(self.module) and self._alike
 
     def _plan(self) -> tuple[list[Stage], list[list[Window]], list[Tape | None]]:
         """The stages of the block, and for each call the window of every stage and the tape."""
@@ -339,7 +338,7 @@ class _Block:
         for batch, window in enumerate(windows):
             moments.next_batch(self.walk.valid[batch])
             if dense is self.dense and dense is not None:
-                with self.walk.changes.out(self._since):
+                with self.walk.changes.out(self.module):
                     moments.feed(self._reads(dense, batch, window, leading), dense=True)
             reads = self._reads(self.pruned, batch, window, leading)
             if dense is self.pruned:
@@ -380,7 +379,7 @@ class _Block:
     def outputs(self, parts: Parts) -> Iterator[Any]:
         """What the block returns, call by call."""
         for number in range(len(parts.states)):
-            with self.walk.changes.out(self._since) if parts is self.dense else contextlib.nullcontext():
+            with self.walk.changes.out(self.module) if parts is self.dense else contextlib.nullcontext():
                 output = parts.go(number, None)
             parts.states[number].reset()
             yield on_cpu(output) if parts.device is not None else output
