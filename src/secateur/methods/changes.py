@@ -1,9 +1,10 @@
-"""Weights that are written into a model for a while, and taken out again."""
+"""Solutions: checked, written into a model for a while, and taken out again."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,26 @@ class Changes:
         for weight, new in self._pairs:
             self._exchange(weight, new)
         self.forget()
+
+
+def checked(target: Target, solution: Solution) -> Solution:
+    """The solution in the shape and dtype of the target, zero where it is pruned. Raises where it is not a solution."""
+    if not isinstance(solution, Solution):
+        given = type(solution).__name__
+        raise TypeError(f"solve returned a {given} for {target.name!r}; it must return Solution(mask, weight or None)")
+    shape = (target.layout.rows, target.layout.cols)
+    mask, weight = solution.mask, solution.weight
+    if mask.dtype != torch.bool or mask.shape != shape:
+        raise ValueError(f"the mask for {target.name!r} must be bool of shape {shape}, not {mask.dtype} of {tuple(mask.shape)}")
+    if weight is None:
+        return replace(solution, mask=target.layout.restore(mask))
+    if weight.shape != shape or not weight.is_floating_point():
+        given = f"{weight.dtype} of {tuple(weight.shape)}"
+        raise ValueError(f"the weight for {target.name!r} must be float of shape {shape}, not {given}")
+    new = target.layout.restore(weight.masked_fill(~mask, 0)).to(target.weight, copy=True)
+    if not bool(new.isfinite().all()):
+        raise ValueError(f"the new weight of {target.name!r} is NaN or infinite; look at its weights and at the data")
+    return replace(solution, mask=target.layout.restore(mask), weight=new)
 
 
 def write_(tensor: Tensor, values: Tensor) -> None:

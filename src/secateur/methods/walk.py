@@ -31,7 +31,7 @@ from ..tape import Call, Enough, Parts, Tape
 from ..tape import record as record_tape
 from ..targeting import Target
 from .batches import positions, usable
-from .changes import Changes
+from .changes import Changes, checked
 from .residence import Residence, on_cpu, without_blocks
 from .seam import Solution
 from .stages import Stage, Window, find_stages
@@ -389,23 +389,3 @@ def _detached(seen: Seen, streams: Mapping[str, Tensor]) -> Seen:
     """A read with copies of its tensors: the block goes on, and may write to them."""
     args, kwargs, x, streams = copied((seen.args, dict(seen.kwargs), seen.x, dict(streams)), {})
     return seen._replace(args=args, kwargs=kwargs, x=x, streams=streams)
-
-
-def checked(target: Target, solution: Solution) -> Solution:
-    """The solution in the shape and dtype of the target, zero where it is pruned. Raises where it is not a solution."""
-    if not isinstance(solution, Solution):
-        given = type(solution).__name__
-        raise TypeError(f"solve returned a {given} for {target.name!r}; it must return Solution(mask, weight or None)")
-    shape = (target.layout.rows, target.layout.cols)
-    mask, weight = solution.mask, solution.weight
-    if mask.dtype != torch.bool or mask.shape != shape:
-        raise ValueError(f"the mask for {target.name!r} must be bool of shape {shape}, not {mask.dtype} of {tuple(mask.shape)}")
-    if weight is None:
-        return replace(solution, mask=target.layout.restore(mask))
-    if weight.shape != shape or not weight.is_floating_point():
-        given = f"{weight.dtype} of {tuple(weight.shape)}"
-        raise ValueError(f"the weight for {target.name!r} must be float of shape {shape}, not {given}")
-    new = target.layout.restore(weight.masked_fill(~mask, 0)).to(target.weight, copy=True)
-    if not bool(new.isfinite().all()):
-        raise ValueError(f"the new weight of {target.name!r} is NaN or infinite; look at its weights and at the data")
-    return replace(solution, mask=target.layout.restore(mask), weight=new)
