@@ -33,11 +33,11 @@ def pool_of(tensors: dict[str, torch.Tensor], drop: int) -> Pool:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("listed", [0, brackets._LISTED])
+@pytest.mark.parametrize("listed", [0, brackets.LISTED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["any", "ties", "zeros"])
 def test_masks_are_those_of_select(monkeypatch, kind, dtype, listed, compiled):
-    monkeypatch.setattr(brackets, "_LISTED", listed)
+    monkeypatch.setattr(brackets, "LISTED", listed)
     monkeypatch.setattr(arrays, "ENOUGH", 0)
     monkeypatch.setattr(arrays, "LARGE", 0 if compiled else float("inf"))
     tensors, found, whole = weights(kind, dtype), 0, 0
@@ -47,7 +47,7 @@ def test_masks_are_those_of_select(monkeypatch, kind, dtype, listed, compiled):
         sizes = {"longest": SHAPE[0] * SHAPE[1], "tensors": len(pool.parts)}
         assert not find_cut(pool, bits, Comm(), **sizes)
         found, whole = found + (pool.known >= 16), whole + (pool.known == bits)
-        assert not find_cuts([pool], bits, lambda table: table, **sizes)
+        assert not find_cuts([pool], bits, Comm(), **sizes)
         masks = [keep(pool, part, bits) for part in pool.parts]
         scores = {name: Scores.magnitude(weight) for name, weight in tensors.items()}
         for mine, other in zip(masks, select(scores, Pattern(), scope="global", count=drop).values(), strict=True):
@@ -71,7 +71,7 @@ def test_the_leading_bits_are_found_where_the_rest_is_not(tensors):
     pool, sizes = pool_of(made, 700_000), {"longest": SHAPE[0] * SHAPE[1], "tensors": tensors}
     assert not find_cut(pool, 32, Comm(), **sizes)
     assert pool.known == 16
-    assert not find_cuts([pool], 32, lambda table: table, **{**sizes, "tensors": 2})
+    assert not find_cuts([pool], 32, Comm(), **{**sizes, "tensors": 2})
     scores = {name: Scores.magnitude(weight) for name, weight in made.items()}
     for part, other in zip(pool.parts, select(scores, Pattern(), scope="global", count=700_000).values(), strict=True):
         assert torch.equal(keep(pool, part, 32), other)

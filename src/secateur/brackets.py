@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import kernels
 from ._dist import Comm
-from .digits import Near, Part, Pool, kind_of, ordered, plain_bits, value_of
+from .digits import LISTED, Near, Part, Pool, kind_of, listed, ordered, plain_bits, value_of
 
 _LARGE = 1 << 20  # elements of a pool that is worth a sample
 _SAMPLE = 1 << 17
@@ -24,7 +24,6 @@ _FEW = 16  # the keys inside are kept if they are at most one in so many
 _WIDEST = 256  # values of the leading 16 bits in a bracket
 _HALF = 1 << 15  # values of the leading 16 bits of keys that are not negative
 _DIGIT = 15  # bits of a digit inside the bracket; all tables have the same size, so that traffic does not grow
-_LISTED = 1 << 12  # keys of all processes that are listed rather than counted
 
 
 def find_cut(pool: Pool, bits: int, comm: Comm, *, longest: int, tensors: int) -> bool:
@@ -65,25 +64,22 @@ def find_cut(pool: Pool, bits: int, comm: Comm, *, longest: int, tensors: int) -
         some = np.flatnonzero(keys >> fine == at - 1)
         where = pool.parts[place].index(0, torch.from_numpy(near[1].numpy()[some])).numpy()
         inside.append((keys[some].astype(np.int64) << number + index) + (pool.parts[place].number << index) + where)
-    cut = _narrowed(inside, at - 1, fine + number + index, pool.drop - int(totals[at - 1]), int(counts[at]), comm)
+    cut = _narrowed(inside, at - 1, fine + number + index, int(pool.drop) - int(totals[at - 1]), int(counts[at]), comm)
     pool.prefix, pool.known = (low << shift) + (cut >> number + index), bits
     pool.number, pool.index = (cut >> index) & ((1 << number) - 1), cut & ((1 << index) - 1)
     pool.before, pool.equal = int(pool.drop), 0
     return False
 
 
-def _narrowed(inside: Sequence[np.ndarray], prefix: int, left: int, drop: float, equal: int, comm: Comm) -> int:
+def _narrowed(inside: Sequence[np.ndarray], prefix: int, left: int, drop: int, equal: int, comm: Comm) -> int:
     """The integer up to which `drop` of those that begin with `prefix` go: `equal` on all processes, `inside` on this one.
 
     `left` bits follow the prefix.
     """
     own = np.concatenate(inside)
     while drop < equal and left:
-        if equal * comm.size <= _LISTED:
-            table = np.zeros(_LISTED, dtype=np.int64)
-            table[comm.rank * equal :][: own.size] = own + 1
-            comm.add_(torch.from_numpy(table))
-            return int(np.partition(table, int(drop) - equal - 1)[int(drop) - equal - 1]) - 1
+        if equal * comm.size <= LISTED:
+            return listed(own, equal, drop, comm)
         digit = min(_DIGIT, left)
         left -= digit
         counts = np.bincount((own >> left) - (prefix << digit), minlength=1 << _DIGIT)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from ._dist import Comm
 from .scores import Scores
 
 _AT_ONCE = 1 << 18  # elements whose bits are counted at once
@@ -24,9 +25,9 @@ _FEW = 16  # the keys near a cut are kept if they are at most one in so many
 _NOTED = 1 << 22  # keys of 16 bits whose numbers are remembered (40 MiB)
 READ = 1 << 21  # elements that are read from a file at once
 BUCKET = 1 << 20  # counts that are added up at once (8 MiB)
+LISTED = 1 << 12  # keys of all processes that are listed rather than counted (32 KiB)
 _INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 _FLOATS = {32: torch.float32, 64: torch.float64}
-Add = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,10 +127,15 @@ def bits_for(kinds: set[torch.dtype]) -> int:
     return 16 if len(kinds) == 1 and kinds <= {torch.bfloat16, torch.float16} else 32
 
 
+def plain_magnitudes(scores: Scores) -> Tensor | None:
+    """The tensor whose magnitudes are the scores, without a power or a mask, or None."""
+    return scores.magnitude_of if scores.power == 1 and scores.under is None else None
+
+
 def kind_of(scores: Scores) -> torch.dtype:
     """The dtype in which scores are compared. Magnitudes of bfloat16 are widened on the way and fit into it."""
-    plain = scores.magnitude_of is not None and scores.power == 1 and scores.under is None
-    return scores.magnitude_of.dtype if plain and scores.magnitude_of is not None else scores.rows(0, 0).dtype
+    values = plain_magnitudes(scores)
+    return scores.rows(0, 0).dtype if values is None else values.dtype
 
 
 def ordered(values: Tensor, bits: int) -> Tensor:
@@ -142,42 +148,73 @@ def ordered(values: Tensor, bits: int) -> Tensor:
     return key.bitwise_xor_((key >> (bits - 1)).bitwise_and_((1 << (bits - 1)) - 1))
 
 
-def find_cuts(pools: Sequence[Pool], bits: int, add: Add, *, longest: int, tensors: int) -> bool:
+def find_cuts(pools: Sequence[Pool], bits: int, comm: Comm, *, longest: int, tensors: int) -> bool:
     """Finds the cuts of all pools, in rounds that they share. Returns True, and finds none, if there is NaN anywhere.
 
     All processes have to call it with as many pools. `bits` is that of `bits_for`, `longest` the size of the largest of so
-    many `tensors`, all over all processes. `add` adds counts up over the processes. `brackets` may have found the cut of one
-    pool, or the leading digit of it.
+    many `tensors`, all over all processes. `brackets` may have found the cut of one pool, or the leading digit of it.
     """
     width = 16 if len(pools) == 1 else 8
     for place in range(pools[0].known if len(pools) == 1 else 0, bits, width):
-        if _round(pools, bits, _Digit("score", bits - place - width, width, place == 0), add):
+        if _round(pools, bits, _Digit("score", bits - place - width, width, place == 0), comm):
             return True
     ties = [pool for pool in pools if not pool.trivial and (pool.weighted or pool.before + pool.equal > pool.drop)]
     if not ties:
         return False
+    digits = max(longest - 1, 1).bit_length()
+    few = len(pools) == 1 and not ties[0].weighted and ties[0].equal * comm.size <= LISTED
+    if few and bits > 16:  # of 16 bits, the ties of each tensor are known without reading it again
+        _list_ties(ties[0], bits, comm, digits)
+        return False
     for pool in ties:
         pool.number = pool.parts[0].number if len(pools) > 1 and pool.parts else 0
-    digits = max(longest - 1, 1).bit_length()
     if len(pools) == 1:
         if tensors > 1:
-            _round(ties, bits, _Digit("number", 0, (tensors - 1).bit_length()), add)
+            _round(ties, bits, _Digit("number", 0, (tensors - 1).bit_length()), comm)
         width = -(-digits // -(-digits // width))  # as few digits of an index as before, but equally wide
     for shift in reversed(range(0, digits, width)):
-        _round(ties, bits, _Digit("index", shift, width), add)
+        _round(ties, bits, _Digit("index", shift, width), comm)
     for pool in ties:
         pool.last_stays = pool.weighted and pool.drop - pool.before <= pool.before + pool.equal - pool.drop
     return False
 
 
-def _round(pools: Sequence[Pool], bits: int, digit: _Digit, add: Add) -> bool:
+def _list_ties(pool: Pool, bits: int, comm: Comm, digits: int) -> None:
+    """Finds the tensor and the index of the cut from all elements at its score. An index has so many `digits`."""
+    own = [torch.empty(0, dtype=torch.int64)]
+    for place, part in enumerate(pool.parts):
+        if part.counted:
+            own += [part.index(0, at).cpu() + (part.number << digits) for at in _ties(pool, place, part, bits)]
+    cut = listed(torch.cat(own).numpy(), pool.equal, int(pool.drop) - pool.before, comm)
+    pool.number, pool.index = cut >> digits, cut & ((1 << digits) - 1)
+
+
+def listed(own: np.ndarray, equal: int, drop: int, comm: Comm) -> int:
+    """Up to which integer `drop` go, of `equal` integers on all processes, of which this one has its `own`."""
+    table = np.zeros(LISTED, dtype=np.int64)
+    table[comm.rank * equal :][: own.size] = own + 1  # zero is none
+    comm.add_(torch.from_numpy(table))
+    return int(np.partition(table, drop - equal - 1)[drop - equal - 1]) - 1
+
+
+def _ties(pool: Pool, place: int, part: Part, bits: int) -> Iterator[Tensor]:
+    """The positions in a part of the elements at the score of the cut."""
+    if place in pool.near:
+        key, at = pool.near[place]
+        yield at[key == pool.prefix]
+    else:
+        for key, first, _, _ in part.keys(bits):
+            yield (key == pool.prefix).nonzero().view(-1) + first * part.scores.layout.cols
+
+
+def _round(pools: Sequence[Pool], bits: int, digit: _Digit, comm: Comm) -> bool:
     """Finds the next digit of all pools. With the first, returns whether any process has NaN."""
     step = max(BUCKET >> digit.bits, 1)
     for some in [pools[i : i + step] for i in range(0, len(pools), step)]:
         found = [_count(pool, bits, digit) for pool in some]
         device = found[0][0].device
         nan = torch.tensor([sum(bad for _, bad in found)], device=device)
-        table = add(torch.cat([*(bins.to(device) for bins, _ in found), nan]))
+        table = comm.add_(torch.cat([*(bins.to(device) for bins, _ in found), nan]))
         if digit.leads and int(table[-1]):
             return True
         bins = table[:-1].view(len(some), -1)
@@ -248,9 +285,9 @@ def _count(pool: Pool, bits: int, digit: _Digit) -> tuple[Tensor, int]:
 
 def plain_bits(part: Part, bits: int) -> Any:
     """The bits of a part whose scores are plain magnitudes, as an array, or None. They are counted without making keys."""
-    values = part.scores.magnitude_of
-    plain = part.scores.power == 1 and part.scores.under is None and part.allowed is None and part.safe is None
-    return _bits(values, bits) if values is not None and plain and part.sizes is None else None
+    values = plain_magnitudes(part.scores)
+    plain = part.allowed is None and part.safe is None and part.sizes is None
+    return _bits(values, bits) if values is not None and plain else None
 
 
 def _bits(values: Tensor, bits: int) -> Any:
@@ -338,32 +375,26 @@ def keep(pool: Pool, part: Part, bits: int) -> Tensor:
     if place in pool.kept:
         (key, at), kept = pool.near[place], pool.kept.pop(place)
         kept.view(-1).numpy()[at.numpy()] = (key >= pool.prefix if ties else key > pool.prefix).numpy()
-        if ties and part.number == pool.number:
-            _drop_ties(kept, pool, part, at[key == pool.prefix])
-        return kept
-    kept = kernels.new_tensor((layout.rows, layout.cols), torch.bool, part.scores.device)
-    if pool.trivial:
-        return kept.fill_(pool.drop <= 0)
+    else:
+        kept = kernels.new_tensor((layout.rows, layout.cols), torch.bool, part.scores.device)
+        if pool.trivial:
+            return kept.fill_(pool.drop <= 0)
+        _keep_above(kept, pool, part, bits, ties)
+    if ties and part.number == pool.number:
+        for at in _ties(pool, place, part, bits):
+            gone = part.index(0, at) <= pool.index - pool.last_stays
+            kept.view(-1)[at[gone]] = False
+    return kept
+
+
+def _keep_above(kept: Tensor, pool: Pool, part: Part, bits: int, ties: bool) -> None:
+    """Writes which elements of a part are above the score of the cut, or with `ties` at it."""
     if part.allowed is None and part.safe is None:
         threshold = value_of(pool.prefix, bits, kind_of(part.scores))
         part.scores.each(lambda slab, a, b: kernels.keep_above(slab, threshold, kept[a:b], ties=ties), raw=True)
     else:
         for key, first, last, _ in part.keys(bits):
             kept[first:last] = (key >= pool.prefix if ties else key > pool.prefix).view(last - first, -1)
-    if ties and part.number == pool.number:
-        if place in pool.near:
-            key, at = pool.near[place]
-            _drop_ties(kept, pool, part, at[key == pool.prefix])
-        else:
-            for key, first, _, _ in part.keys(bits):
-                _drop_ties(kept, pool, part, (key == pool.prefix).nonzero().view(-1) + first * layout.cols)
-    return kept
-
-
-def _drop_ties(kept: Tensor, pool: Pool, part: Part, at: Tensor) -> None:
-    """Prunes those of the elements at these positions, which equal the score of the cut, that lie before its index."""
-    gone = part.index(0, at) <= pool.index - pool.last_stays
-    kept.view(-1)[at[gone]] = False
 
 
 def value_of(key: int, bits: int, kind: torch.dtype) -> float:

@@ -17,6 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import secateur as sc
+from secateur import digits
 from secateur._dist import Comm, like
 from secateur.digits import Pool, find_cuts
 from secateur.patterns import Pattern
@@ -93,9 +94,10 @@ def counted(rank: int, side: int, arguments: dict, axis: int = 0, equal: int = 1
     [
         ({"sparsity": 0.5, "scope": "global"}, 1, 5, 0.41 * MIB),
         ({"sparsity": 0.3, "scope": "global"}, 4, 5, 0.41 * MIB),
+        ({"criterion": sc.weight**2, "sparsity": 0.3, "scope": "global"}, 4, 5, 1.04 * MIB),
         ({"sparsity": 0.5}, 1, 6, 0.1 * MIB),
     ],
-    ids=["global", "global, ties", "tensor"],
+    ids=["global", "global, ties", "global, no magnitude", "tensor"],
 )
 def test_traffic_does_not_grow_with_the_model(pair, arguments, equal, most_calls, most_bytes):
     (small, _, _), _ = pair.both(counted, 512, arguments, 0, equal)  # 1 M weights
@@ -158,15 +160,16 @@ def test_many_tensors_share_their_rounds_in_buckets(tie, calls, megabytes):
     """What a process that holds none of 10,000 tensors of 10^8 float32 weights receives, if half of each goes."""
     sizes = []
 
-    def others(table: torch.Tensor) -> torch.Tensor:
-        bins = table[:-1].view(-1, 256)
-        bins[:, 0] += 10**8 if tie else 10**8 // 2
-        bins[:, 255] += 0 if tie else 10**8 // 2
-        sizes.append(table.nbytes)
-        return table
+    class Others(Comm):
+        def add_(self, table: torch.Tensor) -> torch.Tensor:
+            bins = table[:-1].view(-1, 256)
+            bins[:, 0] += 10**8 if tie else 10**8 // 2
+            bins[:, 255] += 0 if tie else 10**8 // 2
+            sizes.append(table.nbytes)
+            return table
 
     pools = [Pool([], 10**8 // 2, 10**8) for _ in range(10_000)]
-    assert not find_cuts(pools, 32, others, longest=10**8, tensors=len(pools))
+    assert not find_cuts(pools, 32, Others(), longest=10**8, tensors=len(pools))
     assert len(sizes) == calls
     assert round(sum(sizes) / 1e6) == megabytes
 
@@ -207,9 +210,11 @@ def test_masks_of_offloaded_weights_lie_with_the_weights(fake):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("values", ["distinct", "ties", "zeros", "infinite"])
-def test_the_cut_by_digits_is_that_of_select(fake, values, dtype):
+@pytest.mark.parametrize("listed", [0, digits.LISTED], ids=["counted", "listed"])
+def test_the_cut_by_digits_is_that_of_select(fake, monkeypatch, listed, values, dtype):
     """On one process; also where nearly all scores are equal, and with elements that are pruned already."""
     fake(1)
+    monkeypatch.setattr(digits, "LISTED", listed)
     torch.manual_seed(0)
     weights = {str(i): torch.randn(37 * (i + 1), 65) for i in range(3)}
     for weight in weights.values():
