@@ -181,11 +181,12 @@ def find_cuts(pools: Sequence[Pool], bits: int, comm: Comm, *, longest: int, ten
 
 def _list_ties(pool: Pool, bits: int, comm: Comm, digits: int) -> None:
     """Finds the tensor and the index of the cut from all elements at its score. An index has so many `digits`."""
-    own = [torch.empty(0, dtype=torch.int64)]
+    own, number = np.empty(pool.equal, dtype=np.int64), 0  # small tensors between the slabs would fragment the heap
     for place, part in enumerate(pool.parts):
-        if part.counted:
-            own += [part.index(0, at).cpu() + (part.number << digits) for at in _ties(pool, place, part, bits)]
-    cut = listed(torch.cat(own).numpy(), pool.equal, int(pool.drop) - pool.before, comm)
+        for at in _ties(pool, place, part, bits) if part.counted else ():
+            own[number : number + at.numel()] = part.index(0, at).cpu() + (part.number << digits)
+            number += at.numel()
+    cut = listed(own[:number], pool.equal, int(pool.drop) - pool.before, comm)
     pool.number, pool.index = cut >> digits, cut & ((1 << digits) - 1)
 
 
