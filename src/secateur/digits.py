@@ -95,12 +95,12 @@ class Pool:
     equal: int = 0
     last_stays: bool = False
     known: int = 0  # leading bits of the cut that are found already
-    seen: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # keys of 16 bits of a part, and their numbers
+    seen: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # leading 16 bits of keys by part, and their numbers
     near: dict[int, Near] = field(default_factory=dict)  # by part, where they are few
     kept: dict[int, Tensor] = field(default_factory=dict)  # masks of parts that are right but for the keys in `near`
 
     def note(self, place: int, counts: Tensor) -> None:
-        """Remembers how often each key occurs in a part, so that its ties are counted without reading it from a file again."""
+        """Remembers how often leading 16 bits occur in a part, so that it is not read again to count digits of these."""
         keys = counts.nonzero().view(-1)
         if keys.numel() + sum(keys.numel() for keys, _ in self.seen.values()) <= _NOTED:
             self.seen[place] = (keys - counts.numel() // 2).short(), counts[keys]
@@ -248,19 +248,19 @@ def _count(pool: Pool, bits: int, digit: _Digit) -> tuple[Tensor, int]:
         if not part.counted or (digit.kind == "index" and part.number != pool.number):
             continue
         if digit.leads and (slabs := _plain_slabs(part, bits)) is not None:
-            here = torch.zeros(1 << digit.bits, dtype=torch.int64)
+            here = torch.zeros(1 << 16, dtype=torch.int64)
             for raw in slabs:
-                counts, nan = _leading(raw, bits, digit)
+                counts, nan = _leading(raw, bits)
                 nans += nan
                 here.add_(counts)
-            if digit.bits == bits:
+            if digit.bits == bits or (digit.bits < 16 and part.values is None):
                 pool.note(place, here)
+            here = here.view(1 << digit.bits, -1).sum(1)
             bins = here if bins is None else bins.add_(here)
             continue
-        if digit.kind == "number" and place in pool.seen:
-            bins = torch.zeros(1 << digit.bits, dtype=torch.int64) if bins is None else bins
-            keys, numbers = pool.seen[place]
-            bins[part.number] += numbers[keys == pool.prefix].sum().to(bins.device)
+        if place in pool.seen and (digit.shift >= bits - 16 if digit.kind == "score" else digit.kind == "number"):
+            now = _noted_digits(pool, place, bits, digit)
+            bins = now if bins is None else bins.add_(now.to(bins.device))
             continue
         if not digit.leads and (near := _near(pool, place, bits, digit)) is not None:
             now = _near_digits(pool, part, near, digit)
@@ -309,29 +309,40 @@ def _plain_slabs(part: Part, bits: int) -> Iterable[Any] | None:
     return (_bits(read(*rows), bits) for rows in part.scores.slabs(elements=READ))
 
 
-def _leading(raw: Any, bits: int, digit: _Digit) -> tuple[Tensor, bool]:
-    """The number of magnitudes with each value of the leading digit, and whether there is NaN among them."""
-    half, infinite = 1 << (digit.bits - 1), 0x7F80 << (bits - 16)
+def _leading(raw: Any, bits: int) -> tuple[Tensor, bool]:
+    """The number of magnitudes with each value of the leading 16 bits, and whether there is NaN among them."""
+    half, infinite = 1 << 15, 0x7F80
     found = np.zeros(2 * half, dtype=np.int64)
-    found[half:] = kernels.count_digits(raw, digit.shift, half)
-    nan = bool(found[half + (infinite >> digit.shift) :].any())
-    return torch.from_numpy(found), nan and bool(((raw & ((1 << (bits - 1)) - 1)) > infinite).any())
+    found[half:] = kernels.count_digits(raw, bits - 16, half)
+    nan = bool(found[half + infinite :].any())
+    return torch.from_numpy(found), nan and bool(((raw & ((1 << (bits - 1)) - 1)) > infinite << (bits - 16)).any())
+
+
+def _noted_digits(pool: Pool, place: int, bits: int, digit: _Digit) -> Tensor:
+    """The number of elements with each value of a digit, from the numbers of their leading 16 bits."""
+    bins = torch.zeros(1 << digit.bits, dtype=torch.int64)
+    keys, numbers = pool.seen[place]
+    if digit.kind == "number":
+        bins[pool.parts[place].number] = numbers[keys == pool.prefix].sum()
+        return bins
+    rest = keys.long() >> (digit.shift - bits + 16)
+    same = (rest >> digit.bits) == pool.prefix
+    return bins.scatter_add_(0, rest[same] - (pool.prefix << digit.bits), numbers[same])
 
 
 def _near(pool: Pool, place: int, bits: int, digit: _Digit) -> Near | None:
-    """The keys of a part that share the leading digit, found in the round after it and kept if they are few.
+    """The keys of a part that share the leading 16 bits, found in the round after these and kept if they are few.
 
     Only of parts that are in memory: files are read again, so that what is kept does not grow with them.
     """
     part = pool.parts[place]
-    if place in pool.near or pool.weighted or digit.kind != "score" or digit.shift + 2 * digit.bits != bits:
+    now = digit.shift + digit.bits == bits - 16 if digit.kind == "score" else digit.kind == "index" and bits == 16
+    if place in pool.near or pool.weighted or not now or (raw := plain_bits(part, bits)) is None:
         return pool.near.get(place)
-    if (raw := plain_bits(part, bits)) is None:
-        return None
     found: list[Near] = []
     for begin in range(0, raw.size, _AT_ONCE):
         slab = raw[begin : begin + _AT_ONCE]
-        at = np.flatnonzero((slab >> digit.bits + digit.shift) & ((1 << (digit.bits - 1)) - 1) == pool.prefix)
+        at = np.flatnonzero((slab >> bits - 16) & 0x7FFF == pool.prefix)
         found.append((torch.from_numpy(slab[at] & ((1 << (bits - 1)) - 1)), torch.from_numpy(at) + begin))
     if not found or sum(at.numel() for _, at in found) > part.scores.numel // _FEW:
         return None

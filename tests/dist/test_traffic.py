@@ -237,6 +237,23 @@ def test_the_cut_by_digits_is_that_of_select(fake, monkeypatch, listed, values, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_that_lie_in_memory_are_counted_without_making_keys(fake, monkeypatch, dtype):
+    """In one pass for the leading 16 bits, and one for the few weights that share those of the cut."""
+    fake(1)
+    torch.manual_seed(0)
+    scores = {str(i): Scores.magnitude(torch.randn(256, 257 + i).to(dtype)) for i in range(3)}
+    how = {"scope": "tensor", "sparsity": 0.5}
+    want = select(scores, Pattern(), **how)
+
+    def refused(*_, **__):
+        raise AssertionError("all weights of a part were made keys")
+
+    monkeypatch.setattr(digits.Part, "keys", refused)
+    got = select_shared(scores, Pattern(), comm=Comm([dist.group.WORLD], 0), **how)
+    assert all(torch.equal(got[name], mask) for name, mask in want.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_nan_is_found_among_infinite_magnitudes(fake, dtype):
     fake(1)
     comm, weight = Comm([dist.group.WORLD], 0), torch.full((4, 9), -torch.inf, dtype=dtype)
