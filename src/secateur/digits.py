@@ -205,7 +205,8 @@ def _ties(pool: Pool, place: int, part: Part, bits: int) -> Iterator[Tensor]:
         yield at[key == pool.prefix]
     else:
         for key, first, _, _ in part.keys(bits):
-            yield (key == pool.prefix).nonzero().view(-1) + first * part.scores.layout.cols
+            if bool((same := key == pool.prefix).any()):  # nonzero takes longer
+                yield same.nonzero().view(-1) + first * part.scores.layout.cols
 
 
 def _round(pools: Sequence[Pool], bits: int, digit: _Digit, comm: Comm) -> bool:
