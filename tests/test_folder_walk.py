@@ -180,6 +180,11 @@ def test_what_cannot_be_done_one_block_at_a_time_is_refused(saved):
     def deeper():
         return transformers.LlamaForCausalLM(config_of(num_hidden_layers=4))
 
+    def sharing():
+        model = into()
+        model.model.layers[2].mlp.down_proj = model.model.layers[0].mlp.down_proj
+        return model
+
     def refused(kind, words, source=path / "dense", target=path / "pruned", **changes):
         with pytest.raises(kind, match=words):
             prune_folder(source, target, **{**how, **changes})
@@ -189,6 +194,7 @@ def test_what_cannot_be_done_one_block_at_a_time_is_refused(saved):
     refused(ValueError, "another folder", target=path / "dense")
     refused(ValueError, "has no tensor", into=deeper)
     refused(ValueError, "block by block", into=None)
+    refused(ValueError, r"several blocks share 'model.layers.0.mlp.down_proj.weight'", into=sharing)
     refused(ValueError, "data=", data=None)
     refused(FileNotFoundError, "neither model.safetensors", source=path)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from ._dist import Comm
 from .scores import Scores
 
 _AT_ONCE = 1 << 18  # elements whose bits are counted at once
@@ -24,9 +25,9 @@ _FEW = 16  # the keys near a cut are kept if they are at most one in so many
 _NOTED = 1 << 22  # keys of 16 bits whose numbers are remembered (40 MiB)
 READ = 1 << 21  # elements that are read from a file at once
 BUCKET = 1 << 20  # counts that are added up at once (8 MiB)
+LISTED = 1 << 12  # keys of all processes that are listed rather than counted (32 KiB)
 _INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 _FLOATS = {32: torch.float32, 64: torch.float64}
-Add = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,12 +95,12 @@ class Pool:
     equal: int = 0
     last_stays: bool = False
     known: int = 0  # leading bits of the cut that are found already
-    seen: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # keys of 16 bits of a part, and their numbers
+    seen: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # leading 16 bits of keys by part, and their numbers
     near: dict[int, Near] = field(default_factory=dict)  # by part, where they are few
     kept: dict[int, Tensor] = field(default_factory=dict)  # masks of parts that are right but for the keys in `near`
 
     def note(self, place: int, counts: Tensor) -> None:
-        """Remembers how often each key occurs in a part, so that its ties are counted without reading it from a file again."""
+        """Remembers how often leading 16 bits occur in a part, so that it is not read again to count digits of these."""
         keys = counts.nonzero().view(-1)
         if keys.numel() + sum(keys.numel() for keys, _ in self.seen.values()) <= _NOTED:
             self.seen[place] = (keys - counts.numel() // 2).short(), counts[keys]
@@ -126,10 +127,15 @@ def bits_for(kinds: set[torch.dtype]) -> int:
     return 16 if len(kinds) == 1 and kinds <= {torch.bfloat16, torch.float16} else 32
 
 
+def plain_magnitudes(scores: Scores) -> Tensor | None:
+    """The tensor whose magnitudes are the scores, without a power or a mask, or None."""
+    return scores.magnitude_of if scores.power == 1 and scores.under is None else None
+
+
 def kind_of(scores: Scores) -> torch.dtype:
     """The dtype in which scores are compared. Magnitudes of bfloat16 are widened on the way and fit into it."""
-    plain = scores.magnitude_of is not None and scores.power == 1 and scores.under is None
-    return scores.magnitude_of.dtype if plain and scores.magnitude_of is not None else scores.rows(0, 0).dtype
+    values = plain_magnitudes(scores)
+    return scores.rows(0, 0).dtype if values is None else values.dtype
 
 
 def ordered(values: Tensor, bits: int) -> Tensor:
@@ -142,42 +148,75 @@ def ordered(values: Tensor, bits: int) -> Tensor:
     return key.bitwise_xor_((key >> (bits - 1)).bitwise_and_((1 << (bits - 1)) - 1))
 
 
-def find_cuts(pools: Sequence[Pool], bits: int, add: Add, *, longest: int, tensors: int) -> bool:
+def find_cuts(pools: Sequence[Pool], bits: int, comm: Comm, *, longest: int, tensors: int) -> bool:
     """Finds the cuts of all pools, in rounds that they share. Returns True, and finds none, if there is NaN anywhere.
 
     All processes have to call it with as many pools. `bits` is that of `bits_for`, `longest` the size of the largest of so
-    many `tensors`, all over all processes. `add` adds counts up over the processes. `brackets` may have found the leading digit
-    of one pool.
+    many `tensors`, all over all processes. `brackets` may have found the cut of one pool, or the leading digit of it.
     """
     width = 16 if len(pools) == 1 else 8
     for place in range(pools[0].known if len(pools) == 1 else 0, bits, width):
-        if _round(pools, bits, _Digit("score", bits - place - width, width, place == 0), add):
+        if _round(pools, bits, _Digit("score", bits - place - width, width, place == 0), comm):
             return True
     ties = [pool for pool in pools if not pool.trivial and (pool.weighted or pool.before + pool.equal > pool.drop)]
     if not ties:
         return False
+    digits = max(longest - 1, 1).bit_length()
+    few = len(pools) == 1 and not ties[0].weighted and ties[0].equal * comm.size <= LISTED
+    if few and bits > 16:  # of 16 bits, the ties of each tensor are known without reading it again
+        _list_ties(ties[0], bits, comm, digits)
+        return False
     for pool in ties:
         pool.number = pool.parts[0].number if len(pools) > 1 and pool.parts else 0
-    digits = max(longest - 1, 1).bit_length()
     if len(pools) == 1:
         if tensors > 1:
-            _round(ties, bits, _Digit("number", 0, (tensors - 1).bit_length()), add)
+            _round(ties, bits, _Digit("number", 0, (tensors - 1).bit_length()), comm)
         width = -(-digits // -(-digits // width))  # as few digits of an index as before, but equally wide
     for shift in reversed(range(0, digits, width)):
-        _round(ties, bits, _Digit("index", shift, width), add)
+        _round(ties, bits, _Digit("index", shift, width), comm)
     for pool in ties:
         pool.last_stays = pool.weighted and pool.drop - pool.before <= pool.before + pool.equal - pool.drop
     return False
 
 
-def _round(pools: Sequence[Pool], bits: int, digit: _Digit, add: Add) -> bool:
+def _list_ties(pool: Pool, bits: int, comm: Comm, digits: int) -> None:
+    """Finds the tensor and the index of the cut from all elements at its score. An index has so many `digits`."""
+    own, number = np.empty(pool.equal, dtype=np.int64), 0  # small tensors between the slabs would fragment the heap
+    for place, part in enumerate(pool.parts):
+        for at in _ties(pool, place, part, bits) if part.counted else ():
+            own[number : number + at.numel()] = part.index(0, at).cpu() + (part.number << digits)
+            number += at.numel()
+    cut = listed(own[:number], pool.equal, int(pool.drop) - pool.before, comm)
+    pool.number, pool.index = cut >> digits, cut & ((1 << digits) - 1)
+
+
+def listed(own: np.ndarray, equal: int, drop: int, comm: Comm) -> int:
+    """Up to which integer `drop` go, of `equal` integers on all processes, of which this one has its `own`."""
+    table = np.zeros(LISTED, dtype=np.int64)
+    table[comm.rank * equal :][: own.size] = own + 1  # zero is none
+    comm.add_(torch.from_numpy(table))
+    return int(np.partition(table, drop - equal - 1)[drop - equal - 1]) - 1
+
+
+def _ties(pool: Pool, place: int, part: Part, bits: int) -> Iterator[Tensor]:
+    """The positions in a part of the elements at the score of the cut."""
+    if place in pool.near:
+        key, at = pool.near[place]
+        yield at[key == pool.prefix]
+    else:
+        for key, first, _, _ in part.keys(bits):
+            if bool((same := key == pool.prefix).any()):  # nonzero takes longer
+                yield same.nonzero().view(-1) + first * part.scores.layout.cols
+
+
+def _round(pools: Sequence[Pool], bits: int, digit: _Digit, comm: Comm) -> bool:
     """Finds the next digit of all pools. With the first, returns whether any process has NaN."""
     step = max(BUCKET >> digit.bits, 1)
     for some in [pools[i : i + step] for i in range(0, len(pools), step)]:
         found = [_count(pool, bits, digit) for pool in some]
         device = found[0][0].device
         nan = torch.tensor([sum(bad for _, bad in found)], device=device)
-        table = add(torch.cat([*(bins.to(device) for bins, _ in found), nan]))
+        table = comm.add_(torch.cat([*(bins.to(device) for bins, _ in found), nan]))
         if digit.leads and int(table[-1]):
             return True
         bins = table[:-1].view(len(some), -1)
@@ -210,19 +249,19 @@ def _count(pool: Pool, bits: int, digit: _Digit) -> tuple[Tensor, int]:
         if not part.counted or (digit.kind == "index" and part.number != pool.number):
             continue
         if digit.leads and (slabs := _plain_slabs(part, bits)) is not None:
-            here = torch.zeros(1 << digit.bits, dtype=torch.int64)
+            here = torch.zeros(1 << 16, dtype=torch.int64)
             for raw in slabs:
-                counts, nan = _leading(raw, bits, digit)
+                counts, nan = _leading(raw, bits)
                 nans += nan
                 here.add_(counts)
-            if digit.bits == bits:
+            if digit.bits == bits or (digit.bits < 16 and part.values is None):
                 pool.note(place, here)
+            here = here.view(1 << digit.bits, -1).sum(1)
             bins = here if bins is None else bins.add_(here)
             continue
-        if digit.kind == "number" and place in pool.seen:
-            bins = torch.zeros(1 << digit.bits, dtype=torch.int64) if bins is None else bins
-            keys, numbers = pool.seen[place]
-            bins[part.number] += numbers[keys == pool.prefix].sum().to(bins.device)
+        if place in pool.seen and (digit.shift >= bits - 16 if digit.kind == "score" else digit.kind == "number"):
+            now = _noted_digits(pool, place, bits, digit)
+            bins = now if bins is None else bins.add_(now.to(bins.device))
             continue
         if not digit.leads and (near := _near(pool, place, bits, digit)) is not None:
             now = _near_digits(pool, part, near, digit)
@@ -248,9 +287,9 @@ def _count(pool: Pool, bits: int, digit: _Digit) -> tuple[Tensor, int]:
 
 def plain_bits(part: Part, bits: int) -> Any:
     """The bits of a part whose scores are plain magnitudes, as an array, or None. They are counted without making keys."""
-    values = part.scores.magnitude_of
-    plain = part.scores.power == 1 and part.scores.under is None and part.allowed is None and part.safe is None
-    return _bits(values, bits) if values is not None and plain and part.sizes is None else None
+    values = plain_magnitudes(part.scores)
+    plain = part.allowed is None and part.safe is None and part.sizes is None
+    return _bits(values, bits) if values is not None and plain else None
 
 
 def _bits(values: Tensor, bits: int) -> Any:
@@ -271,29 +310,40 @@ def _plain_slabs(part: Part, bits: int) -> Iterable[Any] | None:
     return (_bits(read(*rows), bits) for rows in part.scores.slabs(elements=READ))
 
 
-def _leading(raw: Any, bits: int, digit: _Digit) -> tuple[Tensor, bool]:
-    """The number of magnitudes with each value of the leading digit, and whether there is NaN among them."""
-    half, infinite = 1 << (digit.bits - 1), 0x7F80 << (bits - 16)
+def _leading(raw: Any, bits: int) -> tuple[Tensor, bool]:
+    """The number of magnitudes with each value of the leading 16 bits, and whether there is NaN among them."""
+    half, infinite = 1 << 15, 0x7F80
     found = np.zeros(2 * half, dtype=np.int64)
-    found[half:] = kernels.count_digits(raw, digit.shift, half)
-    nan = bool(found[half + (infinite >> digit.shift) :].any())
-    return torch.from_numpy(found), nan and bool(((raw & ((1 << (bits - 1)) - 1)) > infinite).any())
+    found[half:] = kernels.count_digits(raw, bits - 16, half)
+    nan = bool(found[half + infinite :].any())
+    return torch.from_numpy(found), nan and bool(((raw & ((1 << (bits - 1)) - 1)) > infinite << (bits - 16)).any())
+
+
+def _noted_digits(pool: Pool, place: int, bits: int, digit: _Digit) -> Tensor:
+    """The number of elements with each value of a digit, from the numbers of their leading 16 bits."""
+    bins = torch.zeros(1 << digit.bits, dtype=torch.int64)
+    keys, numbers = pool.seen[place]
+    if digit.kind == "number":
+        bins[pool.parts[place].number] = numbers[keys == pool.prefix].sum()
+        return bins
+    rest = keys.long() >> (digit.shift - bits + 16)
+    same = (rest >> digit.bits) == pool.prefix
+    return bins.scatter_add_(0, rest[same] - (pool.prefix << digit.bits), numbers[same])
 
 
 def _near(pool: Pool, place: int, bits: int, digit: _Digit) -> Near | None:
-    """The keys of a part that share the leading digit, found in the round after it and kept if they are few.
+    """The keys of a part that share the leading 16 bits, found in the round after these and kept if they are few.
 
     Only of parts that are in memory: files are read again, so that what is kept does not grow with them.
     """
     part = pool.parts[place]
-    if place in pool.near or pool.weighted or digit.kind != "score" or digit.shift + 2 * digit.bits != bits:
+    now = digit.shift + digit.bits == bits - 16 if digit.kind == "score" else digit.kind == "index" and bits == 16
+    if place in pool.near or pool.weighted or not now or (raw := plain_bits(part, bits)) is None:
         return pool.near.get(place)
-    if (raw := plain_bits(part, bits)) is None:
-        return None
     found: list[Near] = []
     for begin in range(0, raw.size, _AT_ONCE):
         slab = raw[begin : begin + _AT_ONCE]
-        at = np.flatnonzero((slab >> digit.bits + digit.shift) & ((1 << (digit.bits - 1)) - 1) == pool.prefix)
+        at = np.flatnonzero((slab >> bits - 16) & 0x7FFF == pool.prefix)
         found.append((torch.from_numpy(slab[at] & ((1 << (bits - 1)) - 1)), torch.from_numpy(at) + begin))
     if not found or sum(at.numel() for _, at in found) > part.scores.numel // _FEW:
         return None
@@ -337,33 +387,27 @@ def keep(pool: Pool, part: Part, bits: int) -> Tensor:
     ties = pool.number is not None and part.number >= pool.number  # some of those that equal the score stay
     if place in pool.kept:
         (key, at), kept = pool.near[place], pool.kept.pop(place)
-        kept.view(-1)[at[key < pool.prefix if ties else key <= pool.prefix]] = False
-        if ties and part.number == pool.number:
-            _drop_ties(kept, pool, part, at[key == pool.prefix])
-        return kept
-    kept = kernels.new_tensor((layout.rows, layout.cols), torch.bool, part.scores.device)
-    if pool.trivial:
-        return kept.fill_(pool.drop <= 0)
+        kept.view(-1).numpy()[at.numpy()] = (key >= pool.prefix if ties else key > pool.prefix).numpy()
+    else:
+        kept = kernels.new_tensor((layout.rows, layout.cols), torch.bool, part.scores.device)
+        if pool.trivial:
+            return kept.fill_(pool.drop <= 0)
+        _keep_above(kept, pool, part, bits, ties)
+    if ties and part.number == pool.number:
+        for at in _ties(pool, place, part, bits):
+            gone = part.index(0, at) <= pool.index - pool.last_stays
+            kept.view(-1)[at[gone]] = False
+    return kept
+
+
+def _keep_above(kept: Tensor, pool: Pool, part: Part, bits: int, ties: bool) -> None:
+    """Writes which elements of a part are above the score of the cut, or with `ties` at it."""
     if part.allowed is None and part.safe is None:
         threshold = value_of(pool.prefix, bits, kind_of(part.scores))
         part.scores.each(lambda slab, a, b: kernels.keep_above(slab, threshold, kept[a:b], ties=ties), raw=True)
     else:
         for key, first, last, _ in part.keys(bits):
             kept[first:last] = (key >= pool.prefix if ties else key > pool.prefix).view(last - first, -1)
-    if ties and part.number == pool.number:
-        if place in pool.near:
-            key, at = pool.near[place]
-            _drop_ties(kept, pool, part, at[key == pool.prefix])
-        else:
-            for key, first, _, _ in part.keys(bits):
-                _drop_ties(kept, pool, part, (key == pool.prefix).nonzero().view(-1) + first * layout.cols)
-    return kept
-
-
-def _drop_ties(kept: Tensor, pool: Pool, part: Part, at: Tensor) -> None:
-    """Prunes those of the elements at these positions, which equal the score of the cut, that lie before its index."""
-    gone = part.index(0, at) <= pool.index - pool.last_stays
-    kept.view(-1)[at[gone]] = False
 
 
 def value_of(key: int, bits: int, kind: torch.dtype) -> float:

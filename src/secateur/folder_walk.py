@@ -122,6 +122,7 @@ class FromFolder(OnDevice):
         self._writer = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
         self._check_names(model)
+        self._check_apart(found, inner)
 
     def __enter__(self) -> FromFolder:
         return self
@@ -134,6 +135,15 @@ class FromFolder(OnDevice):
         for name, tensor in model.named_parameters():
             if tensor.is_meta and name not in there:
                 raise ValueError(f"{self.folder.path} has no tensor {name!r}; into= must build the model that was saved there")
+
+    def _check_apart(self, found: Sequence[Target], blocks: Sequence[nn.Module]) -> None:
+        inside = [{id(module) for module in block.modules()} for block in blocks]
+        for target in found:
+            if sum(any(id(owner) in one for owner, _ in target.slot.owners) for one in inside) > 1:
+                raise ValueError(
+                    f"several blocks share {target.name!r}, so that they cannot be pruned one at a time; load the whole model "
+                    "and use prune_, or exclude it"
+                )
 
     def _in_folder(self, names: Sequence[str]) -> str | None:
         return next((name for name in names if name in self.folder.entries), None)

@@ -314,7 +314,7 @@ class _Job:
             drop, weighted = budget_of(names, own, settings.pattern, shares, settings.count)
             parts = [self.part(name, scores[name], numbers[name]) for name in names if self.folder.file_of[name] in self.mine]
             pools.append(Pool(parts, drop, own.units, weighted))
-        if find_cuts(pools, facts.bits, self.comm.add_, longest=facts.longest, tensors=facts.tensors):
+        if find_cuts(pools, facts.bits, self.comm, longest=facts.longest, tensors=facts.tensors):
             raise nan_in("a tensor of the folder")
         return {name: (pool, facts, numbers[name]) for names, pool in zip(groups, pools, strict=True) for name in names}
 

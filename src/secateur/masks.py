@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from ._dist import add_counts, counts, local, sharded
+from ._dist import add_counts, count_local, counts, local, sharded
 from ._tree import nearest
 
 
@@ -118,16 +118,16 @@ _CHANCE = 0.01  # a smaller fraction of zeros in every tensor is taken for chanc
 _SAMPLED = 1 << 20  # elements from which a sample is looked at before all of them
 
 
-def zeros_kept(masks: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """How many of the kept elements are zero already, for each tensor that has such elements.
+def count_kept(masks: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> tuple[list[int] | None, dict[str, int]]:
+    """How many elements each mask keeps, and how many of them are zero already, for each tensor that has such elements.
 
-    Empty if no tensor has more than 1 % of zeros: random weights have a few. `tensors` are the parts on this process, and all
-    processes that hold parts have to ask.
+    The former only of sharded tensors (otherwise None). The latter are left out if no tensor has more than 1 % of zeros: random
+    weights have a few. `tensors` are the parts on this process, and all processes that hold parts have to ask.
     """
     there = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
-    split = any(sharded(masks[name]) for name in there)
+    split = any(sharded(mask) for mask in masks.values())
     if not split and all(_zeros_are_rare(tensor) for tensor in there.values()):
-        return {}
+        return None, {}
     zeros: dict[str, int] = {}
     for device in {tensor.device for tensor in there.values()}:  # one transfer for each device
         here = [name for name, tensor in there.items() if tensor.device == device]
@@ -136,13 +136,15 @@ def zeros_kept(masks: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> di
             continue
         filled = torch.stack([torch.count_nonzero(there[name]) for name in here]).tolist()
         zeros |= {name: there[name].numel() - number for name, number in zip(here, filled, strict=True)}
-    own = {name: masks[name] for name in there}
-    found = add_counts(own, [zeros[name] for name in own]) if split else [zeros[name] for name in own]
-    if not any(number > _CHANCE * mask.numel() for number, mask in zip(found, own.values(), strict=True)):
-        return {}
-    kept = [int(torch.count_nonzero((there[name] == 0) & local(own[name]))) if zeros[name] else 0 for name in own]
-    kept = add_counts(own, kept) if split else kept
-    return {name: number for name, number in zip(own, kept, strict=True) if number}
+    found, kept = [zeros.get(name, 0) for name in masks], None
+    if split:
+        both = add_counts(masks, count_local(masks), found)
+        kept, found = both[: len(masks)], both[len(masks) :]
+    if not any(number > _CHANCE * mask.numel() for number, mask in zip(found, masks.values(), strict=True)):
+        return kept, {}
+    zero = [int(torch.count_nonzero((there[name] == 0) & local(masks[name]))) if zeros.get(name) else 0 for name in masks]
+    zero = add_counts(masks, zero) if split else zero
+    return kept, {name: number for name, number in zip(masks, zero, strict=True) if number}
 
 
 def _zeros_are_rare(tensor: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field
+from dataclasses import InitVar, asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from . import kernels
 from ._dist import (
     Group,
+    Meeting,
     check_copies,
     comm_of,
     counts,
@@ -37,7 +38,7 @@ from .curvature import Curvature
 from .display import Reported, Table, format_seconds, notes_by_reason
 from .edit import UNKNOWN, Arguments, forget_, record_
 from .evidence import TensorEvidence
-from .masks import Masks, zeros_kept
+from .masks import Masks, count_kept
 from .measuring import ChannelOrders, measure, measures, with_curves
 from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, solve_checked, write_
 from .owners import scores_of
@@ -104,6 +105,7 @@ class Plan(Reported):
     order: Reordering | None = field(default=None, repr=False, compare=False)
     zeros: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
     _changed: Prunable | None = field(default=None, init=False, repr=False, compare=False)  # the model that `undo_` restores
+    _kept: InitVar[Sequence[int] | None] = None  # the counts of each tensor, if they are known already
 
     def apply_(self, model: Prunable, *, keep_dense: bool = False) -> Plan:
         """Writes the zeros, and the new weights, into the model. `keep_dense=True` remembers what they replace, for `undo_`."""
@@ -175,19 +177,22 @@ class Plan(Reported):
         for name, mask in self.masks.items():
             if found[name].shape != mask.shape:
                 raise ValueError(f"{name!r} is {tuple(found[name].shape)} in the model and {tuple(mask.shape)} in the plan")
-        return {name: local(found[name].detach()) for name in self.masks}
+        return {name: local(found[name]).detach() for name in self.masks}
 
-    def __post_init__(self) -> None:
-        if any(sharded(mask) for mask in self.masks.values()):
+    def __post_init__(self, _kept: Sequence[int] | None) -> None:
+        if _kept is not None:
+            self.layers = self._layers(_kept)
+        elif any(sharded(mask) for mask in self.masks.values()):
             _ = self.layers  # every process has to count, and later one of them alone may print
 
     @cached_property
     def layers(self) -> list[Layer]:
         """The counts of each tensor."""
-        kept = counts(self.masks)
-        return [
-            Layer(name, tuple(mask.shape), n, mask.numel()) for (name, mask), n in zip(self.masks.items(), kept, strict=True)
-        ]
+        return self._layers(counts(self.masks))
+
+    def _layers(self, kept: Sequence[int]) -> list[Layer]:
+        each = zip(self.masks.items(), kept, strict=True)
+        return [Layer(name, tuple(mask.shape), number, mask.numel()) for (name, mask), number in each]
 
     @cached_property
     def empty(self) -> list[str]:
@@ -313,7 +318,7 @@ def plan(
     include, exclude = globs_of("include", include), globs_of("exclude", exclude)
     arguments = plain_arguments(plan, locals())
     model = as_module(model)
-    with together(model_comm(model), "use its arguments"):
+    with together(model_comm(model), "use its arguments") as meeting:
         recipe = Settings.of(criterion, pattern, scope, sparsity, count, spread, method, floor)
         if recipe.scheduled:
             raise TypeError(f"{recipe.scheduled[0]} changes with the step; use sc.Pruner for it, and a number to prune once")
@@ -321,13 +326,14 @@ def plan(
             raise TypeError(f"{recipe.method} brings weights back as training goes on; use sc.Pruner for it")
         found, skipped = targets(model, include=include, exclude=exclude, types=types)
         check_streamed(recipe, found, data, loss)
+        meeting.text = " ".join(_doings(recipe, found))
     once = recipe.needs - STREAMED
     if data is not None and bool(once) + bool(recipe.needs & STREAMED) + measures(recipe) > 1:
         data = list(data)  # it is run through more than once
     measured = measure(model, recipe, found, data, loss)
     table, orders = collect(model, found, once, data, loss), ChannelOrders.of(model, recipe)
-    made = make_plan(model, recipe, found, skipped, table, data=data, loss=loss, measured=measured, group=group, orders=orders)
-    made.zeros = zeros_kept(made.masks, {target.name: made.weights.get(target.name, target.weight) for target in found})
+    how: dict[str, Any] = {"data": data, "loss": loss, "measured": measured, "group": group, "orders": orders}
+    made = make_plan(model, recipe, found, skipped, table, meeting=meeting, **how)
     made.arguments = arguments
     if orders is not None:
         made.notes |= orders.notes
@@ -359,18 +365,21 @@ def make_plan(
     previous: Masks | None = None,
     group: Group | None = None,
     orders: ChannelOrders | None = None,
+    meeting: Meeting | None = None,
 ) -> Plan:
-    """The plan for these targets and this evidence, at a step of a schedule. What `previous` prunes stays pruned."""
+    """The plan for these targets and this evidence, at a step of a schedule. What `previous` prunes stays pruned.
+
+    `meeting` is given by a call that prunes once: its processes have compared `_doings`, and zeros are counted.
+    """
     if recipe.scope == "global" and group is None:
         refuse_stage(model)
     comm = comm_of({target.name: target.share for target in found}, group)
     if not comm.alone:
-        shares = dict(recipe.spread) if isinstance(recipe.spread, Mapping) else ""
-        how = f"{recipe.describe(step)} {shares} at step {step}"
-        own = str([(t.name, tuple(t.tensor.shape), t.tensor.dtype) for t in found])
+        how, own = _doings(recipe, found, step)
         if comm.stages is not None:
             comm.check_same(how)
-        comm.within.check_same(f"{how}: {own}")
+        if meeting is None or not meeting.agreed(comm.within):
+            comm.within.check_same(f"{how}: {own}")
     with torch.no_grad():
         evidence = {t.name: TensorEvidence(t, table[t.name], step) for t in found}
         scores = {name: scores_of(recipe.criterion, one, number) for number, (name, one) in enumerate(evidence.items())}
@@ -422,9 +431,17 @@ def make_plan(
     partly = len({sharded(mask) for mask in masks.values()}) > 1
     if recipe.needs or (partly and not comm.alone):
         check_copies(replicas_of(model) if comm.within.alone else mesh_comm(masks.values()), comm.within, masks, weights)
-    made = Plan(masks, skipped, recipe.describe(step), weights=weights, solved=solved, notes=notes)
+    kept, zeros = count_kept(masks, {t.name: weights.get(t.name, t.weight) for t in found}) if meeting else (None, {})
+    made = Plan(masks, skipped, recipe.describe(step), weights=weights, solved=solved, notes=notes, zeros=zeros, _kept=kept)
     _warn_of_collapse(made, to_be_empty, previous)
     return made
+
+
+def _doings(recipe: Settings, found: Sequence[Target], step: int = 0) -> tuple[str, str]:
+    """What all processes have to do alike, and to which tensors, to compare it."""
+    shares = dict(recipe.spread) if isinstance(recipe.spread, Mapping) else ""
+    own = str([(t.name, tuple(t.tensor.shape), t.tensor.dtype) for t in found])
+    return f"{recipe.describe(step)} {shares} at step {step}", own
 
 
 def _warn_of_collapse(made: Plan, asked: Set[str], previous: Masks | None) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ._dist import Box, Comm, Share, exchange, stripes
 from ._layers import Layout
-from .brackets import find_leading
-from .digits import Part, Pool, bits_for, find_cuts, keep, kind_of
+from .brackets import find_cut
+from .digits import Part, Pool, bits_for, find_cuts, keep, kind_of, plain_magnitudes
 from .masks import pack_bits, unpack_bits
 from .patterns import Pattern
 from .scores import Scores, nan_in
@@ -276,10 +276,11 @@ def _large_pools(
             pool.drop = min(pool.drop, most)
             if several:
                 pool.parts = _protected(pool.parts, [caps[name] for name in names], facts, comm.within)
-    plain = len(pools) == 1 and pattern.elementwise and previous is None and not floor
-    if (plain and find_leading(pools[0], facts.bits, comm.add_)) or find_cuts(
-        pools, facts.bits, comm.add_, longest=facts.longest, tensors=facts.tensors
-    ):
+    # The criterion is the same on all processes, so they all sample or none does.
+    plain = len(pools) == 1 and pattern.elementwise and previous is None and not floor and facts.bits < 64
+    plain = plain and all(plain_magnitudes(one) is not None for one in scores.values())
+    sizes = {"longest": facts.longest, "tensors": facts.tensors}
+    if (plain and find_cut(pools[0], facts.bits, comm, **sizes)) or find_cuts(pools, facts.bits, comm, **sizes):
         _check_nan(scores, previous, comm)
         raise nan_in("a unit")
     masks = {}
@@ -304,7 +305,7 @@ def _most_units(name: str, layout: Layout, pattern: Pattern, floor: float) -> in
 def _protected(parts: Sequence[Part], caps: Sequence[int], facts: Facts, comm: Comm) -> list[Part]:
     """The parts with all units but the lowest `caps` of each tensor marked as safe."""
     pools = [Pool([part], cap, part.size) for part, cap in zip(parts, caps, strict=True)]
-    find_cuts(pools, facts.bits, comm.add_, longest=facts.longest, tensors=facts.tensors)  # NaN is found by the cut itself
+    find_cuts(pools, facts.bits, comm, longest=facts.longest, tensors=facts.tensors)  # NaN is found by the cut itself
     return [replace(part, safe=keep(pool, part, facts.bits)) for pool, part in zip(pools, parts, strict=True)]
 
 

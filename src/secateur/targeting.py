@@ -42,7 +42,7 @@ class Target:
     @property
     def weight(self) -> Tensor:
         """The part of the parameter that this process holds, detached."""
-        return local(self.slot.tensor.detach())
+        return local(self.slot.tensor).detach()
 
     @cached_property
     def share(self) -> Share:

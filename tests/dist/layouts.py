@@ -15,14 +15,15 @@ LAYOUTS = ("fsdp", "hsdp", "fsdp on axis 1", "tp", "fsdp + tp", "ddp")
 
 
 def build(kind: str = "even") -> nn.Module:
-    """`even`: sizes that four processes divide. `uneven`: sizes that they do not, and a single row."""
+    """`even`: sizes that four processes divide. `uneven`: sizes that they do not, and a single row. `large`: worth a sample."""
     torch.manual_seed(3)
-    sizes = (9, 17, 13, 1) if kind.startswith("uneven") else (32, 64, 32, 16)
+    sizes = {"uneven": (9, 17, 13, 1), "large": (1024, 768, 512, 16)}.get(kind.split(",")[0], (32, 64, 32, 16))
+    scale = 2000 if "large" in kind else 24
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:])))
     with torch.no_grad():
         for parameter in model.parameters():
             if "ties" in kind:
-                parameter.copy_((parameter * 24).round() / 24)
+                parameter.copy_((parameter * scale).round() / scale)
             if "infinite" in kind and parameter.ndim == 2:
                 parameter.view(-1)[::7] = torch.inf
     for dtype in ("bfloat16", "float16", "float64"):

@@ -57,6 +57,12 @@ def plans(model: nn.Module, names: list[str], prefix: str = "") -> dict[str, dic
     return found
 
 
+@pytest.mark.parametrize("kind", ["large", "large, ties", "large, bfloat16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_pool_that_a_sample_brackets(four, layout, kind):
+    compare(four.both(in_layout, kind, layout, ["global"]), plans(build(kind), ["global"]))
+
+
 def in_layout(rank: int, kind: str, layout: str, names: list[str]) -> dict[str, dict]:
     return plans(spread(build(kind), layout), names, "module." if layout == "ddp" else "")
 
@@ -248,7 +254,7 @@ def test_stages_rank_together_in_their_group(pair, kind):
             assert torch.equal(masks[f"{rank}.weight"], expected[name][f"{rank}.weight"]), name
 
 
-@pytest.mark.parametrize("kind", ["even", "even, ties"])
+@pytest.mark.parametrize("kind", ["even", "even, ties", "large", "large, ties"])
 def test_stages_that_are_sharded_rank_together(four, kind):
     expected = {name: bare(sc.plan(build(kind), **_with_criterion(OPERATIONS[name])).masks) for name in STAGED}
     for rank, found in enumerate(four.both(staged, kind, True)):

@@ -556,3 +556,37 @@ def test_blocks_that_get_their_input_in_an_object_are_compared_with_the_dense_mo
     for name, evidence in wanted.items():
         close(seen[name]["cross"], evidence["cross"][0], name, rtol=1e-4)
     assert bool(seen["blocks.1.up.weight"]["cross"].any())
+
+
+class Adding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layer", ["up", "down"])
+@pytest.mark.parametrize("whole", [False, True], ids=["weight", "module"])
+def test_a_weight_that_blocks_share_is_dense_in_the_dense_run_of_all_of_them(layer, whole):
+    torch.manual_seed(0)
+    model, batches = nn.Sequential(*(Adding() for _ in range(3))).eval(), [torch.randn(20, 8) for _ in range(3)]
+    if whole:
+        setattr(model[1], layer, getattr(model[0], layer))
+    else:
+        getattr(model[1], layer).weight = getattr(model[0], layer).weight
+    seen, _, solutions = walked(model, batches)
+    dense, pruned = copy.deepcopy(model), copy.deepcopy(model)
+    for name, evidence in seen.items():
+        x, y = (inputs_in_block(one, torch.cat(batches), *name.split(".")[:2]).double() for one in (dense, pruned))
+        close(evidence["gram"], y.T @ y, f"gram of {name}", rtol=1e-4)
+        close(evidence["cross"], (x - y).T @ y, f"cross of {name}", rtol=1e-4)
+        pruned.get_parameter(name).copy_(solutions[name].weight)
+    assert len(seen) == 5
+
+
+def inputs_in_block(model, x, number, layer):
+    x = model[: int(number)](x)
+    return x if layer == "up" else torch.relu(model[int(number)].up(x))

@@ -15,9 +15,11 @@ from .data import DataRanks, data_ranks_of
 from .groups import (
     Comm,
     Group,
+    Meeting,
     add_counts,
     check_copies,
     comm_of,
+    count_local,
     counts,
     digest,
     exchange,
@@ -30,7 +32,8 @@ from .guards import class_of, refuse_flat, refuse_stage, reshard_, run_of
 from .shares import Box, Share, as_rows, by_rows, held, like, local, local_as, sharded, share_of, stripes
 
 __all__ = [
-    "Box", "Comm", "DataRanks", "Group", "Share", "add_counts", "as_rows", "by_rows", "check_copies", "class_of", "comm_of",
-    "counts", "data_ranks_of", "digest", "exchange", "held", "like", "local", "local_as", "mesh_comm", "model_comm",
-    "refuse_flat", "refuse_stage", "replicas_of", "reshard_", "run_of", "share_of", "sharded", "stripes", "together",
+    "Box", "Comm", "DataRanks", "Group", "Meeting", "Share", "add_counts", "as_rows", "by_rows", "check_copies", "class_of",
+    "comm_of", "count_local", "counts", "data_ranks_of", "digest", "exchange", "held", "like", "local", "local_as", "mesh_comm",
+    "model_comm", "refuse_flat", "refuse_stage", "replicas_of", "reshard_", "run_of", "share_of", "sharded", "stripes",
+    "together",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -62,9 +63,17 @@ class Comm:
         return math.prod(dist.get_world_size(group) for group in self.groups)
 
     @property
+    def ranks(self) -> set[int]:
+        """The processes of all groups."""
+        return {rank for group in self.groups for rank in dist.get_process_group_ranks(group)}
+
+    @property
     def rank(self) -> int:
-        """The position of this process in a comm of one group."""
-        return dist.get_rank(self.groups[0]) if self.groups else 0
+        """The position of this process among `size` of them."""
+        place = 0
+        for group in self.groups:
+            place = place * dist.get_world_size(group) + dist.get_rank(group)
+        return place
 
     def counted(self, share: Share | None) -> bool:
         """Whether this process counts its part of a tensor, or leaves that to the process of another replica."""
@@ -119,11 +128,11 @@ class Comm:
 
     def same(self, values: Sequence[int]) -> list[bool]:
         """For each integer, whether all processes gave the same. All processes find the same answer."""
-        if not self.groups:
-            return [True] * len(values)
-        own = torch.tensor(values, dtype=torch.int64)
-        parts = torch.stack([(own >> shift) & 0xFFFF for shift in (0, 16, 32, 48)])
-        total, squares = self.add_(torch.stack([parts, parts * parts])).unbind(0)
+        return [True] * len(values) if not self.groups else self.equal(self.add_(_parts(values)))
+
+    def equal(self, sums: Tensor) -> list[bool]:
+        """For each integer, whether all processes gave the same, by the sums of its `_parts` over them."""
+        total, squares = sums.view(2, 4, -1)
         return (total * total == squares * self.size).all(0).tolist()  # by Cauchy and Schwarz only if all are equal
 
     def check_same(self, text: str) -> None:
@@ -135,15 +144,38 @@ class Comm:
             )
 
 
+def _parts(values: Sequence[int]) -> Tensor:
+    """Integers in parts of 16 bits, and the squares of these. Their sums over processes tell whether all have the same."""
+    own = torch.tensor(values, dtype=torch.int64)
+    parts = torch.stack([(own >> shift) & 0xFFFF for shift in (0, 16, 32, 48)])
+    return torch.cat([parts, parts * parts]).view(-1)
+
+
+@dataclass
+class Meeting:
+    """What a block of `together` compares at its end: whether all processes have the `same` text, if they set one."""
+
+    comm: Comm
+    text: str = ""
+    same: bool = False
+
+    def agreed(self, comm: Comm) -> bool:
+        """Whether the processes of this comm are known to have the same text."""
+        return self.same and comm.ranks <= self.comm.ranks
+
+
 @contextmanager
-def together(comm: Comm, what: str) -> Iterator[None]:
+def together(comm: Comm, what: str) -> Iterator[Meeting]:
     """Raises on all processes if the block raises on one, so that none waits for another. The block has no collectives."""
     error: Exception | None = None
+    meeting, failed = Meeting(comm), 0
     try:
-        yield
+        yield meeting
     except Exception as found:
         error = found
-    (failed,) = comm.sum(int(error is not None))
+    if not comm.alone:
+        sums = comm.add_(torch.cat([_parts([digest(meeting.text.encode())]), torch.tensor([int(error is not None)])]))
+        failed, meeting.same = int(sums[-1]), bool(meeting.text) and all(comm.equal(sums[:-1]))
     if error is not None:
         raise error
     if failed:
@@ -187,10 +219,10 @@ def comm_of(shares: Mapping[str, Share], group: Any = None) -> Comm:
 
 def mesh_comm(tensors: Iterable[Tensor]) -> Comm:
     """All processes of the mesh over which these tensors are sharded or replicated. Alone if none of them is a DTensor."""
-    meshes = [tensor.device_mesh for tensor in tensors if sharded(tensor)]  # type: ignore[attr-defined]
+    meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in tensors if sharded(tensor)}  # type: ignore[attr-defined]
     if not meshes:
         return Comm()
-    ranks = [set(ranks_of(mesh).reshape(-1).tolist()) for mesh in meshes]
+    ranks = [set(ranks_of(mesh).reshape(-1).tolist()) for mesh in meshes.values()]
     largest = max(ranks, key=len)
     if not all(each <= largest for each in ranks):
         raise ValueError("the tensors of this model are sharded over processes that no mesh has together")
@@ -217,7 +249,12 @@ def _closed(mesh: Any, ranks: set[int]) -> set[int]:
 
 def counts(masks: Mapping[str, Tensor]) -> list[int]:
     """How many elements of each mask are true, over every process that holds a part (which then must all ask)."""
-    return add_counts(masks, [_count(local(mask)) for mask in masks.values()])
+    return add_counts(masks, count_local(masks))
+
+
+def count_local(masks: Mapping[str, Tensor]) -> list[int]:
+    """How many elements of each mask are true in the part that this process holds."""
+    return [_count(local(mask)) for mask in masks.values()]
 
 
 def add_counts(tensors: Mapping[str, Tensor], *here: Sequence[int]) -> list[int]:

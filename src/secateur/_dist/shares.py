@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Size, Tensor
 
 from .._layers import Layout
@@ -29,8 +30,11 @@ def sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of the tensor that this process holds: the tensor itself unless it is sharded."""
-    return tensor.to_local() if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    """The part of the tensor that this process holds, for no gradients: the tensor itself unless it is sharded."""
+    if not _is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():  # with gradients, torch makes a node of the graph first, which takes longer than all else here
+        return tensor.to_local()  # type: ignore[attr-defined]
 
 
 _meshes: weakref.WeakKeyDictionary[Any, tuple[int, Tensor, dict[Any, Any]]] = weakref.WeakKeyDictionary()
@@ -68,8 +72,6 @@ def _as_sharded(part: Tensor, mesh: Any, placements: Sequence[Any], shape: Size,
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    if part.device.type == mesh.device_type:
-        return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, part.dtype))
     return DTensor(part, spec, requires_grad=False)  # `from_local` would move it to the device of the mesh
 

@@ -95,7 +95,7 @@ def _copy(model: nn.Module, state: Mapping[str, Tensor], manifest: Manifest, fil
         for name, alone in apart.items():
             parts = {id(state[n]): state[n] for n in names[name] if sharded(state[n])}
             for tensor in parts.values():
-                local(tensor.detach()).copy_(file.read(name, held(name, tensor)[0]))
+                local(tensor).detach().copy_(file.read(name, held(name, tensor)[0]))
             if parts:
                 continue
             _write(model, state, names[name], value(name), alone)

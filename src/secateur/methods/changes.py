@@ -1,9 +1,10 @@
-"""Weights that are written into a model for a while, and taken out again."""
+"""Solutions: checked, written into a model for a while, and taken out again."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +18,15 @@ class Changes:
     """Weights written into the model for a while. Each is exchanged with the dense values, and exchanged back at the end."""
 
     def __init__(self) -> None:
-        self._pairs: list[tuple[Target, Tensor, Tensor]] = []
-        self._differ: list[bool] = []
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._dense: dict[tuple[int, str], tuple[Tensor, bool]] = {}  # by layer and attribute; whether they were changed
 
     def write(self, target: Target, solution: Solution) -> None:
         weight = local(target.tensor.data)  # its version does not count, so a graph that saved the weight stays valid
         new = solution.weight if solution.weight is not None else weight.masked_fill(~solution.mask, 0)
-        self._pairs.append((target, weight, new))
-        self._differ.append(not torch.equal(weight, new))
+        self._pairs.append((weight, new))
+        differs = not torch.equal(weight, new)
+        self._dense |= {(id(owner), attribute): (new, differs) for owner, attribute in target.slot.owners}
         self._exchange(weight, new)
 
     @staticmethod
@@ -36,21 +38,23 @@ class Changes:
     def __len__(self) -> int:
         return len(self._pairs)
 
-    def forget(self, since: int) -> None:
-        """Drops the last changes: the tensors they were made to were copies."""
-        del self._pairs[since:], self._differ[since:]
+    def forget(self) -> None:
+        """Drops all changes: the tensors they were made to were copies."""
+        self._pairs, self._dense = [], {}
 
-    def differ(self, since: int) -> bool:
-        """Whether any of the changes after the first `since` changed a value."""
-        return any(self._differ[since:])
+    def _inside(self, module: nn.Module) -> list[tuple[nn.Module, str, Tensor, bool]]:
+        """The changed tensors of a module and its children, with their dense values, also if other modules share them."""
+        names = [(owner, attribute) for owner in module.modules() for attribute in owner._parameters]
+        return [(one, name, *self._dense[id(one), name]) for one, name in names if (id(one), name) in self._dense]
+
+    def differ(self, module: nn.Module) -> bool:
+        """Whether any value of a module was changed."""
+        return any(differs for *_, differs in self._inside(module))
 
     @contextlib.contextmanager
-    def out(self, since: int = 0) -> Iterator[None]:
-        """Puts the dense weights in place, inside the context. Nothing is copied: the layers get other tensors.
-
-        `since`: the number of changes that there were when the block began that is run inside.
-        """
-        places = [(owner, own, dense) for target, _, dense in self._pairs[since:] for owner, own in target.slot.owners]
+    def out(self, module: nn.Module) -> Iterator[None]:
+        """Puts the dense weights of a module in place, inside the context. Nothing is copied: layers get other tensors."""
+        places = [(owner, attribute, dense) for owner, attribute, dense, _ in self._inside(module)]
         before = [owner._parameters[attribute] for owner, attribute, _ in places]
         for (owner, attribute, dense), own in zip(places, before, strict=True):
             assert own is not None
@@ -65,9 +69,29 @@ class Changes:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for _, weight, new in self._pairs:
+        for weight, new in self._pairs:
             self._exchange(weight, new)
-        self._pairs, self._differ = [], []
+        self.forget()
+
+
+def checked(target: Target, solution: Solution) -> Solution:
+    """The solution in the shape and dtype of the target, zero where it is pruned. Raises where it is not a solution."""
+    if not isinstance(solution, Solution):
+        given = type(solution).__name__
+        raise TypeError(f"solve returned a {given} for {target.name!r}; it must return Solution(mask, weight or None)")
+    shape = (target.layout.rows, target.layout.cols)
+    mask, weight = solution.mask, solution.weight
+    if mask.dtype != torch.bool or mask.shape != shape:
+        raise ValueError(f"the mask for {target.name!r} must be bool of shape {shape}, not {mask.dtype} of {tuple(mask.shape)}")
+    if weight is None:
+        return replace(solution, mask=target.layout.restore(mask))
+    if weight.shape != shape or not weight.is_floating_point():
+        given = f"{weight.dtype} of {tuple(weight.shape)}"
+        raise ValueError(f"the weight for {target.name!r} must be float of shape {shape}, not {given}")
+    new = target.layout.restore(weight.masked_fill(~mask, 0)).to(target.weight, copy=True)
+    if not bool(new.isfinite().all()):
+        raise ValueError(f"the new weight of {target.name!r} is NaN or infinite; look at its weights and at the data")
+    return replace(solution, mask=target.layout.restore(mask), weight=new)
 
 
 def write_(tensor: Tensor, values: Tensor) -> None:

@@ -31,7 +31,7 @@ from ..tape import Call, Enough, Parts, Tape
 from ..tape import record as record_tape
 from ..targeting import Target
 from .batches import positions, usable
-from .changes import Changes
+from .changes import Changes, checked
 from .residence import Residence, on_cpu, without_blocks
 from .seam import Solution
 from .stages import Stage, Window, find_stages
@@ -144,7 +144,7 @@ class _Walk:
                 name = names[id(block.module)] or "outside of blocks"
                 progress(name + self._summary)
                 begin, self.errors, self.tokens = time.monotonic(), [], 0
-                own, since = [by_name[name] for name in block.names], len(self.changes)
+                own = [by_name[name] for name in block.names]
                 last = i + 1 == len(inner) < len(blocks)
                 with self._there(name, block.module, inner):
                     with self.alike():
@@ -162,7 +162,7 @@ class _Walk:
                             feeds[1].put(i, outputs if part.unchanged else part.outputs(part.dense))
                         feeds[0].put(i, outputs)
                 if self.residence.device is not None:
-                    self.changes.forget(since)
+                    self.changes.forget()
                 if feeds is not None and block.module is not self.model:
                     self.residence.finished(i + 1, feeds)
                 self._report(name, time.monotonic() - begin, len(blocks) - i - 1)
@@ -207,7 +207,7 @@ class _Walk:
             return None
         if not self.both or not len(self.changes):
             return chain.feed(), chain.feed()
-        with self.changes.out():
+        with self.changes.out(self.model):
             dense = self._chain(inner)
         return None if dense is None else (chain.feed(), dense.feed())
 
@@ -215,7 +215,7 @@ class _Walk:
         """Adds a sentence to what is known about a layer."""
         self.notes[name] = f"{self.notes[name]}; {text}" if name in self.notes else text
 
-    def alike(self) -> contextlib.AbstractContextManager[None]:
+    def alike(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which the batches of this process run. If that fails on one process, all of them raise."""
         return together(self.ranks.comm, "run on its batches of data=")
 
@@ -258,7 +258,7 @@ class _Walk:
         calls = record(self.model, module, self.batches).calls
         if not self.both:
             return calls, None
-        with self.changes.out():
+        with self.changes.out(self.model):
             return calls, record(self.model, module, self.batches).calls
 
 
@@ -275,7 +275,6 @@ class _Block:
 
     def evidence(self) -> Iterator[tuple[list[Target], Evidence]]:
         by_name = {target.name: target for target in self.targets}
-        self._since = 0 if self.module is self.walk.model else len(self.walk.changes)
         with self.walk.alike():
             stages, windows, tapes = self._plan()
         self.walk.ranks.comm.check_same(f"{self.name}: {[dict(stage.leaders) for stage in stages]}")
@@ -296,7 +295,7 @@ class _Block:
     @property
     def unchanged(self) -> bool:
         """Whether the block still computes in the pruned model what it computes in the dense one."""
-        return not self.walk.changes.differ(self._since) and self._alike
+        return not self.walk.changes.differ(self.module) and self._alike
 
     def smallest(self) -> Call:
         """The call with the least values in its arguments, on the device where the block is."""
@@ -352,7 +351,7 @@ class _Block:
         for batch, window in enumerate(windows):
             moments.next_batch(self.walk.valid[batch])
             if dense is self.dense and dense is not None:
-                with self.walk.changes.out(self._since):
+                with self.walk.changes.out(self.module):
                     moments.feed(self._reads(dense, batch, window, leading), dense=True)
             reads = self._reads(self.pruned, batch, window, leading)
             if dense is self.pruned:
@@ -393,7 +392,7 @@ class _Block:
     def outputs(self, parts: Parts) -> Iterator[Any]:
         """What the block returns, call by call."""
         for number in range(len(parts.states)):
-            with self.walk.changes.out(self._since) if parts is self.dense else contextlib.nullcontext():
+            with self.walk.changes.out(self.module) if parts is self.dense else contextlib.nullcontext():
                 output = parts.go(number, None)
             parts.states[number].reset()
             yield on_cpu(output) if parts.device is not None else output
@@ -403,23 +402,3 @@ def _detached(seen: Seen, streams: Mapping[str, Tensor]) -> Seen:
     """A read with copies of its tensors: the block goes on, and may write to them."""
     args, kwargs, x, streams = copied((seen.args, dict(seen.kwargs), seen.x, dict(streams)), {})
     return seen._replace(args=args, kwargs=kwargs, x=x, streams=streams)
-
-
-def checked(target: Target, solution: Solution) -> Solution:
-    """The solution in the shape and dtype of the target, zero where it is pruned. Raises where it is not a solution."""
-    if not isinstance(solution, Solution):
-        given = type(solution).__name__
-        raise TypeError(f"solve returned a {given} for {target.name!r}; it must return Solution(mask, weight or None)")
-    shape = (target.layout.rows, target.layout.cols)
-    mask, weight = solution.mask, solution.weight
-    if mask.dtype != torch.bool or mask.shape != shape:
-        raise ValueError(f"the mask for {target.name!r} must be bool of shape {shape}, not {mask.dtype} of {tuple(mask.shape)}")
-    if weight is None:
-        return replace(solution, mask=target.layout.restore(mask))
-    if weight.shape != shape or not weight.is_floating_point():
-        given = f"{weight.dtype} of {tuple(weight.shape)}"
-        raise ValueError(f"the weight for {target.name!r} must be float of shape {shape}, not {given}")
-    new = target.layout.restore(weight.masked_fill(~mask, 0)).to(target.weight, copy=True)
-    if not bool(new.isfinite().all()):
-        raise ValueError(f"the new weight of {target.name!r} is NaN or infinite; look at its weights and at the data")
-    return replace(solution, mask=target.layout.restore(mask), weight=new)
