@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ._arguments import copied
 from ._dist import reshard_
 from ._layers import Layout
+from ._tree import bare_name
 from .axes import Atom, Cat, Expr, Fam, Group, Prod, atoms, norm
 from .channel_order import best_order, kept_score
 from .edit import Inputs, all_or_nothing, owned_tensors, put_, run, tensors_inside
@@ -51,8 +52,11 @@ class Order:
 
     def permuted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors in this order, by their names."""
-        moved = {name: tensors[name].index_select(dim, index) for (name, dim), index in self.indices.items() if name in tensors}
-        return {**tensors, **moved}
+        moved = dict(tensors)
+        for (name, dim), index in self.indices.items():
+            if name in moved:
+                moved[name] = moved[name].index_select(dim, index.to(moved[name].device))
+        return moved
 
     @property
     def inverse(self) -> dict[Place, Tensor]:
@@ -62,7 +66,8 @@ class Order:
 def move_(model: nn.Module, moves: Sequence[Mapping[Place, Tensor]]) -> None:
     """Permutes the dims of tensors in place, one set of indices after the other: all of them or none."""
     reshard_(model)
-    tensors = dict(owned_tensors(model).values())
+    tensors = {bare_name(name): tensor for name, tensor in owned_tensors(model).values()}  # a wrapper may have been added
+    moves = [{(bare_name(name), dim): index for (name, dim), index in indices.items()} for indices in moves]
     for name, dim in (place for indices in moves for place in indices):
         if name not in tensors or tensors[name].ndim <= dim:
             raise ValueError(f"the model has no {name!r} with a dim {dim}; this order was made for another model")

@@ -1,0 +1,77 @@
+"""Orders of channels inside of blocks: the function of the whole model stays the same, wherever the plan is used."""
+
+import copy
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import secateur as sc
+from secateur.channel_groups import Order
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Net(nn.Module):
+    def __init__(self, block=Block):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(block() for _ in range(2)), nn.Linear(8, 5)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+READERS = ["blocks.0.down.weight", "blocks.1.down.weight"]
+
+
+def made(net=Net, *args):
+    torch.manual_seed(0)
+    return net(*args).double(), [torch.randn(3, length, 8).double() for length in (9, 5, 12)]
+
+
+def planned(model, data, **how):
+    return sc.plan(model, data=data, **{"method": "flow", "pattern": "2:4", "exclude": "head", **how})
+
+
+def readers(plan):
+    return [order.reader for order in plan.order.orders]
+
+
+@torch.no_grad()
+def assert_same_function(plan, model, data):
+    moved = copy.deepcopy(model)
+    plan.order.move_(moved)
+    for x in data:
+        torch.testing.assert_close(moved(x), model(x), rtol=1e-10, atol=1e-10)
+
+
+def test_a_tensor_is_permuted_on_its_own_device():
+    order = Order("weight", 8, 1, 0.0, 0.0, {("weight", 1): torch.arange(8)})
+    with FakeTensorMode(allow_non_fake_inputs=True):  # as on a GPU: it raises where devices differ
+        weight = torch.empty(4, 8, device="cuda")
+        assert order.permuted({"weight": weight})["weight"].device == weight.device
+
+
+def test_a_tensor_that_carries_the_channels_on_two_dims_is_permuted_on_both():
+    index, weight = torch.tensor([2, 0, 1]), torch.randn(3, 3)
+    order = Order("weight", 3, 1, 0.0, 0.0, {("weight", 0): index, ("weight", 1): index})
+    assert torch.equal(order.permuted({"weight": weight})["weight"], weight[index][:, index])
+
+
+@torch.no_grad()
+def test_a_plan_is_applied_to_a_model_that_was_compiled_since():
+    model, data = made()
+    plan, compiled = planned(model, data), torch.compile(copy.deepcopy(model), backend="eager")
+    assert readers(plan) == READERS
+    plan.apply_(compiled)
+    plan.apply_(model)
+    assert torch.equal(compiled._orig_mod(data[0]), model(data[0]))
