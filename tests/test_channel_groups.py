@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -75,3 +76,32 @@ def test_a_plan_is_applied_to_a_model_that_was_compiled_since():
     plan.apply_(compiled)
     plan.apply_(model)
     assert torch.equal(compiled._orig_mod(data[0]), model(data[0]))
+
+
+class Scaled(Block):
+    """Its channels have factors that a state dict holds, or does not hold."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.register_buffer("scale", torch.arange(1.0, 17.0), persistent=kind == "persistent")
+        if kind == "attribute":
+            scale = self.scale
+            del self.scale
+            self.scale = scale.double()
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu() * self.scale)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["persistent", "not persistent", "attribute"])
+def test_a_state_dict_of_the_new_order_fits_a_new_model(kind):
+    model, data = made(Net, lambda: Scaled(kind))
+    plan, loaded = planned(model, data), copy.deepcopy(model)
+    moved = copy.deepcopy(model)
+    plan.order.move_(moved)
+    loaded.load_state_dict(moved.state_dict())
+    torch.testing.assert_close(loaded(data[0]), model(data[0]), rtol=1e-10, atol=1e-10)
+    assert readers(plan) == (READERS if kind == "persistent" else [])
+    if kind != "persistent":
+        assert "'scale', which is in no state dict" in plan.order.skipped["blocks.0.down.weight"]

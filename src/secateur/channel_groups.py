@@ -151,6 +151,11 @@ def permutable(
     traced = trace(model, *copied(inputs, {}))
     skipped: dict[str, str] = {}
     all_of_them = {one.reader: one for one in _candidates(traced, found, m, skipped)}
+    stored = _stored(model)
+    for name, one in list(all_of_them.items()):
+        if lost := [member.tensor for member in one.group.members if member.tensor not in stored]:
+            skipped[name] = f"its inputs pass {lost[0]!r}, which is in no state dict: a loaded model would have its old order"
+            del all_of_them[name]
     same = _SameOutput(model, inputs) if all_of_them else None
     if same is None or same([one.shuffled() for one in all_of_them.values()]):
         return all_of_them, skipped
@@ -162,6 +167,13 @@ def permutable(
         else:
             skipped[name] = "moving its inputs changes the output of the model"
     return kept, skipped
+
+
+def _stored(model: nn.Module) -> set[str]:
+    """The names of the tensors that a state dict holds: parameters and persistent buffers."""
+    lost = {id(module._buffers[name]) for module in model.modules() for name in module._non_persistent_buffers_set}
+    buffers = (name for name, buffer in model.named_buffers() if id(buffer) not in lost)
+    return {name for name, _ in model.named_parameters()} | set(buffers)
 
 
 def _candidates(traced: Trace, found: Mapping[str, Target], m: int, skipped: dict[str, str]) -> Iterator[Permutable]:
