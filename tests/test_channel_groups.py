@@ -105,3 +105,68 @@ def test_a_state_dict_of_the_new_order_fits_a_new_model(kind):
     assert readers(plan) == (READERS if kind == "persistent" else [])
     if kind != "persistent":
         assert "'scale', which is in no state dict" in plan.order.skipped["blocks.0.down.weight"]
+
+
+class Store:
+    """As a cache is: an object that every block gets and writes to."""
+
+    def __init__(self):
+        self.kept = []
+
+
+class Handing(Block):
+    """Adds to its channels those that the block before left in a list, or in a cache."""
+
+    def forward(self, x, store):
+        h, kept = self.up(x).relu(), store.kept if isinstance(store, Store) else store
+        if kept:
+            h = h + kept[-1]
+        kept.append(h)
+        return x + self.down(h)
+
+
+class Handed(Net):
+    def __init__(self, kind):
+        super().__init__(Handing)
+        self.kind = kind
+
+    def forward(self, x):
+        store = self.kind()
+        for block in self.blocks:
+            x = block(x, store)
+        return self.head(x)
+
+
+class Tied(Net):
+    """Reads a weight of its first block outside of it."""
+
+    def forward(self, x):
+        return super().forward(x + nn.functional.linear(x, self.blocks[0].up.weight)[..., :8])
+
+
+@pytest.mark.parametrize(("net", "kept"), [((Handed, list), []), ((Handed, Store), []), ((Tied,), READERS[1:])])
+def test_channels_that_are_read_outside_of_their_block_keep_their_order(net, kept):
+    model, data = made(*net)
+    plan = planned(model, data)
+    assert_same_function(plan, model, data)
+    assert readers(plan) == kept
+    assert "more is read from the block" in plan.notes["channels of blocks.0"]
+
+
+class Branching(Block):
+    """Long inputs take another way, in which a second layer reads the channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra = nn.Linear(16, 8)
+
+    def forward(self, x):
+        h = self.up(x).relu()
+        return x + self.down(h) + (self.extra(h) if x.shape[1] > 6 else 0)
+
+
+def test_the_function_stays_the_same_for_long_and_for_short_batches():
+    model, data = made(Net, Branching)
+    plan = planned(model, data, exclude=["head", "*extra"])
+    assert_same_function(plan, model, data)
+    assert plan.order.skipped["blocks.0.down.weight"] == "moving its inputs changes the output of the model"

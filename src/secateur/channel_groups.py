@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from ._arguments import copied
-from ._dist import reshard_
+from ._arguments import copied, tensors_of
+from ._dist import digest, reshard_
 from ._layers import Layout
 from ._tree import bare_name
 from .axes import Atom, Cat, Expr, Fam, Group, Prod, atoms, norm
@@ -102,6 +102,11 @@ class Permutable:
         """The axis along which the reader has its inputs."""
         return self.reader, 0 if self.layout.flip else 1
 
+    @property
+    def tensors(self) -> list[str]:
+        """The tensors that carry the units."""
+        return list(dict.fromkeys(member.tensor for member in self.group.members))
+
     def order(self, scores: Tensor, n: int, m: int) -> Order:
         """The best order that was found for scores of the reader; where none is better, the old one."""
         new: dict[tuple[int, ...], Tensor] = {}
@@ -119,6 +124,12 @@ class Permutable:
         """Another order, for a test whether the function stays the same. Each index of the keys has one of its own."""
         seed = torch.Generator().manual_seed(0)
         return self._moved({index: torch.randperm(self.group.size, generator=seed) for index in self._places(self.place)})
+
+    @property
+    def digest(self) -> int:
+        """A number that tells apart what is moved where."""
+        moves = self.shuffled().items()
+        return digest(b"".join(f"{place}".encode() + index.numpy().tobytes() for place, index in moves))
 
     def _places(self, place: Place) -> dict[tuple[int, ...], list[Tensor]]:
         """The positions of the units on one dim, for each index of the keys; several where the units occur repeatedly."""
@@ -141,22 +152,22 @@ class Permutable:
 
 
 def permutable(
-    model: nn.Module, inputs: Inputs, found: Mapping[str, Target], m: int
+    model: nn.Module, calls: Sequence[Inputs], found: Mapping[str, Target], m: int
 ) -> tuple[dict[str, Permutable], dict[str, str]]:
     """The groups that can be permuted for n of m, by the weight that reads them; and why the other weights have none.
 
-    `found` are targets by their names in `model`. The model is run on the inputs in its own order and with its channels
-    shuffled, and groups that change its output are left out.
+    `found` are targets by their names in `model`. The first of `calls` is traced. The model is run on all of them in its own
+    order and with its channels shuffled, and groups that change its output are left out.
     """
-    traced = trace(model, *copied(inputs, {}))
+    traced = trace(model, *copied(calls[0], {}))
     skipped: dict[str, str] = {}
     all_of_them = {one.reader: one for one in _candidates(traced, found, m, skipped)}
     stored = _stored(model)
     for name, one in list(all_of_them.items()):
-        if lost := [member.tensor for member in one.group.members if member.tensor not in stored]:
+        if lost := [tensor for tensor in one.tensors if tensor not in stored]:
             skipped[name] = f"its inputs pass {lost[0]!r}, which is in no state dict: a loaded model would have its old order"
             del all_of_them[name]
-    same = _SameOutput(model, inputs) if all_of_them else None
+    same = SameOutput(model, calls) if all_of_them else None
     if same is None or same([one.shuffled() for one in all_of_them.values()]):
         return all_of_them, skipped
     kept = {}
@@ -251,25 +262,28 @@ def _parts(e: Expr) -> Iterator[Expr]:
         yield from _parts(part)
 
 
-class _SameOutput:
+class SameOutput:
     """Checks that an order leaves the output of a model unchanged. The model is as it was after each check."""
 
-    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
-        self.model, self.inputs, self.wanted = model, inputs, _outputs(model, inputs)
+    def __init__(self, model: nn.Module, calls: Sequence[Inputs]) -> None:
+        self.model, self.calls = model, calls
+        self.wanted = self._outputs()
 
     def __call__(self, moves: Sequence[Mapping[Place, Tensor]]) -> bool:
-        back = [{place: index.argsort() for place, index in indices.items()} for indices in reversed(moves)]
-        with all_or_nothing(self.model):
+        with all_or_nothing(self.model) as before:
             move_(self.model, moves)
-            try:
-                return _close(_outputs(self.model, self.inputs), self.wanted)
-            finally:
-                move_(self.model, back)
+            same = _close(self._outputs(), self.wanted)
+            before.restore_()
+        return same
 
-
-def _outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
-    args, kwargs = copied(inputs, {})  # the model may write to them
-    return [tensor for tensor in tensors_inside(main_outputs(run(model, args, kwargs))) if tensor.is_floating_point()]
+    def _outputs(self) -> list[Tensor]:
+        """What the model returns, and what it leaves in lists and dicts that it gets."""
+        found = []
+        for call in self.calls:
+            args, kwargs = copied(call, {})
+            output = run(self.model, args, kwargs)
+            found += [*tensors_inside(main_outputs(output)), *tensors_of((args, kwargs))]
+        return [tensor for tensor in found if tensor.is_floating_point()]
 
 
 def _close(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:

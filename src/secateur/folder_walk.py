@@ -46,7 +46,7 @@ def prune_blocks(
     """
     check_blocks(settings)
     notes: dict[str, str] = {}
-    orders = ChannelOrders.of(model, settings)
+    orders = ChannelOrders.of(model, settings, ranks.comm)
     with FromFolder(model, found, folder, journal, device, ranks.comm, orders) as home:
         journal.read()  # raises for another run, before any work is done
         method, enter = settings.method, orders.enter if orders else None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from ._dist import run_of
+from ._dist import Comm, run_of, together
 from .budgets import ByLoss
 from .channel_groups import Order, Permutable, permutable
 from .channel_order import weight_scores
@@ -51,8 +51,8 @@ class ChannelOrders:
     a disk can be solved on its own.
     """
 
-    def __init__(self, model: nn.Module, recipe: Settings) -> None:
-        self.recipe = recipe
+    def __init__(self, model: nn.Module, recipe: Settings, comm: Comm) -> None:
+        self.recipe, self.comm = recipe, comm
         self.notes: dict[str, str] = {}
         self.orders: list[Order] = []
         self.skipped: dict[str, str] = {}
@@ -64,28 +64,38 @@ class ChannelOrders:
         self._shared = {name for own in names.values() if len(own) > 1 for name in own}
 
     @staticmethod
-    def of(model: nn.Module, recipe: Settings) -> ChannelOrders | None:
-        """Orders for these settings; None if the method or the pattern has no use for them."""
+    def of(model: nn.Module, recipe: Settings, comm: Comm) -> ChannelOrders | None:
+        """Orders for these settings; None if the method or the pattern has no use for them. The processes of `comm` agree."""
         wanted = recipe.method.reorder and recipe.pattern.keep is not None and recipe.pattern.elementwise
-        return ChannelOrders(model, recipe) if wanted else None
+        return ChannelOrders(model, recipe, comm) if wanted else None
 
-    def enter(self, name: str, block: nn.Module, call: Inputs, found: Sequence[Target]) -> None:
+    def enter(self, name: str, block: nn.Module, calls: Sequence[Inputs], found: Sequence[Target]) -> None:
         """Finds the channels of a block that can be permuted."""
-        assert self.recipe.pattern.keep
         self._groups, start = {}, f"{name}." if name else ""
         own = {target.name.removeprefix(start): target for target in found}
-        try:
-            groups, skipped = permutable(block, call, own, self.recipe.pattern.keep[1])
-        except (ValueError, TypeError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
-            self.notes[f"channels of {name}" if name else "channels"] = f"keep their order, as the trace failed: {error}"
-            return
+        with together(self.comm, f"trace {name}"):
+            groups, skipped = self._permutable(name, block, calls, own)
         for reader, group in list(groups.items()):
-            if any(start + member.tensor in self._shared for member in group.group.members):
+            if any(start + tensor in self._shared for tensor in group.tensors):
                 skipped[reader] = "its inputs are made by weights that are used elsewhere too"
                 del groups[reader]
+        digests = [groups[reader].digest if reader in groups else 0 for reader in own]
+        for reader, same in zip(own, self.comm.same(digests), strict=True):
+            if not same and groups.pop(reader, None):
+                skipped[reader] = "not all processes find that its inputs can be moved"
         start = self._inside + start
         self._groups = {start + reader: (start, group) for reader, group in groups.items()}
         self.skipped |= {start + reader: why for reader, why in skipped.items()}
+
+    def _permutable(
+        self, name: str, block: nn.Module, calls: Sequence[Inputs], own: Mapping[str, Target]
+    ) -> tuple[dict[str, Permutable], dict[str, str]]:
+        assert self.recipe.pattern.keep
+        try:
+            return permutable(block, calls, own, self.recipe.pattern.keep[1])
+        except (ValueError, TypeError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+            self.notes[f"channels of {name}" if name else "channels"] = f"keep their order, as the trace failed: {error}"
+            return {}, {}
 
     def solve(self, problem: LayerProblem, amount: Amount, previous: Tensor | None) -> Solution:
         """Solves a layer with its inputs in the best order, and returns the solution in the order of the model."""

@@ -331,7 +331,7 @@ def plan(
     if data is not None and bool(once) + bool(recipe.needs & STREAMED) + measures(recipe) > 1:
         data = list(data)  # it is run through more than once
     measured = measure(model, recipe, found, data, loss)
-    table, orders = collect(model, found, once, data, loss), ChannelOrders.of(model, recipe)
+    table, orders = collect(model, found, once, data, loss), ChannelOrders.of(model, recipe, replicas_of(model))
     how: dict[str, Any] = {"data": data, "loss": loss, "measured": measured, "group": group, "orders": orders}
     made = make_plan(model, recipe, found, skipped, table, meeting=meeting, **how)
     made.arguments = arguments

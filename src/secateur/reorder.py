@@ -131,7 +131,7 @@ def find_orders(
     inputs = split_batch(batches[0])[:2]
     measured = measure(model, found, batches, kind="diag" if curvature == "fisher" else curvature, gram="diag", loss=loss)
     by_name = {target.name: target for target in found}
-    groups, skipped = permutable(model, inputs, by_name, shape.keep[1])
+    groups, skipped = permutable(model, [inputs], by_name, shape.keep[1])
     orders = []
     for name in track(groups, "reorder", lambda name: name):
         weight = by_name[name].layout.matrix(by_name[name].weight)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from layouts import bare, build, spread
@@ -79,21 +81,32 @@ def texts(rank: int, numbers: list[int], kind: str) -> list[dict[str, Tensor]]:
     return found
 
 
-def solved(rank: int, kind: str, method: str, numbers: list[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def solved(
+    rank: int, kind: str, method: str, how: dict[str, Any], numbers: list[int]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     model = nn.parallel.DistributedDataParallel(decoder(kind))
-    plan = sc.plan(model, sparsity=0.5, method=method, data=iter(texts(rank, numbers, kind)), exclude="*lm_head")
+    plan = sc.plan(model, **how, method=method, data=iter(texts(rank, numbers, kind)), exclude="*lm_head")
     return bare(plan.masks), bare(plan.weights)
 
 
 @pytest.mark.parametrize("numbers", [[2, 2], [3, 0]], ids=["equal", "one without"])
-@pytest.mark.parametrize(("kind", "method"), [("llama", "sparsegpt"), ("llama", "flow"), ("experts", "sparsegpt")])
-def test_methods_that_solve_blocks_use_the_data_of_all_processes(pair, kind, method, numbers):
+@pytest.mark.parametrize(
+    ("kind", "method", "how"),
+    [
+        ("llama", "sparsegpt", {"sparsity": 0.5}),
+        ("llama", "flow", {"sparsity": 0.5}),
+        ("llama", "flow", {"pattern": "2:4"}),
+        ("experts", "sparsegpt", {"sparsity": 0.5}),
+    ],
+    ids=str,
+)
+def test_methods_that_solve_blocks_use_the_data_of_all_processes(pair, kind, method, how, numbers):
     """Sums are added in another order, so the weights are equal to rounding; the processes have the same bits."""
     data = [batch for rank in range(2) for batch in texts(rank, numbers, kind)]
-    plan = sc.plan(decoder(kind), sparsity=0.5, method=method, data=data, exclude="lm_head")
-    alone = sc.plan(decoder(kind), sparsity=0.5, method=method, data=texts(0, [1], kind), exclude="lm_head")
+    plan = sc.plan(decoder(kind), **how, method=method, data=data, exclude="lm_head")
+    alone = sc.plan(decoder(kind), **how, method=method, data=texts(0, [1], kind), exclude="lm_head")
     assert any(not torch.equal(alone.masks[name], mask) for name, mask in plan.masks.items())  # the data do matter
-    (masks, weights), other = pair.both(solved, kind, method, numbers)
+    (masks, weights), other = pair.both(solved, kind, method, how, numbers)
     for mine, theirs in zip((masks, weights), other, strict=True):
         assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
     assert masks.keys() == plan.masks.keys()
@@ -142,3 +155,31 @@ def tensor_parallel(rank: int) -> str:
 def test_evidence_of_tensor_parallel_layers_is_refused(four):
     for text in four.both(tensor_parallel):
         assert "FSDP2" in text
+
+
+class Branching(nn.Module):
+    """In the second of two blocks, another layer reads the inner channels of long inputs."""
+
+    def __init__(self, long: int) -> None:
+        super().__init__()
+        self.up, self.down, self.extra, self.long = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(16, 8), long
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).relu()
+        return x + self.down(h) + (self.extra(h) if x.shape[1] > self.long else 0)
+
+
+def ordered(rank: int) -> tuple[dict[str, Tensor], list[str], dict[str, str]]:
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Sequential(Branching(99), Branching(5)), nn.Linear(8, 3)))
+    data = [torch.randn(8, (4, 9)[rank], 8) for _ in range(2)]
+    plan = sc.prune_(model, method="flow", pattern="2:4", data=data, exclude="*extra")
+    assert plan.order is not None
+    return model.module.state_dict(), [order.reader for order in plan.order.orders], plan.order.skipped
+
+
+def test_processes_agree_on_the_channels_that_they_move(pair):
+    first, second = pair.both(ordered)
+    assert all(torch.equal(first[0][name], second[0][name]) for name in first[0])
+    assert first[1] == second[1] == ["module.0.0.down.weight"]
+    assert "not all processes" in first[2]["module.0.1.down.weight"]

@@ -23,6 +23,7 @@ from .._tree import Loose
 from ..blocks import repeated_blocks
 from ..display import format_seconds
 from ..moments import Moments, Seen
+from ..outside import not_closed
 from ..progress import Progress, track
 from ..reads import listen
 from ..stats import as_it_was, on_batch, split_batch, warn_of_unused_input
@@ -38,7 +39,7 @@ from .stages import Stage, Window, find_stages
 
 STREAMED = frozenset({"gram", "cross", "residual"})  # evidence that is taken block by block
 Solve = Callable[[Target, Mapping[str, Any]], Solution]
-Enter = Callable[[str, nn.Module, Call, Sequence[Target]], None]
+Enter = Callable[[str, nn.Module, Sequence[Call], Sequence[Target]], None]
 Evidence = dict[str, dict[str, Any]]
 _log = logging.getLogger("secateur")
 
@@ -62,7 +63,7 @@ def solve_all(
     residual stream. With `blend` (see `Method.blend`), some layers have "shift" in place of "cross" and "residual". `notes`
     receives sentences about layers, blocks and batches, by name. `residence` says where blocks are while they are solved.
     `ranks` are the processes that each have a part of the data; by default those of DistributedDataParallel.
-    `enter(name, block, call, targets)` is called before the layers of a block are solved, with one of the block's calls.
+    `enter(name, block, calls, targets)` is called before the layers of a block are solved, with a few of the block's calls.
     """
     if not needs & STREAMED:
         items = track(found, "solve", lambda target: target.name)
@@ -138,6 +139,7 @@ class _Walk:
             raise ValueError(f"{found}, so they cannot run one at a time; load the whole model and use prune_")
         self.feeds = feeds = self._feeds(chain, inner)
         names = {id(module): name for name, module in self.model.named_modules()}
+        closed = self._closed({names[id(module)]: module for module in inner})
         start = self.residence.resume(feeds) if feeds is not None else 0
         with Progress("block by block", len(blocks) - start) as progress:
             for i, block in list(enumerate(blocks))[start:]:
@@ -150,9 +152,8 @@ class _Walk:
                     with self.alike():
                         calls = self._calls(block.module, i, feeds)
                     part = _Block(self, name, block.module, own, *calls)
-                    if self.enter is not None and (block.module is not self.model or not inner):
-                        with self.alike():
-                            self.enter(names[id(block.module)], block.module, part.smallest(), own)
+                    if self.enter is not None and names[id(block.module)] in closed:
+                        self.enter(names[id(block.module)], block.module, part.examples(), own)
                     yield from part.evidence()
                     if chain is not None and feeds is not None and (i in chain.last_use or last):
                         chain.last_use.setdefault(i, len(inner))
@@ -194,6 +195,20 @@ class _Walk:
             calls = self._calls(self.model, 0, None)
         yield from _Block(self, "before the blocks", self.model, own, *calls).evidence()
         self._report("before the blocks", time.monotonic() - begin, 0)
+
+    def _closed(self, inner: Mapping[str, nn.Module]) -> set[str]:
+        """The blocks that exchange their arguments and outputs alone. It is not known of blocks on a disk, one at a time."""
+        if not inner or self.enter is None or self.residence.device is not None:
+            return set(inner) or {""}
+        with self.alike():
+            args, kwargs, _ = split_batch(min(self.batches, key=lambda batch: _size(split_batch(batch)[:2])))
+            found = not_closed(self.model, inner, (args, kwargs))
+        for name, times in zip(inner, self.ranks.comm.sum(*(name in found for name in inner)), strict=True):
+            if times:
+                found.add(name)
+                why = "keep their order: more is read from the block, or by it, than arguments and outputs"
+                self.notes[f"channels of {name}"] = why
+        return set(inner) - found
 
     def _chain(self, inner: Sequence[nn.Module]) -> Chain | None:
         with self.alike(), self.residence.outside(self.model, inner, inner[:1]):
@@ -297,10 +312,14 @@ class _Block:
         """Whether the block still computes in the pruned model what it computes in the dense one."""
         return not self.walk.changes.differ(self.module) and self._alike
 
-    def smallest(self) -> Call:
-        """The call with the least values in its arguments, on the device where the block is."""
-        call = min(self.calls, key=lambda call: sum(t.numel() for t in tensors_of(call)))
-        return moved(call, self.walk.residence.device)
+    def examples(self) -> list[Call]:
+        """The smallest call, and the largest one of each kind, on the device where the block is."""
+        largest: dict[Any, Call] = {}
+        for call in sorted(self.calls, key=_size):
+            largest[signature(call)] = call
+        smallest = min(self.calls, key=_size)
+        chosen = [smallest, *(call for call in largest.values() if call is not smallest)]
+        return [moved(call, self.walk.residence.device) for call in chosen]
 
     def _plan(self) -> tuple[list[Stage], list[list[Window]], list[Tape | None]]:
         """The stages of the block, and for each call the window of every stage and the tape."""
@@ -308,7 +327,7 @@ class _Block:
         tapes: dict[Any, Tape | None] = {}
         for kind in dict.fromkeys(kinds):
             own = [i for i, other in enumerate(kinds) if other == kind]
-            smallest = min(own, key=lambda i: sum(t.numel() for t in tensors_of(self.calls[i])))
+            smallest = min(own, key=lambda i: _size(self.calls[i]))
             self.walk.now = False, smallest
             tapes[kind] = record_tape(self.module, self.calls[smallest], self.targets, self.walk.residence.device)
         known = [tape for tape in tapes.values() if tape is not None]
@@ -396,6 +415,11 @@ class _Block:
                 output = parts.go(number, None)
             parts.states[number].reset()
             yield on_cpu(output) if parts.device is not None else output
+
+
+def _size(call: Call) -> int:
+    """The number of values in the arguments of a call."""
+    return sum(tensor.numel() for tensor in tensors_of(call))
 
 
 def _detached(seen: Seen, streams: Mapping[str, Tensor]) -> Seen:

@@ -1,0 +1,70 @@
+"""Which blocks of a model exchange more with other code than their arguments and outputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ._arguments import copied, tensors_of
+from .edit import Inputs, run, tensors_inside
+from .trace import main_outputs
+
+
+def not_closed(model: nn.Module, blocks: Mapping[str, nn.Module], call: Inputs) -> set[str]:
+    """Runs the model, and returns the blocks of which more than their outputs is read elsewhere, and those that read it."""
+    watch = _Watch()
+    with contextlib.ExitStack() as stack:
+        for name, block in blocks.items():
+            for weight in block.parameters():
+                watch.own(weight, name)
+            stack.callback(block.register_forward_pre_hook(lambda *_, name=name: watch.enter(name), prepend=True).remove)
+            stack.callback(block.register_forward_hook(lambda *all_of_it: watch.leave(all_of_it[-1])).remove)
+        run(model, *copied(call, {}), under=watch)
+    return watch.found
+
+
+class _Watch(TorchDispatchMode):
+    """Knows the block to which a storage belongs, and looks for operators that run elsewhere and read it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self._inside: list[str] = []
+        self._homes: dict[int, tuple[StorageWeakRef, str]] = {}  # as long as there is a reference, no id is used twice
+
+    def own(self, tensor: Tensor, block: str) -> None:
+        """States that a tensor belongs to a block. One that belongs to two of them belongs to none."""
+        if key := _key(tensor):
+            known = self._homes.get(key, (None, block))[1]
+            self._homes[key] = StorageWeakRef(tensor.untyped_storage()), block if known == block else ""
+
+    def enter(self, block: str) -> None:
+        self._inside.append(block)
+
+    def leave(self, output: Any) -> None:
+        self._inside.pop()
+        given = {_key(tensor) for tensor in tensors_inside(main_outputs(output))}
+        self._homes = {k: home for k, home in self._homes.items() if k not in given and not home[0].expired()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        now, read = self._inside[-1] if self._inside else "", {_key(tensor) for tensor in tensors_of((args, kwargs or {}))}
+        if elsewhere := {self._homes[key][1] for key in read if key in self._homes} - {now, ""}:
+            self.found |= elsewhere | {now}
+        output = func(*args, **(kwargs or {}))
+        for tensor in tensors_of(output) if now else ():
+            if _key(tensor) not in read:
+                self.own(tensor, now)
+        return output
+
+
+def _key(tensor: Tensor) -> int:
+    """The number of the storage of a tensor, 0 if it has none."""
+    return tensor.untyped_storage()._cdata if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided else 0
