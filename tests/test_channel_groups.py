@@ -170,3 +170,41 @@ def test_the_function_stays_the_same_for_long_and_for_short_batches():
     plan = planned(model, data, exclude=["head", "*extra"])
     assert_same_function(plan, model, data)
     assert plan.order.skipped["blocks.0.down.weight"] == "moving its inputs changes the output of the model"
+
+
+class Mixing(nn.Module):
+    """Heads that are multiplied with each other, so that they need one common order. They add little to a large stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads, self.value, self.out = 2, nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        heads = self.value(x.clamp(-3, 3)).view(*x.shape[:-1], self.heads, -1)
+        return x + self.out((heads * heads.flip(-2)).flatten(-2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_large_values_in_the_residual_stream_do_not_hide_a_change(dtype):
+    model, data = made(Net, Mixing)
+    large = 20_000 * torch.eye(8)[0]
+    plan = planned(model.to(dtype), [(x + large).to(dtype) for x in data])
+    assert [order.orders for order in plan.order.orders] == [1, 1]
+    assert_same_function(plan, model.double(), [x + large for x in data])
+
+
+class Scripted(Block):
+    def __init__(self):
+        super().__init__()
+        self.act = torch.jit.script(nn.Sequential(nn.ReLU()))
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_plan_leaves_the_storage_of_every_weight_and_modules_of_torchscript_alone():
+    model, data = made(Net, Scripted)
+    before = {name: weight.data_ptr() for name, weight in model.named_parameters()}
+    assert readers(planned(model, data)) == READERS
+    assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == before

@@ -7,6 +7,7 @@ name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,7 +25,7 @@ from .targeting import Target
 from .trace import Trace, main_outputs, trace
 
 Place = tuple[str, int]  # a tensor and a dim of it
-_ROUNDING = 0.1  # of the largest output; what is above is no rounding, even in half precision
+_ROUNDING = 0.03  # of the change that a wrong order makes; what is above is no rounding, even in half precision
 
 
 @dataclass(frozen=True)
@@ -167,13 +168,13 @@ def permutable(
         if lost := [tensor for tensor in one.tensors if tensor not in stored]:
             skipped[name] = f"its inputs pass {lost[0]!r}, which is in no state dict: a loaded model would have its old order"
             del all_of_them[name]
-    same = SameOutput(model, calls) if all_of_them else None
-    if same is None or same([one.shuffled() for one in all_of_them.values()]):
+    same = _SameOutput(model, calls) if all_of_them else None
+    if same is None or same(list(all_of_them.values())):
         return all_of_them, skipped
     kept = {}
     for name, one in all_of_them.items():  # rare: heads that are compared with each other, or something that the trace missed
         tries = (replace(one, keys=keys) for keys in dict.fromkeys((one.keys, ())))
-        if (fit := next((each for each in tries if same([each.shuffled()])), None)) is not None:
+        if (fit := next((each for each in tries if same([each])), None)) is not None:
             kept[name] = fit
         else:
             skipped[name] = "moving its inputs changes the output of the model"
@@ -262,19 +263,31 @@ def _parts(e: Expr) -> Iterator[Expr]:
         yield from _parts(part)
 
 
-class SameOutput:
-    """Checks that an order leaves the output of a model unchanged. The model is as it was after each check."""
+class _SameOutput:
+    """Checks that channels can be moved: the output of a model changes by rounding alone. The model is as it was afterwards.
+
+    Sums are taken in another order, so the output does change a little. That is compared with the change from moving the
+    inputs of the readers alone, because the channels may add little to a residual stream that has large values.
+    """
 
     def __init__(self, model: nn.Module, calls: Sequence[Inputs]) -> None:
         self.model, self.calls = model, calls
         self.wanted = self._outputs()
+        dtypes = {tensor.dtype for tensor in (*model.parameters(), *self.wanted) if tensor.is_floating_point()}
+        self.slack = min(100 * max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.75, _ROUNDING)
 
-    def __call__(self, moves: Sequence[Mapping[Place, Tensor]]) -> bool:
+    def __call__(self, groups: Sequence[Permutable]) -> bool:
+        moves = [one.shuffled() for one in groups]
+        alone = [{one.place: move[one.place]} for one, move in zip(groups, moves, strict=True)]
+        return self._change(moves) <= self.slack * self._change(alone)
+
+    def _change(self, moves: Sequence[Mapping[Place, Tensor]]) -> float:
+        """How far the outputs are from those in the old order; infinite if other ones of them are finite."""
         with all_or_nothing(self.model) as before:
             move_(self.model, moves)
-            same = _close(self._outputs(), self.wanted)
-            before.restore_()
-        return same
+            found = self._outputs()
+            before.restore_tensors_()
+        return sum(_distance(one, other) for one, other in zip(found, self.wanted, strict=True))
 
     def _outputs(self) -> list[Tensor]:
         """What the model returns, and what it leaves in lists and dicts that it gets."""
@@ -286,11 +299,8 @@ class SameOutput:
         return [tensor for tensor in found if tensor.is_floating_point()]
 
 
-def _close(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
-    """Whether outputs differ by rounding alone: sums are taken in another order."""
-    for one, other in zip(found, wanted, strict=True):
-        largest = float(torch.where(other.isfinite(), other, 0).abs().amax()) if other.numel() else 0.0
-        slack = min(100 * torch.finfo(other.dtype).eps ** 0.75, _ROUNDING) * largest
-        if not torch.allclose(one, other, rtol=0, atol=slack, equal_nan=True):
-            return False
-    return True
+def _distance(one: Tensor, other: Tensor) -> float:
+    finite = other.isfinite()
+    if one.shape != other.shape or not torch.equal(one.isfinite(), finite):
+        return math.inf
+    return float(torch.where(finite, one.double() - other.double(), 0).abs().sum())

@@ -161,6 +161,10 @@ class Snapshot:
             for kind, content in held.items():
                 vars(module)[kind].clear()
                 vars(module)[kind].update(content)
+        self.restore_tensors_()
+
+    def restore_tensors_(self) -> None:
+        """Gives the tensors their contents and gradients back."""
         for tensor, data, grad in self._tensors:
             if tensor.is_leaf:
                 tensor.grad = None
