@@ -219,3 +219,11 @@ def test_old_weights_of_the_target_are_removed_before_the_first_block_is_written
     left = {file.name for file in (path / "pruned").glob("*.safetensors")}
     assert left == set(index["weight_map"].values())
     assert not old & left
+
+
+@pytest.mark.parametrize(("include", "moved"), [("*.q_proj", False), ("*.down_proj", True)])
+def test_the_result_says_that_channels_got_another_order_if_any_did(saved, include, moved):
+    _, path = saved
+    how = {"into": into, "data": zoo.TEXT, "method": "flow", "pattern": "2:4", "include": include}
+    written = prune_folder(path / "dense", path / "pruned", **how)
+    assert ("channels" in written.notes) == moved

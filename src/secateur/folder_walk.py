@@ -53,7 +53,9 @@ def prune_blocks(
         solve_all(model, found, method.needs, batches, _solver(settings, orders), notes, home, method.blend, ranks, enter)
         home.finish()
     if orders is not None:
-        notes |= orders.notes | {"channels": "got another order inside of blocks, which leaves the function as it is"}
+        notes |= orders.notes
+        if orders.taken:
+            notes["channels"] = "got another order inside of blocks, which leaves the function as it is"
     return home.kept, notes
 
 

@@ -55,6 +55,7 @@ class ChannelOrders:
         self.recipe, self.comm = recipe, comm
         self.notes: dict[str, str] = {}
         self.orders: list[Order] = []
+        self.taken = 0  # how many orders `take` has returned
         self.skipped: dict[str, str] = {}
         self._inside = "" if run_of(model) is model else "module."  # of DistributedDataParallel
         self._groups: dict[str, tuple[str, Permutable]] = {}
@@ -114,8 +115,9 @@ class ChannelOrders:
 
     def take(self) -> list[Order]:
         """The orders that were found since the last call."""
-        taken, self.orders = self.orders, []
-        return taken
+        found, self.orders = self.orders, []
+        self.taken += len(found)
+        return found
 
     def reordering(self) -> Reordering:
         """All orders that were found."""
