@@ -44,7 +44,7 @@ class Changes:
 
     def _inside(self, module: nn.Module) -> list[tuple[nn.Module, str, Tensor, bool]]:
         """The changed tensors of a module and its children, with their dense values, also if other modules share them."""
-        names = [(owner, attribute) for owner in module.modules() for attribute in owner._parameters]
+        names = [(owner, attribute) for owner in module.modules() for attribute, _ in owner._parameters.items()]  # TorchScript
         return [(one, name, *self._dense[id(one), name]) for one, name in names if (id(one), name) in self._dense]
 
     def differ(self, module: nn.Module) -> bool:
