@@ -208,3 +208,12 @@ def test_a_plan_leaves_the_storage_of_every_weight_and_modules_of_torchscript_al
     before = {name: weight.data_ptr() for name, weight in model.named_parameters()}
     assert readers(planned(model, data)) == READERS
     assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == before
+
+
+def test_a_cache_in_the_calls_of_a_block_is_empty_in_each_attempt_to_trace_it():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}
+    config = transformers.MixtralConfig(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, **sizes)
+    model, data = transformers.MixtralForCausalLM(config).eval(), [{"input_ids": torch.arange(24).view(2, 12)}]
+    plan = planned(model, data, exclude="lm_head")  # experts are chosen by values, which the first attempt does not compute
+    assert readers(plan) == [f"model.layers.{i}.self_attn.o_proj.weight" for i in (0, 1)]

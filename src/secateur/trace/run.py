@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from .. import _dist
+from .._arguments import fresh
 from ..axes import atoms, bound_axes, build_groups, closed, constraints, flag_sizes_in_formulas, freeze, is_literal
 from ..edit import (
     Slot,
@@ -74,10 +75,11 @@ def trace(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None = None, 
     inputs_checked = on_meta
     for attempt in attempts:
         if first is not None and not inputs_checked:  # did the tracing fail, or does the model not run on these inputs?
-            _plain_run(model, given, named)
+            _plain_run(model, *_own(given, named))
             inputs_checked = True
         try:
-            return _run(model, given, named, outputs or main_outputs, *attempt)
+            args, kwargs = _own(given, named)
+            return _run(model, args, kwargs, outputs or main_outputs, *attempt)
         except ValueRead:  # the run depends on values, which the first attempt does not compute
             continue
         except Exception as error:
@@ -114,6 +116,14 @@ def _plain_run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             model(*_cloned(args), **_cloned(kwargs))
         except Exception as error:
             raise inputs_error(error, model, args, kwargs) from error
+
+
+def _own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments with copies of objects that a run may write to, such as a cache; a later attempt needs them again."""
+    try:
+        return fresh((args, kwargs))
+    except TypeError:  # some object cannot be copied, such as a generator of random numbers
+        return args, kwargs
 
 
 def _cloned(values: Any) -> Any:
