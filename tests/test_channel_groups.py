@@ -217,3 +217,15 @@ def test_a_cache_in_the_calls_of_a_block_is_empty_in_each_attempt_to_trace_it():
     model, data = transformers.MixtralForCausalLM(config).eval(), [{"input_ids": torch.arange(24).view(2, 12)}]
     plan = planned(model, data, exclude="lm_head")  # experts are chosen by values, which the first attempt does not compute
     assert readers(plan) == [f"model.layers.{i}.self_attn.o_proj.weight" for i in (0, 1)]
+
+
+@torch.no_grad()
+def test_a_plan_is_applied_again_after_training_that_kept_its_zeros():
+    model, data = made()
+    plan = planned(model, data).apply_(model)
+    for name, weight in model.named_parameters():
+        weight.add_(0.1 * plan.masks[name] if name in plan.masks else 0.1)
+    trained = copy.deepcopy(model)
+    plan.apply_(model)
+    assert torch.equal(model.blocks[0].up.bias, trained.blocks[0].up.bias)
+    assert torch.equal(model.blocks[0].up.weight, plan.weights["blocks.0.up.weight"])

@@ -113,8 +113,8 @@ class Plan(Reported):
         if keep_dense and self.dense and any(not self._is_applied(name, tensor) for name, tensor in tensors.items()):
             raise ValueError("this plan keeps the dense values of another application; undo that first, or make a new plan")
         new = {name: weight.to(tensors[name]) for name, weight in self.weights.items()}
-        if self.order is not None and any(not self._is_applied(name, tensor) for name, tensor in tensors.items()):
-            self.order.move_(as_module(model))
+        if self.order is not None and any(tensor[~local(self.masks[name])].any() for name, tensor in tensors.items()):
+            self.order.move_(as_module(model))  # where its zeros are in place, so are the channels
             tensors = self._tensors(model)
         if keep_dense and not self.dense:
             self.dense = {name: self._replaced(name, tensor).clone() for name, tensor in tensors.items()}
