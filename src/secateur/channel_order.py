@@ -35,14 +35,14 @@ def best_order(scores: Tensor, n: int, m: int, rounds: int = _ROUNDS) -> Tensor:
     assigned to pools by the gain that each would bring (Zhang et al., RIA, 2024, solve the same assignment).
     """
     count = scores.shape[1] // m
-    seats = scores.sum(0).argsort(descending=True, stable=True).view(m, count).T.clone()
     if n == m or count == 1:
         return torch.arange(scores.shape[1])
+    seats = scores.sum(0).argsort(descending=True, stable=True).view(m, count).T.clone()
     least = len(scores) * count * count // _MOST_ROWS + 1
     seen = scores[::least]
     for place in list(range(m)) * rounds:
         rest = seats[:, [other for other in range(m) if other != place]]
-        beaten = seen[:, rest].topk(n, -1).values[..., -1] if n < m else seen.new_zeros(len(seen), count)
+        beaten = seen[:, rest].topk(n, -1).values[..., -1]
         who = seats[:, place]
         seats[:, place] = who[_assigned(_gains(seen[:, who], beaten))]
     return seats.reshape(-1).cpu()
