@@ -8,17 +8,27 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ._dist import Comm, run_of, together
+from ._dist import Comm, run_of, sharded, together
 from .budgets import ByLoss
 from .channel_groups import Order, Permutable, permutable
 from .channel_order import weight_scores
 from .curvature import KINDS, Curvature, curvature
 from .edit import Inputs
-from .methods import Amount, LayerProblem, Solution, error_curves, solve_checked
+from .methods import STREAMED, Amount, LayerProblem, Solution, error_curves, solve_checked
 from .reorder import Reordering
 from .settings import Settings
-from .stats import Loss
+from .stats import Loss, check_evidence
 from .targeting import Target
+
+
+def check_streamed(recipe: Settings, found: Sequence[Target], data: object, loss: object) -> None:
+    """Raises unless the evidence that is taken block by block can be collected."""
+    if streamed := recipe.needs & STREAMED:
+        check_evidence(streamed, data, loss, of=str(recipe.method))
+        if any(sharded(target.tensor) for target in found):
+            raise NotImplementedError(f"{recipe.method} runs the model block by block; prune before sharding it")
+    if isinstance(recipe.spread, ByLoss):
+        check_evidence(frozenset({"inputs"}), data, loss, of=f"spread={recipe.spread}")
 
 
 def measures(recipe: Settings) -> bool:

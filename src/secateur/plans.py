@@ -32,21 +32,21 @@ from ._dist import (
 from ._hints import hints
 from ._tree import Prunable, as_module, bare_name, check_unpacked, slots
 from .arguments import plain_arguments
-from .budgets import ByLoss, Spread
+from .budgets import Spread
 from .criteria import Criterion, magnitude
 from .curvature import Curvature
 from .display import Reported, Table, format_seconds, notes_by_reason
 from .edit import UNKNOWN, Arguments, forget_, record_
 from .evidence import TensorEvidence
 from .masks import Masks, count_kept
-from .measuring import ChannelOrders, measure, measures, with_curves
+from .measuring import ChannelOrders, check_streamed, measure, measures, with_curves
 from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, solve_checked, write_
 from .owners import scores_of
 from .patterns import Pattern
 from .reorder import Reordering
 from .schedules import Number
 from .settings import Settings
-from .stats import Loss, check_evidence, collect, frames_inside
+from .stats import Loss, collect, frames_inside
 from .stats import Table as EvidenceTable
 from .targeting import Globs, Target, globs_of, targets
 
@@ -339,16 +339,6 @@ def plan(
         made.notes |= orders.notes
         made.reorder(orders.reordering())
     return made
-
-
-def check_streamed(recipe: Settings, found: Sequence[Target], data: object, loss: object) -> None:
-    """Raises unless the evidence that is taken block by block can be collected."""
-    if streamed := recipe.needs & STREAMED:
-        check_evidence(streamed, data, loss, of=str(recipe.method))
-        if any(sharded(target.tensor) for target in found):
-            raise NotImplementedError(f"{recipe.method} runs the model block by block; prune before sharding it")
-    if isinstance(recipe.spread, ByLoss):
-        check_evidence(frozenset({"inputs"}), data, loss, of=f"spread={recipe.spread}")
 
 
 def make_plan(

@@ -24,9 +24,10 @@ from .edit import IN_TRAINING, Indices, Step, forget_, record_
 from .following import Followed, after_cut, innermost, warn_of_others
 from .holding import HeldZeros, zeros_there
 from .masks import Masks
+from .measuring import check_streamed
 from .methods import STREAMED, Method, SoftMasks, write_
 from .patterns import Pattern
-from .plans import Plan, check_streamed, make_plan
+from .plans import Plan, make_plan
 from .resuming import VERSION, check_state, check_weights, described, tensors_from, tensors_of, upgraded
 from .schedules import Number
 from .settings import Settings, check_ste, method_of
