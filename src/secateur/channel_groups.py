@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -153,12 +154,13 @@ class Permutable:
 
 
 def permutable(
-    model: nn.Module, calls: Sequence[Inputs], found: Mapping[str, Target], m: int
+    model: nn.Module, calls: Sequence[Inputs], found: Mapping[str, Target], m: int, checked: set[Any] | None = None
 ) -> tuple[dict[str, Permutable], dict[str, str]]:
     """The groups that can be permuted for n of m, by the weight that reads them; and why the other weights have none.
 
     `found` are targets by their names in `model`. The first of `calls` is traced. The model is run on all of them in its own
-    order and with its channels shuffled, and groups that change its output are left out.
+    order and with its channels shuffled, and groups that change its output are left out. `checked` is for models that are built
+    alike, such as the blocks of a larger one: those with modules of the same types and the same groups are run once.
     """
     traced = trace(model, *copied(calls[0], {}))
     skipped: dict[str, str] = {}
@@ -168,8 +170,14 @@ def permutable(
         if lost := [tensor for tensor in one.tensors if tensor not in stored]:
             skipped[name] = f"its inputs pass {lost[0]!r}, which is in no state dict: a loaded model would have its old order"
             del all_of_them[name]
-    same = _SameOutput(model, calls) if all_of_them else None
-    if same is None or same(list(all_of_them.values())):
+    types = tuple((name, type(module)) for name, module in model.named_modules())
+    kind = types, tuple(one.digest for one in all_of_them.values())
+    if not all_of_them or (checked is not None and kind in checked):
+        return all_of_them, skipped
+    same = _SameOutput(model, calls)
+    if same(list(all_of_them.values())):
+        if checked is not None:
+            checked.add(kind)
         return all_of_them, skipped
     kept = {}
     for name, one in all_of_them.items():  # rare: heads that are compared with each other, or something that the trace missed

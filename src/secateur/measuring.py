@@ -69,6 +69,7 @@ class ChannelOrders:
         self.skipped: dict[str, str] = {}
         self._inside = "" if run_of(model) is model else "module."  # of DistributedDataParallel
         self._groups: dict[str, tuple[str, Permutable]] = {}
+        self._checked: set[Any] = set()
         names: dict[int, list[str]] = {}
         for name, tensor in run_of(model).named_parameters(remove_duplicate=False):
             names.setdefault(id(tensor), []).append(name)
@@ -103,7 +104,7 @@ class ChannelOrders:
     ) -> tuple[dict[str, Permutable], dict[str, str]]:
         assert self.recipe.pattern.keep
         try:
-            return permutable(block, calls, own, self.recipe.pattern.keep[1])
+            return permutable(block, calls, own, self.recipe.pattern.keep[1], self._checked)
         except (ValueError, TypeError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
             self.notes[f"channels of {name}" if name else "channels"] = f"keep their order, as the trace failed: {error}"
             return {}, {}
