@@ -7,6 +7,7 @@ library is not imported.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -44,13 +45,15 @@ _INPUT_FIRST: set[Kind] = {nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTransp
 
 def is_kind(layer: nn.Module | type[nn.Module], kinds: Iterable[Kind]) -> bool:
     """Whether a layer, or a class of layers, is one of these types or of a type derived from them."""
-    cls = layer if isinstance(layer, type) else type(layer)
-    return any(
-        any(f"{base.__module__}.{base.__qualname__}" == kind for base in cls.__mro__)
-        if isinstance(kind, str)
-        else issubclass(cls, kind) or (cls is not layer and isinstance(layer, kind))
-        for kind in kinds
-    )
+    cls, shown = (layer, layer) if isinstance(layer, type) else (type(layer), layer.__class__)
+    return any(_derives(cls, kind) or (shown is not cls and _derives(shown, kind)) for kind in kinds)
+
+
+@functools.lru_cache(4096)
+def _derives(cls: type, kind: Kind) -> bool:
+    if isinstance(kind, str):
+        return any(f"{base.__module__}.{base.__qualname__}" == kind for base in cls.__mro__)
+    return issubclass(cls, kind)
 
 
 def adapter_parameters(model: nn.Module) -> set[int]:

@@ -178,8 +178,9 @@ def _changed_numbers(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) 
     """The names of numbers that a run changed. Compares them as plain numbers, which records no comparison of sizes."""
     found = []
     for path, module in model.named_modules():
+        space = before.get(path, {})
         for name, new in vars(module).items():
-            old = before.get(path, {}).get(name)
+            old = space.get(name)
             if new is old or name == "training" or not isinstance(new, int | float) or not isinstance(old, int | float):
                 continue
             if _plain(new) != _plain(old):
