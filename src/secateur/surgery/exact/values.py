@@ -111,7 +111,7 @@ def run_step(step: Step, stand: Mapping[int, Tensor]) -> Any:
     kwargs = {k: value(v) for k, v in step.kwargs.items() if k not in ("dtype", "device", "layout", "pin_memory")}
     if writes and isinstance(args[0], Tensor):
         if operator.values == "elementwise":
-            args[0] = args[0].expand(torch.broadcast_shapes(*(a.shape for a in args if isinstance(a, Tensor))))
+            args[0] = torch.broadcast_tensors(*(a for a in args if isinstance(a, Tensor)))[0]
         args[0] = args[0].clone()
     return step.func(*args, **kwargs)
 
@@ -168,8 +168,6 @@ def wide(t: Tensor) -> Tensor:
 def alternating(shape: Sequence[int], seed: int) -> Tensor:
     """Random numbers of at least 0.5 in size whose sign alternates along every dim, to stand for values that vary."""
     made = torch.rand(tuple(shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.5
-    for d, size in enumerate(shape):
-        sign = torch.ones(size, dtype=torch.float64)
-        sign[1::2] = -1
-        made = made * sign.reshape([-1 if k == d else 1 for k in range(len(shape))])
+    for d in range(len(shape)):
+        made[(slice(None),) * d + (slice(1, None, 2),)].neg_()
     return made
