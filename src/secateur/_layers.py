@@ -45,15 +45,13 @@ _INPUT_FIRST: set[Kind] = {nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTransp
 
 def is_kind(layer: nn.Module | type[nn.Module], kinds: Iterable[Kind]) -> bool:
     """Whether a layer, or a class of layers, is one of these types or of a type derived from them."""
-    cls, shown = (layer, layer) if isinstance(layer, type) else (type(layer), layer.__class__)
-    return any(_derives(cls, kind) or (shown is not cls and _derives(shown, kind)) for kind in kinds)
-
-
-@functools.lru_cache(4096)
-def _derives(cls: type, kind: Kind) -> bool:
-    if isinstance(kind, str):
-        return any(f"{base.__module__}.{base.__qualname__}" == kind for base in cls.__mro__)
-    return issubclass(cls, kind)
+    cls = layer if isinstance(layer, type) else type(layer)
+    return any(
+        any(f"{base.__module__}.{base.__qualname__}" == kind for base in cls.__mro__)
+        if isinstance(kind, str)
+        else issubclass(cls, kind) or (cls is not layer and isinstance(layer, kind))
+        for kind in kinds
+    )
 
 
 def adapter_parameters(model: nn.Module) -> set[int]:
@@ -256,8 +254,12 @@ SIZES: dict[Kind, Sizes] = {
 
 def right_sizes(module: nn.Module) -> list[tuple[str, Callable[[Any], Any]]]:
     """The size attributes that match the layer's weights and must be recomputed after a cut, and how to read them."""
-    found: list[tuple[str, Callable[[Any], Any]]] = []
-    for kind, sizes in SIZES.items():
-        if is_kind(module, (kind,)):
-            found += [(name, read) for name, read in sizes.items() if vars(module).get(name) == read(module)]
-    return [(name, read) for name, read in found if read(module) is not None]
+    readers = _size_readers(type(module), module.__class__)
+    return [(name, read) for name, read in readers if (size := read(module)) is not None and vars(module).get(name) == size]
+
+
+@functools.lru_cache(1024)
+def _size_readers(*classes: type[nn.Module]) -> list[tuple[str, Callable[[Any], Any]]]:
+    """The size attributes of layers of a type: `type(layer)`, and what `layer.__class__` says."""
+    kinds = [kind for kind in SIZES if any(is_kind(cls, (kind,)) for cls in classes)]
+    return [item for kind in kinds for item in SIZES[kind].items()]
