@@ -170,7 +170,7 @@ def show_compared(title: str, rows: list[list[str]]) -> None:
     show(title, ("model", "parameters", "secateur", "torch-pruning", "ratio", "at least 3x"), rows)
 
 
-def cost(rounds: int = 5) -> None:
+def cost(rounds: int = 9) -> None:
     rows = []
     for name, (build, example) in MODELS.items():
         model, x = build().eval(), example()
