@@ -1,10 +1,11 @@
 """What structured pruning costs, and what it buys.
 
-    python benchmarks/shrink_speed.py [cost | memory | growth | latency] ... [--device cuda]
+    python benchmarks/shrink_speed.py [cost | first | memory | growth | latency] ... [--device cuda]
 
 cost: build, score and cut, one thread, next to Torch-Pruning where that is installed (same criterion, half of the channels,
-both on a copy of the model); memory: the peak on top of the model, in a fresh process; growth: with depth and width; latency:
-eager inference of the dense model and of the one cut to half of its FLOPs, taken in turn.
+both on a copy of the model); first: the same for the first call in a fresh process; memory: the peak on top of the model, in a
+fresh process; growth: with depth and width; latency: eager inference of the dense model and of the one cut to half of its
+FLOPs, taken in turn.
 """
 
 from __future__ import annotations
@@ -152,25 +153,52 @@ def peers(model: nn.Module, x: Tensor) -> nn.Module:
     return model
 
 
-def cost(rounds: int = 5) -> None:
-    peer = importlib.util.find_spec("torch_pruning") is not None
+def has_peer() -> bool:
+    return importlib.util.find_spec("torch_pruning") is not None
+
+
+def compared(name: str, size: float, times: list[float]) -> list[str]:
+    """A row: the times of this package and of Torch-Pruning, where that is installed."""
+    row = [name, f"{size / 1e6:.0f} M", duration(times[0])]
+    if len(times) == 1:
+        return [*row, "-", "-", "-"]
+    return [*row, duration(times[1]), f"{times[1] / times[0]:.1f}x", verdict(times[1] >= 3 * times[0])]
+
+
+def show_compared(title: str, rows: list[list[str]]) -> None:
+    title += "" if has_peer() else "; torch-pruning is not installed"
+    show(title, ("model", "parameters", "secateur", "torch-pruning", "ratio", "at least 3x"), rows)
+
+
+def cost(rounds: int = 9) -> None:
     rows = []
     for name, (build, example) in MODELS.items():
         model, x = build().eval(), example()
-        runs = [lambda: ours(model, x), lambda: peers(model, x)][: 2 if peer else 1]  # noqa: B023
+        runs = [lambda: ours(model, x), lambda: peers(model, x)][: 1 + has_peer()]  # noqa: B023
         for run in runs:
             run()
         times = [min(t) for t in interleaved(*runs, rounds=rounds)]
-        size = sum(p.numel() for p in model.parameters())
-        row = [name, f"{size / 1e6:.0f} M", duration(times[0])]
-        row += (
-            [duration(times[1]), f"{times[1] / times[0]:.1f}x", verdict(times[1] >= 3 * times[0])] if peer else ["-", "-", "-"]
-        )
-        rows.append(row)
-    title = "Build, score and cut, one thread, best of interleaved rounds" + (
-        "" if peer else "; torch-pruning is not installed"
-    )
-    show(title, ("model", "parameters", "secateur", "torch-pruning", "ratio", "at least 3x"), rows)
+        rows.append(compared(name, sum(p.numel() for p in model.parameters()), times))
+    show_compared("Build, score and cut, one thread, best of interleaved rounds", rows)
+
+
+def first(rounds: int = 3) -> None:
+    rows = []
+    for name in MODELS:
+        found = [in_fresh_process(__file__, "--first", name) for _ in range(rounds)]
+        times = [min(t) for t in zip(*(each["seconds"] for each in found))]
+        rows.append(compared(name, found[0]["size"], times))
+    show_compared("The first call in a fresh process, one thread, best of three processes", rows)
+
+
+def first_call(name: str) -> None:
+    """In a fresh process: one call of each library, with both imported before."""
+    if has_peer():
+        import torch_pruning  # type: ignore[import-not-found]  # noqa: F401
+    build, example = MODELS[name]
+    model, x = build().eval(), example()
+    times = [seconds(lambda: run(model, x)) for run in (ours, peers)[: 1 + has_peer()]]  # noqa: B023
+    print(json.dumps({"seconds": times, "size": sum(p.numel() for p in model.parameters())}))
 
 
 def memory() -> None:
@@ -257,22 +285,26 @@ def latency(device: str, batch: int, precision: str, depth: float | None, multip
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["cost", "memory", "growth", "latency"])
+    parser.add_argument("parts", nargs="*", default=["cost", "first", "memory", "growth", "latency"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--precision", choices=("tf32", "float32", "bfloat16"), default="tf32", help="of convolutions on a GPU")
     parser.add_argument("--depth", type=float, help="latency of the ResNet: this share of its blocks stays, then channels")
     parser.add_argument("--multiple-of", type=int, default=8, help="latency: what every size that is cut is a multiple of")
     parser.add_argument("--peak", help=argparse.SUPPRESS)
+    parser.add_argument("--first", help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     if given.peak:
         peak(given.peak)
         return
+    if given.first:
+        first_call(given.first)
+        return
     print(machine())
     timed = given.device, given.batch, given.precision, given.depth, given.multiple_of
-    parts = {"cost": cost, "memory": memory, "growth": growth, "latency": lambda: latency(*timed)}
+    parts = {"cost": cost, "first": first, "memory": memory, "growth": growth, "latency": lambda: latency(*timed)}
     for part in given.parts:
         if part not in parts:
             sys.exit(f"{part!r} is none of {', '.join(parts)}")

@@ -7,6 +7,7 @@ library is not imported.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -253,8 +254,12 @@ SIZES: dict[Kind, Sizes] = {
 
 def right_sizes(module: nn.Module) -> list[tuple[str, Callable[[Any], Any]]]:
     """The size attributes that match the layer's weights and must be recomputed after a cut, and how to read them."""
-    found: list[tuple[str, Callable[[Any], Any]]] = []
-    for kind, sizes in SIZES.items():
-        if is_kind(module, (kind,)):
-            found += [(name, read) for name, read in sizes.items() if vars(module).get(name) == read(module)]
-    return [(name, read) for name, read in found if read(module) is not None]
+    readers = _size_readers(type(module), module.__class__)
+    return [(name, read) for name, read in readers if (size := read(module)) is not None and vars(module).get(name) == size]
+
+
+@functools.lru_cache(1024)
+def _size_readers(*classes: type[nn.Module]) -> list[tuple[str, Callable[[Any], Any]]]:
+    """The size attributes of layers of a type: `type(layer)`, and what `layer.__class__` says."""
+    kinds = [kind for kind in SIZES if any(is_kind(cls, (kind,)) for cls in classes)]
+    return [item for kind in kinds for item in SIZES[kind].items()]

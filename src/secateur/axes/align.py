@@ -26,9 +26,10 @@ def collapse(fam: Fam) -> bool:
 
 def closed(e: Expr) -> Expr:
     """Returns the expression without families, after collapsing those it has."""
-    for fam in families(e):
+    held = families(e)
+    for fam in held:
         collapse(fam)
-    if not families(e):
+    if not held or not families(e):
         return norm(e)
     # members that lose the same units may still be different expressions, such as (a*2 | 2) and (a | 1)*2
     return norm(Prod(f.parts[0] if isinstance(f, Fam) else f for f in factors(e)))

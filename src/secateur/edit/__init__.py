@@ -56,13 +56,14 @@ from .provenance import (
     restore_record_,
     steps_of,
 )
-from .tensors import OWN, Slot, StandIns, owned_tensors, put_, states, tensors_inside
+from .tensors import OWN, Slot, StandIns, attributes, owned_tensors, put_, states, tensors_inside
 
 __all__ = [
     # tensors
     "OWN",
     "Slot",
     "StandIns",
+    "attributes",
     "owned_tensors",
     "put_",
     "states",

@@ -11,6 +11,7 @@ from torch import nn
 from .tensors import owned_tensors
 
 _EMPTY = frozenset({OrderedDict, dict, set})  # a module holds a dozen of these for hooks, and deepcopy is slow on each
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -23,6 +24,8 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     for held in (value for module in model.modules() for value in vars(module).values()):
         if type(held) in _EMPTY and not held:
             memo[id(held)] = type(held)()
+        elif type(held) is tuple and _PLAIN.issuperset(map(type, held)):
+            memo[id(held)] = held
     try:
         made = copy.deepcopy(model, memo)
     except Exception as error:

@@ -62,11 +62,10 @@ def apply_cuts_(model: nn.Module, cuts: Cuts, values: Mapping[str, Tensor] | Non
     `values` are the new contents of the tensors; without it they keep slices of their own. Raises ValueError when the model
     does not fit, before anything has changed. Configs that change are copied first, so the caller's own stay as they were.
     """
-    check_fits(model, cuts)
+    tensors = check_fits(model, cuts)
     drop_(model, cuts.drop)
     owners = (object_at(model, a.path.rpartition(".")[0] if a.own else a.path) for a in cuts.attributes)
     own_objects_(model, [owner for owner in owners if not isinstance(owner, nn.Module)])
-    tensors = dict(owned_tensors(model).values())
     known: dict[Any, Tensor] = {}
     new = (
         {name: select_indices(tensors[name].detach(), kept, known) for name, kept in cuts.tensors.items()}
@@ -127,8 +126,8 @@ def _between(tensor: Tensor, dim: int, size: int, known: dict[Any, Tensor]) -> T
     return known[key][: math.prod(shape)].view(shape)
 
 
-def check_fits(model: nn.Module, cuts: Cuts) -> None:
-    """Raises ValueError unless the model has the names and sizes that the cuts were made for."""
+def check_fits(model: nn.Module, cuts: Cuts) -> dict[str, Tensor]:
+    """Raises ValueError unless the model has the names and sizes that the cuts were made for. Returns its tensors by name."""
     for path, length in cuts.lengths.items():
         try:
             found = len(object_at(model, path)._modules)
@@ -141,11 +140,12 @@ def check_fits(model: nn.Module, cuts: Cuts) -> None:
     if missing := cuts.drop.keys() - cuts.lengths.keys():
         raise ValueError(f"the cuts remove modules of {sorted(missing)} and do not state how many there were")
     with without(model, cuts.drop):
-        _check_rest(model, cuts)
+        tensors = dict(owned_tensors(model).values())
+        _check_rest(model, cuts, tensors)
+    return tensors
 
 
-def _check_rest(model: nn.Module, cuts: Cuts) -> None:
-    tensors = dict(owned_tensors(model).values())
+def _check_rest(model: nn.Module, cuts: Cuts, tensors: Mapping[str, Tensor]) -> None:
     ends: dict[int, tuple[int, int]] = {}  # id of a list of indices -> its least and greatest; many dims share a list
     for name, shape in cuts.shapes.items():
         if name not in tensors:

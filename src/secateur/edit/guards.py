@@ -106,23 +106,23 @@ def has_bfloat16(kind: str) -> bool:
 
 
 class RngGuard:
-    """The state of the random number generators of torch, Python, and numpy where it is loaded."""
+    """The state of the random number generators of torch, Python, and numpy where its module `random` is loaded."""
 
     def __init__(self) -> None:
         self.keep_draws()
 
     def keep_draws(self) -> None:
         """Takes the present state as the one to restore: what was drawn so far is not drawn again."""
-        numpy: Any = sys.modules.get("numpy")
+        numpy: Any = sys.modules.get("numpy.random")
         self._python, self._torch = random.getstate(), torch.get_rng_state()
-        self._numpy = None if numpy is None else numpy.random.get_state()
+        self._numpy = None if numpy is None else numpy.get_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
     def restore(self) -> None:
         random.setstate(self._python)
         torch.set_rng_state(self._torch)
         if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+            sys.modules["numpy.random"].set_state(self._numpy)
         if self._cuda is not None:
             torch.cuda.set_rng_state_all(self._cuda)
 

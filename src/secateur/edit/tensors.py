@@ -18,9 +18,15 @@ OWN = frozenset(nn.Module().__dict__)  # the attributes that nn.Module itself us
 Slot = tuple[str, str]  # the path of a module and the name of an attribute
 
 
-def attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The attributes of a module, without those of nn.Module itself and without plain values."""
-    return ((name, value) for name, value in vars(module).items() if name not in OWN and type(value) not in _PLAIN)
+def attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """The attributes of a module, without those of nn.Module itself, plain values, and tuples of plain values."""
+    return [
+        (name, value)
+        for name, value in vars(module).items()
+        if name not in OWN
+        and type(value) not in _PLAIN
+        and not (type(value) is tuple and len(value) <= _LONG and _PLAIN.issuperset(map(type, value)))
+    ]
 
 
 def owned_tensors(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
@@ -38,7 +44,7 @@ def owned_tensors(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
                 found.setdefault(id(value), (path + name, value))
             elif name[0] != "_" and isinstance(value, _CONTAINERS) and len(value) <= _LONG:
                 for key, item in _items(value):
-                    if type(item) not in _PLAIN and isinstance(item, Tensor):
+                    if isinstance(item, Tensor):
                         found.setdefault(id(item), (f"{path}{name}[{key!r}]", item))
     return found
 
@@ -92,17 +98,19 @@ class StandIns:
         self.owned = owned_tensors(model)
         self.stand_in = stand_in
         self.saved: list[tuple[Any, Any]] = []
+        self.empty: list[Any] = []  # containers that hold nothing before the run, mostly dicts of hooks
 
     def __enter__(self) -> StandIns:
         made = {key: self.stand_in(name, tensor) for key, (name, tensor) in self.owned.items()}
         for module in self.modules:
             space = vars(module)
-            self.saved.append((space, space.copy()))
-            for name, value in list(space.items()):
+            before = space.copy()
+            self.saved.append((space, before))
+            for name, value in before.items():
                 if type(value) in _PLAIN:
                     continue
-                if type(value) in _EMPTY and not value:  # mostly dicts of hooks
-                    self.saved.append((value, ()))
+                if type(value) in _EMPTY and not value:
+                    self.empty.append(value)
                 elif isinstance(value, Tensor):
                     space[name] = made.get(id(value), value)
                 elif isinstance(value, list | dict | set | tuple) and len(value) <= _LONG:
@@ -113,7 +121,7 @@ class StandIns:
     def _refill(self, space: dict[str, Any], name: str, value: Any, made: dict[int, Tensor]) -> None:
         """Puts the stand-ins into a container; a container of the user's is replaced by a copy."""
         if not isinstance(value, tuple):
-            self.saved.append((value, value.copy() if value else ()))
+            self.saved.append((value, value.copy()))
         if name in ("_parameters", "_buffers") and isinstance(value, dict):
             value.update({k: made[id(v)] for k, v in value.items() if id(v) in made})
         elif name != "_modules" and type(value) in _CONTAINERS and any(id(v) in made for _, v in _items(value)):
@@ -123,9 +131,12 @@ class StandIns:
                 space[name] = type(value)(made.get(id(v), v) for v in value)
 
     def __exit__(self, *_: object) -> None:
+        for container in self.empty:
+            if container:
+                container.clear()
         for container, content in reversed(self.saved):  # for one saved twice, the first save counts
             if isinstance(container, list):
                 container[:] = content
-            elif container or content:
+            else:
                 container.clear()
                 container.update(content)

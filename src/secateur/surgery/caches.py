@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..edit import OWN, Inputs, StandIns, preserve_rng, run
+from ..edit import Inputs, StandIns, attributes, preserve_rng, run
 
 CacheSlot = tuple[str, str]  # the path of a module, and the name of its attribute
 
@@ -61,14 +61,14 @@ def find_caches(model: nn.Module, inputs: Inputs) -> list[CacheSlot]:
 
 
 def _candidates(model: nn.Module) -> list[CacheSlot]:
-    registered = {id(t) for t in (*model.parameters(), *model.buffers())}
-    found = []
+    found: list[tuple[CacheSlot, list[Tensor]]] = []
     for path, module in model.named_modules():
-        for name, value in vars(module).items():
+        for name, value in attributes(module):
             tensors = [value] if isinstance(value, Tensor) else list(value.values()) if isinstance(value, dict) else []
-            if name not in OWN and tensors and all(isinstance(t, Tensor) and id(t) not in registered for t in tensors):
-                found.append((path, name))
-    return found
+            if tensors and all(isinstance(t, Tensor) for t in tensors):
+                found.append(((path, name), tensors))
+    registered = {id(t) for t in (*model.parameters(), *model.buffers())} if found else set()
+    return [slot for slot, tensors in found if registered.isdisjoint(map(id, tensors))]
 
 
 def _refilled(model: nn.Module, inputs: Inputs, slots: Sequence[CacheSlot]) -> list[CacheSlot] | None:

@@ -62,18 +62,18 @@ def make(model: nn.Module, trace: Trace, keep: Keep, *, bias: bool = True) -> Cu
     if not bias:
         _drop_new_biases(folds, trace, keep)
     small = _sliced_copy(model, tensors, trace, keep, cuts)
-    numbers, parameters = _numbers(small), {name for name, _ in small.named_parameters()}
-    folds.apply_(small, trace, keep)
+    changed = {(path, name): number for edit in folds.edits for path, name, number in edit.attributes}
     folded = [
         Attribute(path, name, None, old, new)
-        for (path, name), new in _numbers(small).items()
-        if (old := numbers.get((path, name))) != new
+        for (path, name), new in changed.items()
+        if (old := getattr(small.get_submodule(path), name)) != new
     ]
+    folds.apply_(small, trace, keep)
     in_config = _in_config(trace, folded)
     for attribute in in_config:
         write_attribute(small, attribute)
     cuts.attributes += [*folded, *in_config]
-    cuts.added |= {name: tuple(p.shape) for name, p in small.named_parameters() if name not in parameters}
+    cuts.added |= {slot.name: tuple(small.get_parameter(slot.name).shape) for slot in folds.biases if slot.new}
     return CutModel(small, cuts, folds.reasons, any(bool(value.any()) for value in folds.biases.values()))
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..axes import Group, atoms
 from ..edit import Inputs, copied
-from ..ops import lookup
 from ..trace import GIVEN, Step, Trace, trace
 from .cut import Keep
 from .masked import CutModel, make, mask_
@@ -71,7 +70,7 @@ def _may_hold(step: Step, number: int) -> bool:
     sizes = {n for v in step.args if isinstance(v, tuple) for n in v if isinstance(n, int)}
     if not step.inputs:
         return number in numbers | sizes
-    return number in numbers and lookup(step.func).values == "elementwise"
+    return number in numbers and step.operator.values == "elementwise"
 
 
 def _cut_alike(one: Trace, other: Trace, made: CutModel, keep: Keep, bias: bool) -> bool:
@@ -104,7 +103,7 @@ def _check_training(model: nn.Module, small: nn.Module, batches: list[Inputs]) -
 
 
 def _check_once(traced: Trace, small: nn.Module, inputs: Inputs, keep: Keep) -> int:
-    shapes, result = traced.record.output_shapes, _try(small, inputs)
+    shapes, result = traced.record.output_shapes, _try(small, inputs, count=True)
     if isinstance(result, Exception):
         raise DoesNotRun("on the example inputs", small, inputs, result)
     found, flops = result
@@ -152,10 +151,10 @@ def in_formulas(traced: Trace, keep: Keep) -> dict[Group, str]:
     return found
 
 
-def _try(model: nn.Module, inputs: Any, training: bool = False) -> tuple[Shapes, int] | Exception:
-    """The shapes that a model returns and its FLOPs, or the error."""
+def _try(model: nn.Module, inputs: Any, **how: bool) -> tuple[Shapes, int] | Exception:
+    """What `outline` returns, or the error."""
     try:
-        return outline(model, *inputs, training=training)
+        return outline(model, *inputs, **how)
     except Exception as error:
         return error
 

@@ -122,15 +122,15 @@ class FlopCount(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and loading torch._dynamo takes seconds
 
-    def __init__(self, outlined: Outlined | None = None) -> None:
+    def __init__(self, outlined: Outlined | None = None, *, count: bool = True) -> None:
         super().__init__()
-        self.total, self.outlined = 0, outlined
+        self.total, self.outlined, self.count = 0, outlined, count
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {})) if self.outlined is None else self.outlined(func, args, kwargs or {})
-        formula = flop_formula(func)
+        formula = flop_formula(func) if self.count else None
         if formula is not None:
             sizes = {key: _sizes(value) for key, value in (kwargs or {}).items()}
             self.total += formula(*map(_sizes, args), **sizes, out_shape=_sizes(out))
@@ -144,11 +144,11 @@ def _sizes(value: Any) -> Any:
 
 
 def outline(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool = False
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool = False, count: bool = False
 ) -> tuple[list[tuple[int, ...]], int]:
-    """The shapes that the model returns, and its FLOPs, in eval mode or in `training` mode. The model is unchanged.
+    """The shapes that the model returns, in eval mode or in `training` mode, and its FLOPs if `count`, else 0.
 
-    Expensive operators are not computed, unless the run depends on their values.
+    The model is unchanged. Expensive operators are not computed, unless the run depends on their values.
     """
 
     @contextlib.contextmanager
@@ -159,7 +159,7 @@ def outline(
             yield
 
     for outlined in (Outlined(), None):
-        counter = FlopCount(outlined)
+        counter = FlopCount(outlined, count=count)
         with contextlib.suppress(ValueRead), plain_kernels():
             return output_shapes(run(model, args, kwargs, under=counting(counter))), counter.total
     raise AssertionError("a run that computes every operator raises no ValueRead")

@@ -38,7 +38,7 @@ class Outlined:
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         plain, reads = _facts(func)
-        blank = any(t.untyped_storage()._cdata in self.empty for t in tensors_of((*args, *kwargs.values())))
+        blank = not self.empty.isdisjoint([t.untyped_storage()._cdata for t in tensors_of((*args, *kwargs.values()))])
         if blank and reads:
             raise ValueRead(f"{func} reads values that were not computed")
         short, made = lookup(func).shapes, None
@@ -77,6 +77,6 @@ def tensors_of(values: Sequence[Any]) -> list[Tensor]:
             continue
         if isinstance(v, Tensor):
             found.append(v)
-        elif isinstance(v, _MANY):
+        elif isinstance(v, _MANY) and not _PLAIN.issuperset(map(type, v)):
             found += tensors_of(v)
     return found

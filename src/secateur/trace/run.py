@@ -142,7 +142,7 @@ def _run(
     """One attempt: runs the model under the tracer, and builds the trace from what was recorded."""
     journal = Journal()
     tracer = Tracer(journal, outlined)
-    names = {id(module): name for name, module in model.named_modules()}
+    names, before = {id(module): name for name, module in model.named_modules()}, states(model)
     mode = _fake_mode() if fake else None
 
     def stand_in(name: str, tensor: Tensor) -> Tensor:
@@ -170,13 +170,13 @@ def _run(
             enter(SizeUseMode(tracer))
             spaces = {name: dict(vars(module)) for name, module in model.named_modules()}
             result = model(*given, **named)
-            after = states(model)
+            after = states(model) if before else {}
             held = owned_tensors(model)
             tracer.record.dropped = {info.number for key, info in tracer.owned.items() if key not in held}
             tracer.record.changed |= tracer.record.dropped
             tracer.record.counters = _changed_numbers(model, spaces)
             stack.pop_all().close()
-        tracer.record.replaced = _replaced_states(tracer, states(model), after)
+        tracer.record.replaced = _replaced_states(tracer, before, after) if before else {}
         _record_outputs(tracer, result, outputs)
     finally:
         journal.open = False
@@ -188,8 +188,9 @@ def _changed_numbers(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) 
     """The names of numbers that a run changed. Compares them as plain numbers, which records no comparison of sizes."""
     found = []
     for path, module in model.named_modules():
+        space = before.get(path, {})
         for name, new in vars(module).items():
-            old = before.get(path, {}).get(name)
+            old = space.get(name)
             if new is old or name == "training" or not isinstance(new, int | float) or not isinstance(old, int | float):
                 continue
             if _plain(new) != _plain(old):

@@ -40,7 +40,7 @@ from ..axes import (
     fresh,
     norm,
 )
-from ..ops import Axes, AxisRule, Call, lookup, name_of
+from ..ops import Axes, AxisRule, Call, Operator, arguments_of, lookup, name_of
 from .outline import Outlined, tensors_of
 from .provenance import Journal
 
@@ -94,6 +94,17 @@ class Step:
     @cached_property
     def name(self) -> str:
         return name_of(self.func)
+
+    @cached_property
+    def operator(self) -> Operator:
+        """The record of the operator."""
+        return lookup(self.func)
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name, with defaults."""
+        defaults = arguments_of(self.func)
+        return {**defaults, **dict(zip(defaults, self.args)), **self.kwargs}
 
     @cached_property
     def kind(self) -> str:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ...axes import Atom, Expr, Prod, atoms, norm
-from ...ops import SPATIAL, lookup
+from ...ops import SPATIAL
 from ...trace import GIVEN, Ref, Step
 from .state import State
-from .values import RemovedValue, arguments, once, operands, run_step, same, where, wide
+from .values import RemovedValue, once, operands, run_step, same, where, wide
 
 
 def depends_on_input_size(axis: Expr) -> bool:
@@ -22,7 +22,7 @@ def computed(state: State, step: Step) -> list[RemovedValue]:
 
     It is run twice, with other numbers for everything that varies; what differs varies. Outputs that hold positions vary.
     """
-    operator = lookup(step.func)
+    operator = step.operator
     inputs = [n for n in dict.fromkeys(step.inputs) if state.cut_atoms(n)]
     removed = {n: state.removed(n) for n in inputs}
     carried = {a for n in inputs for a in state.cut_atoms(n)}
@@ -50,12 +50,12 @@ def _first_operand(step: Step) -> list[int]:
 
 
 def _zero_stays(step: Step) -> bool:
-    zero = lookup(step.func).zero
-    return zero(arguments(step)) if callable(zero) else zero
+    zero = step.operator.zero
+    return zero(step.arguments) if callable(zero) else zero
 
 
 def _run(state: State, step: Step, inputs: list[int], varies: dict[Atom, str], zero: set[Atom]) -> list[RemovedValue]:
-    moves = lookup(step.func).values == "moves"
+    moves = step.operator.values == "moves"
     outs, others = _outputs(state, step, 0), None
     if not moves or any(state.known(n) is None for n in step.inputs):
         others = _outputs(state, step, 1)
@@ -82,7 +82,7 @@ def _differs(state: State, number: int, atom: Atom, one: Tensor, two: Tensor) ->
 
 def _outputs(state: State, step: Step, draw: int) -> list[Tensor]:
     """The outputs of the operator on the values of removed units; everything else is drawn."""
-    operator = lookup(step.func)
+    operator = step.operator
     stand = {n: _stand_in(state, step, n, draw, operator.values == "moves") for n in dict.fromkeys(step.inputs)}
     if operator.spatial and _has_free_batch(state, step, operator.spatial):  # one sample of the batch is enough
         stand = {n: t[:1] if t.dim() == operator.spatial + 2 else t for n, t in stand.items()}
@@ -152,7 +152,7 @@ def _loses_positions(state: State, number: int, result: int, out: Tensor, atom: 
 def batch_norm(state: State, step: Step) -> list[RemovedValue] | None:
     """With running statistics, batch normalisation is a scale and a shift per channel; None where it uses the batch."""
     x, *own = operands(step, "input", "weight", "bias", "running_mean", "running_var")
-    given = arguments(step)
+    given = step.arguments
     if x is None or given["training"] or own[2] is None or any(n is not None and not state.is_constant(n) for n in own):
         return None
     weight, bias, mean, var = (None if n is None else wide(state.weights.value(n)) for n in own)

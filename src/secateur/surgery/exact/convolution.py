@@ -12,7 +12,7 @@ from ...axes import Atom, keep_mask
 from ...ops import Convolution
 from ...trace import Step
 from .state import State
-from .values import Contribution, RemovedValue, arguments, operands, same, where, wide
+from .values import Contribution, RemovedValue, operands, same, where, wide
 
 
 def convolution(state: State, i: int, step: Step, values: Convolution) -> list[RemovedValue] | None:
@@ -20,7 +20,7 @@ def convolution(state: State, i: int, step: Step, values: Convolution) -> list[R
     x, w, bias = operands(step, values.left, values.right, values.bias)
     if x is None or w is None or not state.weights.made_of_weights(w):
         return None
-    number, removed, groups = step.outs[0], state.removed(x), arguments(step)["groups"]
+    number, removed, groups = step.outs[0], state.removed(x), step.arguments["groups"]
     cut = state.cut_atoms(number)
     zero_rows, varies = _masked_channels(state, step, x, w)
     for atom in (a for a, dims in cut.items() if 1 not in dims and a not in removed.zero):  # its units are pixels here
@@ -51,7 +51,7 @@ def convolution(state: State, i: int, step: Step, values: Convolution) -> list[R
 
 def _masked_channels(state: State, step: Step, x: int, w: int) -> tuple[set[Atom], dict[Atom, str]]:
     """Of the atoms of the output channels: those whose weights are zero, and those that vary, with the reason."""
-    given, removed = arguments(step), state.removed(x)
+    given, removed = step.arguments, state.removed(x)
     zero_rows, varies = set[Atom](), dict[Atom, str]()
     for atom in (a for a, dims in state.cut_atoms(step.outs[0]).items() if 1 in dims):
         rows = [d for d in state.cut_atoms(w).get(atom, ()) if d == 0 or given["groups"] > 1 or given["transposed"]]
@@ -78,7 +78,7 @@ def _pixels(state: State, step: Step, x: int, w: int, at: Tensor) -> Tensor | st
         if value.shape[d] > 1 and value.stride(d) and not same(value.index_select(1, at), d):
             return f"what its removed units give depends on position, from {state.removed(x).since or where(step)} on"
     constants = value[(0, slice(None), *[0] * (value.dim() - 2))][at]
-    given = arguments(step)
+    given = step.arguments
     if not bool(constants.any()):
         return torch.zeros(state.sizes(step.outs[0])[1], dtype=torch.float64)
     if given["groups"] > 1 or given["transposed"]:
@@ -114,7 +114,7 @@ def _clipped(taps: Tensor, padding: Sequence[int], dilation: Sequence[int]) -> b
 
 def _on_a_few_pixels(state: State, step: Step, x: int, kernel: Tensor, channels: Tensor, groups: int) -> Tensor | str:
     """Runs the convolution on an image of constants that is just large enough to have a border and an inside."""
-    given = arguments(step)
+    given = step.arguments
     stride, padding, dilation = given["stride"], given["padding"], given["dilation"]
     spread = dilation if len(dilation) > 1 else dilation * (kernel.dim() - 2)
     reach = [r * (k - 1) for k, r in zip(kernel.shape[2:], spread)]

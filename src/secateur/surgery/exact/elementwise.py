@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ...axes import Atom
-from ...ops import lookup
 from ...trace import Ref, Step
 from .state import State
 from .values import RemovedValue, extent, first, once, read_inputs, run_step, same, where
@@ -68,7 +67,7 @@ def _pairs(state: State, step: Step, bearers: Sequence[int]) -> dict[Atom, str]:
     for atom in state.cut_atoms(step.outs[0]):
         meets = [n for n in bearers if atom in state.cut_atoms(n)]
         alone = meets and state.dims(step.outs[0], atom) == min(state.dims(n, atom) for n in meets)
-        product = lookup(step.func).factor == "product" and all(atom in state.removed(n).zero for n in meets)
+        product = step.operator.factor == "product" and all(atom in state.removed(n).zero for n in meets)
         if meets and not alone and not product:
             found[atom] = f"meets the kept units in {where(step)}"
     return found
@@ -88,7 +87,7 @@ def _moves(state: State, step: Step, stand: Mapping[int, Tensor], out: Tensor, v
 
 def _absorbed(state: State, step: Step, atom: Atom, bearers: Sequence[int]) -> bool:
     """Whether the units are zero in one factor of a product or in a dividend, so that the other operand does not matter."""
-    factor = lookup(step.func).factor
+    factor = step.operator.factor
     enough = bearers if factor == "product" else [step.inputs[0]] if factor == "quotient" else ()
     return any(atom in state.removed(n).zero for n in enough)
 

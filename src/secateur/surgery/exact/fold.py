@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...axes import HARMLESS, Atom, Expr, Group, atoms, keep_mask, norm
 from ...edit import owned_tensors
-from ...ops import Contraction, Convolution, lookup
+from ...ops import Contraction, Convolution
 from ...trace import Step, Trace
 from .propagate import propagate
 from .rescale import Edit, Scale, mean_of_squares, prepares, sizes_in_formulas
@@ -108,7 +108,7 @@ def _collective(trace: Trace, atom: Atom) -> str | None:
 
 def _kinds(step: Step) -> tuple[str, ...]:
     """The names under which a step marks axes: a norm of the smallest entries counts as a normalisation."""
-    over = lookup(step.func).over
+    over = step.operator.over
     return (over, "norm") if over == "linalg_vector_norm" else (over,)
 
 
@@ -128,7 +128,7 @@ class Slot(NamedTuple):
 def find_slot(flow: MaskedWeights, i: int) -> Slot | None:
     """The bias of a contraction of data with a weight: its own operand, or the one that its layer was created without."""
     step, trace = flow.trace.steps[i], flow.trace
-    values = lookup(step.func).values
+    values = step.operator.values
     if not isinstance(values, Contraction | Convolution):
         return None
     data, weight, bias = operands(step, values.left, values.right, values.bias)

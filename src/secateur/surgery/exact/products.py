@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...axes import Atom, atoms, keep_mask
-from ...ops import Attention, Contraction, Convolution, lookup
+from ...ops import Attention, Contraction, Convolution
 from ...trace import Step
 from .compute import varying_outputs
 from .convolution import convolution
@@ -20,7 +20,7 @@ from .values import Contribution, RemovedValue, is_scaled, once, once_along, ope
 
 def product(state: State, i: int, step: Step) -> list[RemovedValue] | None:
     """The removed values of a sum of products, by its record; None where the record does not cover this call."""
-    values = lookup(step.func).values
+    values = step.operator.values
     if isinstance(values, Attention):
         return _attention(state, i, step, values)
     if isinstance(values, Convolution):
@@ -142,7 +142,7 @@ def _sums_to_one(state: State, number: int) -> bool:
 
 def _dim_before(step: Step, old: list[int], new: list[int], dim: int) -> int | None:
     """The dim of the input of a view that became a dim of its output, if it passed as it is."""
-    if lookup(step.func).identity:
+    if step.operator.identity:
         return dim
     if step.name == "aten::permute":
         return step.args[1][dim] % len(old)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from ...axes import Atom, atoms
-from ...ops import Attention, Contraction, Convolution, lookup
+from ...ops import Attention, Contraction, Convolution
 from ...trace import Step, Trace
 from .compute import batch_norm, computed, depends_on_input_size, max_pool
 from .elementwise import elementwise
@@ -56,7 +56,7 @@ def _check_what_starts_as_zeros(state: State) -> None:
 
 def _draw(state: State, i: int, step: Step) -> None:
     """Random numbers for each unit are drawn anew when there are fewer units."""
-    if is_random(step) and not lookup(step.func).undefined:
+    if is_random(step) and not step.operator.undefined:
         for atom in dict.fromkeys(a for n in step.outs for a in state.cut_atoms(n)):
             state.contributions.append(
                 Contribution(i, atom, f"what its removed units give is drawn at random, in {where(step)}")
@@ -74,7 +74,7 @@ def _after(state: State, i: int, step: Step) -> list[RemovedValue]:
     if is_random(step):
         mixed = {a: f"is drawn at random, in {where(step)}" for n in step.outs for a in state.cut_atoms(n)}
     lost = {**_lost(state, read_inputs(step)), **mixed}
-    values = lookup(step.func).values
+    values = step.operator.values
     if values is None:
         lost |= {a: f"varies, from {where(step)} on" for n in step.outs for a in state.cut_atoms(n) if a not in lost}
     if all(a in lost for n in step.outs for a in state.cut_atoms(n)):
@@ -88,7 +88,7 @@ def _after(state: State, i: int, step: Step) -> list[RemovedValue]:
 
 def _by_record(state: State, i: int, step: Step) -> list[RemovedValue] | None:
     """The answer for operators with a way of their own; None where it does not cover this call."""
-    values = lookup(step.func).values
+    values = step.operator.values
     if isinstance(values, Contraction | Convolution | Attention):
         return product(state, i, step)
     if values == "batch normalisation":
@@ -99,20 +99,20 @@ def _by_record(state: State, i: int, step: Step) -> list[RemovedValue] | None:
 def _mixed(state: State, step: Step) -> dict[Atom, str]:
     """Atoms whose units this step makes depend on each other (a normalisation or a softmax over their axis), or on how many
     positions the inputs have (a softmax over those)."""
-    over = lookup(step.func).over
+    over = step.operator.over
     if not over:
         return {}
     first = state.trace.axes[step.inputs[0]]
     positions = over == "softmax" and isinstance(step.args[1], int) and depends_on_input_size(first[step.args[1]])
     cut = dict.fromkeys(a for n in step.inputs for a in state.cut_atoms(n))
     found = [a for a in cut if positions or over in state.mixing[a]]
-    channels = set(atoms(first[1])) if found and lookup(step.func).per_channel else set()
+    channels = set(atoms(first[1])) if found and step.operator.per_channel else set()
     return {a: f"varies with the inputs, from {where(step)} on" for a in found if a not in channels}
 
 
 def _grows_with_inputs(state: State, i: int, step: Step) -> None:
     """A constant that is summed over positions is another one for inputs of another size, unless it is made a mean."""
-    axes = reduced(state.trace, step) if lookup(step.func).grows else []
+    axes = reduced(state.trace, step) if step.operator.grows else []
     if not any(map(depends_on_input_size, axes)):
         return
     readers = [state.trace.steps[j] for j in state.weights.readers.get(step.outs[0], ())]
@@ -121,7 +121,7 @@ def _grows_with_inputs(state: State, i: int, step: Step) -> None:
         return
     removed = state.removed(step.inputs[0])
     for atom in state.cut_atoms(step.outs[0]):
-        if atom not in removed.varies and (atom not in removed.zero or not lookup(step.func).zero):
+        if atom not in removed.varies and (atom not in removed.zero or not step.operator.zero):
             why = f"what its removed units give grows with the size of the inputs, in {where(step)}"
             state.contributions.append(Contribution(i, atom, why))
 
@@ -146,7 +146,7 @@ def _settle(state: State, step: Step, number: int, value: RemovedValue) -> None:
 
 def _sum_away(state: State, i: int, step: Step) -> None:
     """Atoms that no output carries any more (as often as before) were summed over by an operator that has no bias."""
-    if aliases(step.func)[1] or lookup(step.func).values == "moves":
+    if aliases(step.func)[1] or step.operator.values == "moves":
         return
     for n in step.inputs:
         removed = state.removed(n)

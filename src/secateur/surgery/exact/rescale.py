@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...axes import Atom, Cat, Expr, Prod, atoms, evaluate, new_size, norm
-from ...ops import Attention, lookup
+from ...ops import Attention
 from ...trace import Step, solve_attributes
 from .scale_balance import balanced
 from .values import base_name
@@ -161,7 +161,7 @@ def _multiplies(flow: MaskedWeights, i: int) -> bool:
 
 
 def _is_product(step: Step) -> bool:
-    return lookup(step.func).factor == "product"
+    return step.operator.factor == "product"
 
 
 def _factors_of(flow: MaskedWeights, chain: list[int]) -> list[int]:
@@ -189,7 +189,7 @@ def _in_proportion(flow: MaskedWeights, chain: list[int], number: int) -> list[i
     found: list[int] = []
     for j in chain:
         step = flow.trace.steps[j]
-        factor = lookup(step.func).factor
+        factor = step.operator.factor
         divided = factor == "quotient" and (step.inputs[0] != number or step.kwargs)
         if factor not in ("same", "product", "quotient") or step.inputs.count(number) != 1 or divided:
             break
@@ -282,7 +282,7 @@ def _sites(flow: MaskedWeights, module: str, size: int) -> dict[int, float]:
     """Steps of the module that multiply or divide by a power of the size, or use it as the default scale; the exponents."""
     found: dict[int, float] = {}
     for i, step in enumerate(flow.trace.steps):
-        operator = lookup(step.func)
+        operator = step.operator
         attention = isinstance(operator.values, Attention)
         if step.module != module or not (attention or operator.factor in ("product", "quotient")):
             continue
@@ -369,6 +369,6 @@ def _carries(e: Expr, atom: Atom) -> Tensor:
 def _checkpoint(flow: MaskedWeights, i: int) -> int:
     """The softmax or attention that the whole output of step i goes through, or the step itself."""
     for j in (i, *_chain(flow, flow.trace.steps[i].outs[0], 40)):
-        if lookup(flow.trace.steps[j].func).over == "softmax":
+        if flow.trace.steps[j].operator.over == "softmax":
             return j
     return i

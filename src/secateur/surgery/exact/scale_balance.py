@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...ops import Attention, Contraction, lookup
+from ...ops import Attention, Contraction
 from ...trace import Step
 from .values import once, operands, run_step
 from .weights import MaskedWeights
@@ -63,7 +63,7 @@ def balanced(flow: MaskedWeights, scales: Sequence[Scaled], shares: Mapping[int,
 
 def _after(flow: MaskedWeights, step: Step, powers: Mapping[int, Tensor], share: float | None) -> list[Tensor]:
     """The powers of the factor in the outputs of a step."""
-    operator = lookup(step.func)
+    operator = step.operator
     shapes = [[e.size for e in flow.trace.axes[n]] for n in step.outs]
 
     def power(number: int) -> Tensor:

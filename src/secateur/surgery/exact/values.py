@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ...axes import Atom
-from ...ops import arguments_of, lookup
 from ...trace import Ref, Step
 
 
@@ -58,15 +57,9 @@ def aliases(func: Any) -> tuple[bool, bool]:
     return writes and torch.Tag.inplace_view not in func.tags, shares
 
 
-def arguments(step: Step) -> dict[str, Any]:
-    """The arguments of a step by name, with defaults."""
-    defaults = arguments_of(step.func)
-    return {**defaults, **dict(zip(defaults, step.args)), **step.kwargs}
-
-
 def operands(step: Step, *names: str | None) -> list[int | None]:
     """The numbers of the tensors that a step is given as these arguments; None where an argument is no tensor."""
-    given = arguments(step)
+    given = step.arguments
     return [value.number if name and isinstance(value := given.get(name), Ref) else None for name in names]
 
 
@@ -77,17 +70,17 @@ def base_name(step: Step) -> str:
 
 def is_random(step: Step) -> bool:
     """True if the output is drawn at random or uninitialised; False for random operators called with training=False."""
-    if lookup(step.func).undefined:
+    if step.operator.undefined:
         return True
     if torch.Tag.nondeterministic_seeded not in step.func.tags:
         return False
-    given = arguments(step)
+    given = step.arguments
     return given.get("training", given.get("train")) is not False and given.get("dropout_p", 1.0) != 0.0
 
 
 def read_inputs(step: Step) -> tuple[int, ...]:
     """The numbers of the tensors that a step reads: all but noise that it ignores."""
-    noise = operands(step, lookup(step.func).noise)[0]
+    noise = operands(step, step.operator.noise)[0]
     return step.inputs if noise is None or is_random(step) else tuple(n for n in step.inputs if n != noise)
 
 
@@ -101,7 +94,7 @@ def run_step(step: Step, stand: Mapping[int, Tensor]) -> Any:
 
     Views run as `reshape`, since stand-ins have other strides, and operators that pass their input on do not run at all.
     """
-    operator, writes = lookup(step.func), aliases(step.func)[0]
+    operator, writes = step.operator, aliases(step.func)[0]
 
     def value(v: Any) -> Any:
         if isinstance(v, Ref):
@@ -118,7 +111,7 @@ def run_step(step: Step, stand: Mapping[int, Tensor]) -> Any:
     kwargs = {k: value(v) for k, v in step.kwargs.items() if k not in ("dtype", "device", "layout", "pin_memory")}
     if writes and isinstance(args[0], Tensor):
         if operator.values == "elementwise":
-            args[0] = args[0].expand(torch.broadcast_shapes(*(a.shape for a in args if isinstance(a, Tensor))))
+            args[0] = torch.broadcast_tensors(*(a for a in args if isinstance(a, Tensor)))[0]
         args[0] = args[0].clone()
     return step.func(*args, **kwargs)
 
@@ -175,8 +168,6 @@ def wide(t: Tensor) -> Tensor:
 def alternating(shape: Sequence[int], seed: int) -> Tensor:
     """Random numbers of at least 0.5 in size whose sign alternates along every dim, to stand for values that vary."""
     made = torch.rand(tuple(shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.5
-    for d, size in enumerate(shape):
-        sign = torch.ones(size, dtype=torch.float64)
-        sign[1::2] = -1
-        made = made * sign.reshape([-1 if k == d else 1 for k in range(len(shape))])
+    for d in range(len(shape)):
+        made[(slice(None),) * d + (slice(1, None, 2),)].neg_()
     return made

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...axes import Atom, Expr, keep_mask
+from ...axes import Atom, Expr, keep_mask, norm
 from ...trace import Ref, Trace
 from ..cut import Keep
 from .values import aliases, is_random
@@ -171,6 +171,7 @@ class MaskedWeights:
 
     def removed_indices(self, e: Expr, atom: Atom) -> Tensor:
         """The indices of an atom's removed units in an axis."""
+        e = norm(e)
         if (e, atom) not in self._removed:
             self._removed[e, atom] = (~keep_mask(e, {atom: self.keep[atom]})).nonzero()[:, 0]
         return self._removed[e, atom]

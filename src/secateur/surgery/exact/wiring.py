@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ...axes import Atom, Cat, Expr, Group, atoms, norm
-from ...ops import Attention, Contraction, Convolution, lookup
+from ...ops import Attention, Contraction, Convolution
 from ...trace import Step, Trace
-from .values import arguments, operands
+from .values import operands
 from .weights import Keep
 
 
@@ -84,7 +84,7 @@ class Wiring:
         read a padded tensor, or that are transposed."""
         found, padded = frozenset[str](), set[int]()
         for step in self.trace.steps:
-            values, given = lookup(step.func).values, arguments(step)
+            values, given = step.operator.values, step.arguments
             if isinstance(values, Convolution):
                 data, weight = operands(step, values.left, values.right)
                 kernel = self.trace.axes[weight][2:] if weight is not None else ()
@@ -98,14 +98,14 @@ class Wiring:
     def _pads(self, step: Step) -> bool:
         """Whether a step gives a constant another value at the border: padding of dims after the first two, or an average that
         counts its padding."""
-        given = arguments(step)
+        given = step.arguments
         if step.name in _AVERAGES:
             return given["count_include_pad"] and any(given["padding"])
         return step.name in _PADS and any(given["pad"][: 2 * (len(self.trace.axes[step.inputs[0]]) - 2)])
 
     def _factors(self, step: Step) -> tuple[int, int] | None:
         """The two operands of a product of activations; None for any other step."""
-        values = lookup(step.func).values
+        values = step.operator.values
         if not isinstance(values, Contraction | Attention):
             return None
         left, right = operands(step, values.left, values.right)
@@ -155,7 +155,7 @@ class Wiring:
             return True
         data = [n for n in inputs if n not in self.roots]
         if self._factors(step) is not None:  # the units of the result are those of the second factor, or of the values
-            values = lookup(step.func).values
+            values = step.operator.values
             (last,) = operands(step, values.value if isinstance(values, Attention) else values.right)  # type: ignore[union-attr]
             return [last] if last is not None and self.carries(last, atom) else False
         bearers = [n for n in data if self.carries(n, atom)]
@@ -164,7 +164,7 @@ class Wiring:
 
 def reduced(trace: Trace, step: Step) -> list[Expr]:
     """The axes that a sum, a mean or a norm runs over."""
-    axes, dims = trace.axes[step.inputs[0]], arguments(step).get("dim")
+    axes, dims = trace.axes[step.inputs[0]], step.arguments.get("dim")
     return [axes[d] for d in ([dims] if isinstance(dims, int) else dims or range(len(axes)))]
 
 
