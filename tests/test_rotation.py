@@ -79,6 +79,17 @@ def test_a_tied_output_layer_flattens_the_last_norm_and_says_by_how_much():
     torch.testing.assert_close(model(**data[0]).logits, flat(**data[0]).logits, atol=1e-5, rtol=1e-4)
 
 
+def test_a_tied_output_layer_whose_norm_cannot_be_flattened_is_refused_and_the_model_is_unchanged():
+    """The weight of the last norm has both signs, as that of SmolLM2-135M: no number stands for it."""
+    model, data = decoder(tied=True), batches()
+    with torch.no_grad():
+        model.model.norm.weight[::2] *= -1
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"tied to the embedding reads the output of the norm of model\.norm\.weight"):
+        rotate_(model, data=data)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
 def test_norms_that_subtract_the_mean_are_refused_and_the_model_is_unchanged():
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=40, tie_word_embeddings=False)

@@ -32,6 +32,7 @@ from .targeting import Target
 from .trace import Trace, main_outputs, trace
 
 _SAME = 1e-3  # the largest relative change of the output that rounding in float32 explains
+_FLAT = 0.5  # the largest one for which a number may replace the weights of a norm: stories15M has 0.19, and loses 2 %
 
 
 @dataclass
@@ -92,7 +93,8 @@ def rotate_(model: nn.Module, *, data: Iterable[Any] | None = None, loss: Loss |
     and the model computes the same function, except where an output layer is tied to the embedding: then one number replaces
     the weights of the last norm, and the result says how much that changes the output.
 
-    Raises ValueError, with the model unchanged, where no stream can be turned.
+    Raises ValueError, with the model unchanged, where no stream can be turned, or where that number would change the output by
+    more than half of its norm.
     """
     model = as_module(model)
     check_evidence(frozenset({"curvature"}), data, loss, of="rotate_")
@@ -113,6 +115,13 @@ def rotate_(model: nn.Module, *, data: Iterable[Any] | None = None, loss: Loss |
         moved = _difference(flat, before)
         if not flattened:
             _check(model, moved, rounding, "its norms do not multiply by their weights")
+        elif moved > _FLAT:
+            raise ValueError(
+                f"the stream of {type(model).__name__} cannot be turned: a layer tied to the embedding reads the output of the "
+                f"norm of {flattened[0]}, so that one number would have to replace its weight, and this changes the output by "
+                f"{moved:.2g} of its norm. Use shrink without rotate_, or give that layer a weight of its own first. The model "
+                "is unchanged."
+            )
         importance, basis = _basis(pairs)
         _turn(tensors, stream, basis)
         why = "its norms may subtract the mean (LayerNorm), or something else reads single channels"
