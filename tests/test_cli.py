@@ -212,6 +212,18 @@ def test_inspect_of_a_compressed_model_names_its_layers(here):
     assert found["others"]["4.bias"] == "its layer is compressed; sc.decompress_ makes it dense again"
 
 
+def test_inspect_counts_tied_weights_once(here):
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16, bias=False)
+            self.head.weight = self.embed.weight
+
+    sc.save(Tied(), "tied")
+    found = answer("inspect tied")
+    assert (found["parameters"], found["bytes"]) == (16 * 8, 16 * 8 * 4)
+
+
 def test_inspect_measures_time_on_inputs(here):
     assert answer("inspect cli_nets:net --bench --inputs 1x3x8x8")["time"]["median"] > 0
     assert "--inputs" in run("inspect cli_nets:net --bench", code=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,11 +19,22 @@ def read_call(text: str, known: Mapping[str, Callable[..., Any]]) -> Any:
         raise ValueError(f"{text!r} is not of the form name(argument, name=argument)") from None
 
 
+def _check_arguments(name: str, function: Callable[..., Any], given: list[Any], named: dict[str, Any]) -> None:
+    """Raises TypeError, with the names that the function takes, unless it takes these arguments."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*given, **named)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}; it takes {', '.join(signature.parameters) or 'no arguments'}") from None
+
+
 def _value(node: ast.expr, known: Mapping[str, Callable[..., Any]]) -> Any:
     match node:
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in known:
             named = {keyword.arg: _value(keyword.value, known) for keyword in keywords if keyword.arg}
-            return known[name](*(_value(arg, known) for arg in args), **named)
+            given = [_value(arg, known) for arg in args]
+            _check_arguments(name, known[name], given, named)
+            return known[name](*given, **named)
         case ast.Constant(value=None | bool() | int() | float() | str() as value):
             return value
         case ast.Tuple(elts=parts) | ast.List(elts=parts):

@@ -124,3 +124,8 @@ def test_grids_that_no_format_stores_are_refused(make):
     ):
         with pytest.raises(ValueError, match=says):
             make(**wrong)
+
+
+def test_a_text_with_an_unknown_argument_is_answered_with_those_that_there_are():
+    with pytest.raises(TypeError, match=r"^flow: .*'reorderr'; it takes values, group, reorder$"):
+        as_method("flow(reorderr=False)")

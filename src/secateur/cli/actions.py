@@ -57,8 +57,13 @@ def inspect(model: str, checkpoint: str | None, bench: bool, every: bool, **opti
 
 
 def _owned(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters, or the tensors of a mapping."""
-    return dict(model.named_parameters() if isinstance(model, nn.Module) else model)
+    """Parameters, or the tensors of a mapping; one that has several names under the first of them."""
+    if isinstance(model, nn.Module):
+        return dict(model.named_parameters())
+    first: dict[Any, str] = {}
+    for name, tensor in model.items():
+        first.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name, name)
+    return {name: model[name] for name in first.values()}
 
 
 def _compressed(model: Any) -> dict[str, execute.Compressed]:

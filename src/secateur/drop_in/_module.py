@@ -52,8 +52,11 @@ def parameter_to_prune(module: nn.Module, name: str, old: BasePruningMethod | No
 
 def _not_a_parameter(module: nn.Module, name: str, where: str) -> Exception:
     if not hasattr(module, name):
-        near = difflib.get_close_matches(str(name), list(module._parameters)) or list(module._parameters)
-        return AttributeError(f"{kind(module)} has no {name!r}; its own parameters are {', '.join(near) or 'none'}")
+        near = difflib.get_close_matches(str(name), list(module._parameters), n=1)
+        hint = f". Did you mean {near[0]!r}?" if near else ""
+        return AttributeError(
+            f"{kind(module)} has no {name!r}; its own parameters are {', '.join(module._parameters) or 'none'}{hint}"
+        )
     if name in module._parameters:
         return TypeError(f"{where} is None, so there is nothing to prune")
     if parametrize.is_parametrized(module, name):

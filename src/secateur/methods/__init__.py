@@ -65,7 +65,7 @@ def as_method(given: Method | str | Any | None) -> Method:
     calls = ("rank()", "topk()", "sparsegpt()", "admm()", "drop_and_grow(grow, swap)")
     known = ", ".join(f"sc.methods.{call}" for call in calls)
     raise (ValueError if isinstance(given, str) else TypeError)(
-        f"method={shown} is not a method; use {known} or 'flow'.{_method_hint(given)}"
+        f"method={shown} is not a method; use {known}, 'flow' or 'loss'.{_method_hint(given)}"
     )
 
 
