@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -90,7 +91,8 @@ def test_layer_on_which_every_format_loses_stays_dense():
     assert result.compressed == []
     assert type(only["a"]) is type(only["b"]) is nn.Linear
     for row in result.rows:
-        assert row.reason.startswith("dense is faster here")
+        slower = row.sparse_seconds >= row.dense_seconds
+        assert row.reason.startswith("dense is faster here" if slower else "no format is 5% faster here")
         assert row.after == row.before
         assert row.sparse_seconds > choose.MARGIN * row.dense_seconds
     assert all(torch.equal(value, before[name]) for name, value in only.state_dict().items())
@@ -105,7 +107,7 @@ def test_layer_on_which_every_kernel_loses_stays_dense():
     before = copy.deepcopy(model)
     result = compress_(model, torch.randn(8, 32))
     for row, layer in zip(result.rows, model):
-        assert row.reason.startswith("dense is faster here (tiled 1")
+        assert re.match(r"(dense is|no format is 5%) faster here \(tiled 1", row.reason)
         assert row.sparse_seconds > choose.MARGIN * row.dense_seconds
         assert type(layer) is nn.Linear
     assert same_bits(model, before)

@@ -282,7 +282,8 @@ def _measure(
     if form.values is not None:
         row = replace(row, error=_error(layer, candidates[best], seen))
     if fast and times[best] > MARGIN * dense:
-        return FormatChoice(row.left("dense is faster here"))
+        why = "dense is faster here" if times[best] >= dense else f"no format is {1 - MARGIN:.0%} faster here"
+        return FormatChoice(row.left(why))
     if not fast and sizes[best] > MARGIN * row.before:
         return FormatChoice(row.left("dense is smaller here"))
     return FormatChoice(row, form, options)
