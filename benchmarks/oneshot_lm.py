@@ -54,6 +54,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "Wanda + refit": {"criterion": sc.wanda, "scope": "row", "method": sc.methods.topk()},
     "ADMM": {"method": "admm"},
     "flow": {"method": "flow"},
+    "flow, old order": {"method": "flow(reorder=False)"},
     "loss": {"method": "loss"},
     "loss + distill_": {"method": "loss", "distill": True},
 }

@@ -21,7 +21,7 @@ from .blocks import repeated_blocks
 from .evidence import TensorEvidence
 from .io import JOURNAL, Entry, Folder, Journal, Tensors, as_bytes, rename, replacing, write_index, write_tensors
 from .measuring import ChannelOrders
-from .methods import LayerProblem, Method, OnDevice, Solution, as_mapping, from_mapping, solve_all
+from .methods import LayerProblem, Method, OnDevice, Solution, as_mapping, from_mapping, solve_all, solve_checked
 from .owners import scores_of
 from .settings import Settings
 from .stream import Feed
@@ -87,7 +87,7 @@ def _solver(settings: Settings, orders: ChannelOrders | None) -> Callable[[Targe
         (amount,) = settings.amounts({target.name: scores}, 0, None, Comm()).values()
         if orders is not None:
             return orders.solve(problem, amount, None)
-        return settings.method.solve(problem, settings.pattern, amount, None)
+        return solve_checked(settings.method, problem, settings.pattern, amount, None)
 
     return solve
 

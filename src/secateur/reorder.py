@@ -99,8 +99,8 @@ def reorder_(
 
     Call it before pruning with that pattern. A channel's importance is the square of its weights times the mean square of its
     inputs on `data=`; with `curvature="diag"`, times the effect of each output on the loss (backward passes). Channels are
-    moved where exactly one layer reads them, so the residual stream of a transformer keeps its order. The model is run before
-    and after, and orders that change its output are taken back.
+    moved where exactly one layer reads them, so the residual stream of a transformer keeps its order. The model is run on
+    the first batch with its channels shuffled, and those that change its output stay where they are.
 
     The result prints as a table, and `result.undo_(model)` restores the old order.
     """

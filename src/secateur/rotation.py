@@ -32,7 +32,7 @@ from .targeting import Target
 from .trace import Trace, main_outputs, trace
 
 _SAME = 1e-3  # the largest relative change of the output that rounding in float32 explains
-_FLAT = 0.5  # the largest one for which a number may replace the weights of a norm: stories15M has 0.19, and loses 2 %
+_FLAT = 0.5  # the largest one at which one number may replace the weights of a norm
 
 
 @dataclass
