@@ -62,6 +62,9 @@ def test_rough_products_have_the_precision_of_bfloat16_at_least(
         size = a.double().abs() @ b.double().abs()
         share = 3 * 2.0**-8 if able else sizes[1] * torch.finfo(torch.float32).eps
         assert bool(((found.double() - wanted).abs() <= share * size).all())
+        if a.ndim == b.ndim == 2:
+            bias = torch.randn(b.shape[1])
+            torch.testing.assert_close(rough_matmul(a, b, bias), found + bias, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("able", [False, True], ids=["float32", "bfloat16"])

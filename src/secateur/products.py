@@ -132,15 +132,17 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return found if a.ndim == 2 and b.ndim == 2 else found[None]
 
 
-def rough_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b with factors rounded to bfloat16 on CPUs that multiply such numbers faster; elsewhere `matmul(a, b)`.
+def rough_matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a @ b (+ bias) with factors rounded to bfloat16 on CPUs that multiply such numbers faster; elsewhere `matmul`.
 
-    For products that may have a relative error of 0.4 %: small corrections, and steps of a search.
+    For products that may have a relative error of 0.4 %: small corrections, steps of a search, and runs of the dense model.
     """
     one, other = (t[0] if t.ndim == 3 and t.shape[0] == 1 else t for t in (a, b))
     if one.ndim != 2 or other.ndim != 2 or not _rounds(one, other) or one.numel() * other.shape[1] < _FEW:
-        return matmul(a, b)
+        return matmul(a, b, bias)
     found = torch.ops.aten.mm(one.bfloat16(), other.bfloat16()).float()
+    if bias is not None:
+        found += bias
     return found if a.ndim == 2 and b.ndim == 2 else found[None]
 
 

@@ -295,7 +295,8 @@ class _Block:
         self.walk.ranks.comm.check_same(f"{self.name}: {[dict(stage.leaders) for stage in stages]}")
         device = self.walk.residence.device
         self.pruned = Parts(self.module, self.calls, tapes, device)
-        self.dense = None if self.dense_calls is None else Parts(self.module, self.dense_calls, tapes, device)
+        # Of the dense model, only the difference from the pruned one counts, which is large against rounding.
+        self.dense = None if self.dense_calls is None else Parts(self.module, self.dense_calls, tapes, device, rough=True)
         for number, stage in enumerate(stages):
             table = self._collect(number, stage, [own[number] for own in windows], by_name)
             yield [by_name[name] for name in stage.names], table

@@ -17,7 +17,7 @@ from .runs import Again, Call, Enough, Run, State, Tape
 class Parts:
     """The calls of a module and the tape of each, or None. `run` is the run that is going on.
 
-    With a `device`, calls are run there and lie on the host between runs.
+    With a `device`, calls are run there and lie on the host between runs. `rough` lets products be rounded.
     """
 
     def __init__(
@@ -26,8 +26,9 @@ class Parts:
         calls: Sequence[Call],
         tapes: Sequence[Tape | None],
         device: torch.device | None = None,
+        rough: bool = False,
     ) -> None:
-        self.module, self.device = module, device
+        self.module, self.device, self.rough = module, device, rough
         self.states = [State(*call, tape) for call, tape in zip(calls, tapes, strict=True)]
         self.run: Run | None = None
 
@@ -40,7 +41,7 @@ class Parts:
         for _ in range(3):  # it may have to begin again without what was saved, and then with copies of its arguments
             if state.tape is None:
                 break
-            self.run = run = Run(state, save_at, self.device)
+            self.run = run = Run(state, save_at, self.device, self.rough)
             args, kwargs = run.arguments()
             try:
                 with on_batch(self.module, args, kwargs), run:

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._arguments import fresh, replaced, tensors_of
-from ..products import matmul
+from ..products import matmul, rough_matmul
 
 _SMALL = 1 << 18  # integer tensors up to so many bytes are always kept: Python code may read them (`tolist` is no operator)
 _LARGE = 3  # on a device, up to so many times the size of the largest argument are kept
@@ -117,13 +117,16 @@ class Run(TorchDispatchMode):
 
     `save_at`: the operator before which `save` will be called, so that the memory needed then is held until then. With a
     `device`, the run is on that device, and what lies between runs is on the host; what is much larger than the arguments is
-    not kept then, but computed again.
+    not kept then, but computed again. `rough` lets products be rounded (see `rough_matmul`).
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, state: State, save_at: int | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self, state: State, save_at: int | None = None, device: torch.device | None = None, rough: bool = False
+    ) -> None:
         super().__init__()
+        self._products = _ROUGH if rough else _PRODUCTS
         self.state, self.tape, self.device = state, state.tape, device
         self.same, self.count = state.tape is not None, 0
         self.save_at = float("inf") if save_at is None else save_at
@@ -216,7 +219,7 @@ class Run(TorchDispatchMode):
             raise Again
         if writes(func):
             self._protect(keys)
-        output = _PRODUCTS.get(func, func)(*args, **kwargs)
+        output = (self._products.get(func) or func)(*args, **kwargs)
         if func in _PICKS:
             self._pick(args)
         self._follow(index, func, kwargs, inputs, keys, output)
@@ -328,12 +331,16 @@ class Run(TorchDispatchMode):
                         memory[number] = known.clone()
 
 
-_PRODUCTS = {
-    torch.ops.aten.mm.default: matmul,
-    torch.ops.aten.addmm.default: lambda bias, a, b, **kwargs: (
-        torch.ops.aten.addmm(bias, a, b, **kwargs) if kwargs else matmul(a, b, bias)
-    ),
-}
+def _products(product: Callable[..., Tensor]) -> dict[Any, Callable[..., Tensor]]:
+    """Operators that are replaced by a product of ours."""
+    addmm = torch.ops.aten.addmm
+    return {
+        torch.ops.aten.mm.default: product,
+        addmm.default: lambda bias, a, b, **kwargs: addmm(bias, a, b, **kwargs) if kwargs else product(a, b, bias),
+    }
+
+
+_PRODUCTS, _ROUGH = _products(matmul), _products(rough_matmul)
 _PICKS = (torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default)
 
 
