@@ -65,6 +65,14 @@ def moved(value: Any, device: torch.device | None) -> Any:
     return replaced(value, {i: here[id(tensor)] for i, tensor in enumerate(tensors_of(value))}, [0])
 
 
+def first_row(value: Any) -> Any:
+    """The same tree with the first row of each tensor alone; the tree itself where its tensors differ in the number of rows."""
+    tensors = tensors_of(value)
+    if len({tensor.shape[:1] for tensor in tensors}) != 1 or not tensors[0].ndim:
+        return value
+    return replaced(value, {i: tensor[:1] for i, tensor in enumerate(tensors)}, [0])
+
+
 def is_tree(value: Any) -> bool:
     """True if a tree holds only tensors, numbers and text, so that `tensors_of` finds all its tensors."""
     if isinstance(value, tuple | list | dict):

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib
 import itertools
 import math
 import weakref
@@ -699,6 +700,31 @@ def test_a_block_that_cannot_be_traced_keeps_its_order_and_the_plan_says_so():
     assert "DataParallel" in plan.notes["channels of blocks.0"]
     assert "keep their order" in str(plan)
     assert plan.metrics()["sparsity"] == 0.5
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_one_row_of_a_batch_shows_which_blocks_are_closed_unless_the_model_needs_more(least, monkeypatch):
+    model, data = decoder()
+    rows = []
+
+    def see(module, args):
+        rows.append(args[0].shape[0])
+        if args[0].shape[0] < least:
+            raise ValueError(f"batches have at least {least} rows")
+
+    found = importlib.import_module("secateur.methods.walk").not_closed
+
+    def watched(*args):
+        with_hook = model.register_forward_pre_hook(see)
+        try:
+            return found(*args)
+        finally:
+            with_hook.remove()
+
+    monkeypatch.setattr("secateur.methods.walk.not_closed", watched)
+    plan = sc.plan(model, method="flow", pattern="2:4", data=data, exclude="head")
+    assert rows == ([1] if least == 1 else [1, min(len(x) for x in data)])
+    assert [order.reader for order in plan.order.orders] == ["blocks.0.down.weight", "blocks.1.down.weight"]
 
 
 def test_weights_that_two_blocks_share_keep_their_order():

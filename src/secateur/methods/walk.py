@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import copied, moved, same, signature, tensors_of
+from .._arguments import copied, first_row, moved, same, signature, tensors_of
 from .._dist import DataRanks, data_ranks_of, run_of, together
 from .._tree import Loose
 from ..blocks import repeated_blocks
@@ -201,8 +201,11 @@ class _Walk:
         if not inner or self.enter is None or self.residence.device is not None:
             return set(inner) or {""}
         with self.alike():
-            args, kwargs, _ = split_batch(min(self.batches, key=lambda batch: _size(split_batch(batch)[:2])))
-            found = not_closed(self.model, inner, (args, kwargs))
+            call = min((split_batch(batch)[:2] for batch in self.batches), key=_size)
+            try:
+                found = not_closed(self.model, inner, first_row(call))
+            except Exception:  # it takes batches of other sizes
+                found = not_closed(self.model, inner, call)
         for name, times in zip(inner, self.ranks.comm.sum(*(name in found for name in inner)), strict=True):
             if times:
                 found.add(name)
