@@ -28,7 +28,7 @@ def kept_score(scores: Tensor, order: Tensor, n: int, m: int) -> float:
     return float(pools.topk(n, -1, sorted=False).values.sum(dtype=torch.float64))
 
 
-def best_order(scores: Tensor, n: int, m: int, rounds: int = _ROUNDS) -> Tensor:
+def best_order(scores: Tensor, n: int, m: int) -> Tensor:
     """An order of the columns in which the best n of every m neighbours have a high score in all.
 
     Columns are dealt out by rank first. Then one place of all pools at a time is filled anew: the columns that sit there are
@@ -40,7 +40,7 @@ def best_order(scores: Tensor, n: int, m: int, rounds: int = _ROUNDS) -> Tensor:
     seats = scores.sum(0).argsort(descending=True, stable=True).view(m, count).T.clone()
     least = len(scores) * count * count // _MOST_ROWS + 1
     seen = scores[::least]
-    for place in list(range(m)) * rounds:
+    for place in list(range(m)) * _ROUNDS:
         rest = seats[:, [other for other in range(m) if other != place]]
         beaten = seen[:, rest].topk(n, -1).values[..., -1]
         who = seats[:, place]

@@ -29,9 +29,6 @@ class Followed:
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self._handles)
 
-    def __len__(self) -> int:
-        return len(self._handles)
-
     def add(self, optimizer: Optimizer, hook: Callable[..., None]) -> None:
         self._handles[optimizer] = optimizer.register_step_post_hook(hook)
 

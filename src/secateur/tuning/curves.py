@@ -296,8 +296,6 @@ def _checked_levels(levels: Sequence[float]) -> tuple[float, ...]:
 class _Zeroed:
     """The model with the weights of one group set to zero. One plan for each level serves all groups."""
 
-    removed = False
-
     def __init__(
         self,
         model: nn.Module,
@@ -370,8 +368,6 @@ def _label(names: Sequence[str]) -> str:
 
 class _Removed:
     """The model without a part of the units of one group."""
-
-    removed = True
 
     def __init__(
         self,
