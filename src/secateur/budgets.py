@@ -126,12 +126,10 @@ def least_error(
     def best(price: float) -> dict[str, float]:
         return {name: min(fine[name], key=lambda point: point[1] - price * sizes[name] * point[0])[0] for name in known}
 
-    def pruned(chosen: Mapping[str, float]) -> float:
-        return sum(share * sizes[name] for name, share in chosen.items())
-
-    low, high = _bracket(lambda price: pruned(best(price)) < asked)
+    low, high = _bracket(lambda price: _pruned(best(price), sizes) < asked)
     few, many = best(low), best(high)
-    part = (asked - pruned(few)) / max(pruned(many) - pruned(few), 1e-300) if pruned(many) > pruned(few) else 0.0
+    least, most = _pruned(few, sizes), _pruned(many, sizes)
+    part = (asked - least) / max(most - least, 1e-300) if most > least else 0.0
     part = min(max(part, 0.0), 1.0)
     return shares | _whole({name: few[name] + part * (many[name] - few[name]) for name in known}, sizes, asked)
 
@@ -155,11 +153,16 @@ def _finer(levels: Sequence[float], errors: Sequence[float]) -> list[tuple[float
 
 def _bracket(too_little: Callable[[float], bool]) -> tuple[float, float]:
     """Two prices next to each other: at the lower one too little is pruned, at the higher one enough."""
-    low, high = -200.0, 200.0  # as logarithms, because errors have any scale
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if too_little(math.exp(middle)) else (low, middle)
+    low, high = bisected(-200.0, 200.0, lambda power: too_little(math.exp(power)), 100)  # errors have any scale
     return math.exp(low), math.exp(high)
+
+
+def bisected(low: float, high: float, too_low: Callable[[float], bool], rounds: int = 60) -> tuple[float, float]:
+    """Halves the interval so many times; `too_low` is true at its lower end and false at its upper end."""
+    for _ in range(rounds):
+        middle = (low + high) / 2
+        low, high = (middle, high) if too_low(middle) else (low, middle)
+    return low, high
 
 
 def _whole(shares: Mapping[str, float], sizes: Mapping[str, int], asked: float) -> dict[str, float]:
@@ -202,27 +205,22 @@ def hold(
     def held(shift: float) -> dict[str, float]:
         return {name: max(pruned[name], share - shift) for name, share in shares.items()}
 
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        gone = sum(share * sizes[name] for name, share in held(middle).items())
-        low, high = (middle, high) if gone > asked else (low, middle)
-    return held(low)
+    return held(bisected(0.0, 1.0, lambda shift: _pruned(held(shift), sizes) > asked)[0])
 
 
 def cap(shares: Mapping[str, float], sizes: Mapping[str, int], most: float) -> dict[str, float]:
     """Sparsities of at most `most` with the same total: tensors that would lose more lose `most`, and the others more."""
-    asked = sum(share * sizes[name] for name, share in shares.items())
+    asked = _pruned(shares, sizes)
 
     def capped(shift: float) -> dict[str, float]:
         return {name: min(most, share + shift) for name, share in shares.items()}
 
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        gone = sum(share * sizes[name] for name, share in capped(middle).items())
-        low, high = (middle, high) if gone < asked else (low, middle)
-    return capped(high)
+    return capped(bisected(0.0, 1.0, lambda shift: _pruned(capped(shift), sizes) < asked)[1])
+
+
+def _pruned(shares: Mapping[str, float], sizes: Mapping[str, int]) -> float:
+    """The number of elements that these sparsities prune."""
+    return sum(share * sizes[name] for name, share in shares.items())
 
 
 def _outliers(scores: Scores, times: float) -> float:
@@ -243,7 +241,5 @@ def _at_least_dense(
     low, high = (-2.0, 2.0) if additive else (0.0, 1.0)
     while kept(high) < asked and high < 1e18:
         high *= 2
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if kept(middle) < asked else (low, middle)
+    _, high = bisected(low, high, lambda x: kept(x) < asked, 200)
     return {name: 1 - min(max(density(name, high), 0.0), 1.0) for name in sizes}

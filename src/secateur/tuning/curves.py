@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .._hints import hints
 from .._tree import nearest, nearest_glob
 from ..blocks import repeated_blocks
+from ..budgets import bisected
 from ..criteria import Criterion, magnitude
 from ..display import Table
 from ..masks import Masks
@@ -191,19 +192,15 @@ def _between(
     """The levels that reach what is asked: the price of a drop is found by bisection, and what costs nothing comes first."""
     free = at(0.0)
     if reached(free) > asked + 1e-12:
-        low, high = 0.0, 1.0
-        for _ in range(60):
-            part = (low + high) / 2
-            mixed = {group: start + part * (free[group] - start) for group, start in first.items()}
-            low, high = (part, high) if reached(mixed) < asked else (low, part)
-        return {group: start + low * (free[group] - start) for group, start in first.items()}
-    low, high = 0.0, 1e-12
+
+        def mixed(part: float) -> dict[str, float]:
+            return {group: start + part * (free[group] - start) for group, start in first.items()}
+
+        return mixed(bisected(0.0, 1.0, lambda part: reached(mixed(part)) < asked)[0])
+    high = 1e-12
     while reached(at(high)) < asked and high < 1e12:
         high *= 4
-    for _ in range(80):
-        price = (low + high) / 2
-        low, high = (price, high) if reached(at(price)) < asked else (low, price)
-    return at(low)
+    return at(bisected(0.0, high, lambda price: reached(at(price)) < asked, 80)[0])
 
 
 def _cell(value: float | None) -> str:
