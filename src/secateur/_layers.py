@@ -260,6 +260,6 @@ def right_sizes(module: nn.Module) -> list[tuple[str, Callable[[Any], Any]]]:
 
 @functools.lru_cache(1024)
 def _size_readers(*classes: type[nn.Module]) -> list[tuple[str, Callable[[Any], Any]]]:
-    """The size attributes of layers of a type: `type(layer)`, and what `layer.__class__` says."""
+    """The size attributes of layers of a type: `type(layer)` and `layer.__class__`, which may differ."""
     kinds = [kind for kind in SIZES if any(is_kind(cls, (kind,)) for cls in classes)]
     return [item for kind in kinds for item in SIZES[kind].items()]

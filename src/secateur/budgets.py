@@ -1,4 +1,4 @@
-"""Budgets: how one sparsity is spread over tensors. Every spread keeps the total at what was asked for."""
+"""Budgets: spreads divide one total sparsity among tensors. The total is always the requested one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def uniform(scores: Mapping[str, Scores], sparsity: float) -> dict[str, float]:
 
 
 def erk(scores: Mapping[str, Scores], sparsity: float) -> dict[str, float]:
-    """Makes large tensors sparser: density goes with the sum of a tensor's dimensions over their product.
+    """Makes large tensors sparser: the density is proportional to the sum of a tensor's dimensions over their product.
 
     This is the Erdős-Rényi-Kernel rule (Evci et al., 2020).
     """
@@ -114,7 +114,7 @@ def least_error(
     """The sparsity of each tensor that minimises the summed errors at the same total, to the last element.
 
     `curves` holds the errors of each tensor at `levels`; a tensor without one gets the sparsity asked for. One Lagrange
-    multiplier: each tensor takes the sparsity at which its error, less the price of what it prunes, is smallest.
+    multiplier: each tensor takes the sparsity that minimises its error minus the price of the pruned elements.
     """
     shares = dict.fromkeys(sizes, sparsity)
     known = [name for name in sizes if name in curves] if levels else []
@@ -199,7 +199,7 @@ def names_spread(text: str) -> bool:
 def hold(
     shares: Mapping[str, float], pruned: Mapping[str, float], sizes: Mapping[str, int], sparsity: float
 ) -> dict[str, float]:
-    """Sparsities that keep what is pruned already and still reach the total: other tensors lose less instead."""
+    """Raises sparsities to those already reached (`pruned`), and lowers the others so that the total stays the same."""
     asked = sparsity * sum(sizes.values())
 
     def held(shift: float) -> dict[str, float]:
@@ -209,7 +209,7 @@ def hold(
 
 
 def cap(shares: Mapping[str, float], sizes: Mapping[str, int], most: float) -> dict[str, float]:
-    """Sparsities of at most `most` with the same total: tensors that would lose more lose `most`, and the others more."""
+    """Limits sparsities to `most`, and raises the others so that the total stays the same."""
     asked = _pruned(shares, sizes)
 
     def capped(shift: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a pruner follows: optimizers, with a word to users whose optimizers and pruners conflict, and cuts of its model."""
+"""For `Pruner`: hooks on optimizers, warnings about conflicting optimizers and pruners, and updates after a cut."""
 
 from __future__ import annotations
 

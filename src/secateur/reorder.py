@@ -1,7 +1,7 @@
-"""`reorder_`: puts the channels inside a model into an order in which an n:m pattern costs less. The function stays the same.
+"""`reorder_`: permutes the channels inside a model so that an n:m pattern costs less. The model computes the same function.
 
-Which n of m neighbouring weights are kept depends on who the neighbours are. Channels that one layer produces and one layer
-reads can be permuted in both at no cost at run time (see `channel_groups`).
+An n:m pattern keeps n of m neighbouring weights, so the order of channels matters. Channels that one layer produces and one
+layer reads can be permuted in both at no cost at run time (see `channel_groups`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .targeting import Globs, globs_of, targets
 
 @dataclass
 class Reordering(Reported):
-    """What `reorder_` did to a model: an `Order` for each group, and the reason for each weight that was left alone."""
+    """The result of `reorder_`: an `Order` for each group, and the reason for each weight whose inputs were not permuted."""
 
     recipe: str
     orders: list[Order]
@@ -99,8 +99,8 @@ def reorder_(
 
     Call it before pruning with that pattern. A channel's importance is the square of its weights times the mean square of its
     inputs on `data=`; with `curvature="diag"`, times the effect of each output on the loss (backward passes). Channels are
-    moved where exactly one layer reads them, so the residual stream of a transformer keeps its order. The model is run on
-    the first batch with its channels shuffled, and those that change its output stay where they are.
+    moved where exactly one layer reads them, so the residual stream of a transformer keeps its order. The model is run on the
+    first batch with its channels shuffled, and channels that change its output are not moved.
 
     The result prints as a table, and `result.undo_(model)` restores the old order.
     """
@@ -120,7 +120,7 @@ def find_orders(
     curvature: str = "none",
     loss: Loss | None = None,
 ) -> Reordering:
-    """What `reorder_` with the same arguments does. The model is unchanged."""
+    """Returns the result of `reorder_` with the same arguments, without changing the model."""
     model, shape = as_module(model), neighbour_pattern(pattern)
     assert shape.keep
     check_evidence(frozenset({"inputs"}), data, loss, of="reorder_")

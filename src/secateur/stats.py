@@ -1,6 +1,7 @@
-"""Evidence: what a criterion knows about each tensor, collected in one pass over the data.
+"""Collects evidence about each tensor, such as gradients and input norms, in one pass over the data.
 
-Collecting restores the model's mode, gradients, buffers and hooks. Where evidence is missing, the error says what to pass.
+Collecting restores the model's mode, gradients, buffers and hooks. If evidence is missing, the error names the argument to
+pass.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def collect(
 
 
 def check_evidence(needs: frozenset[str], data: object, loss: object, of: str = "this criterion") -> None:
-    """Raises, and says what to pass, unless the evidence can be collected from this data and loss."""
+    """Raises an error that names the argument to pass, unless this data and loss provide the evidence."""
     if data is None:
         raise ValueError(f"{of} needs {_list(needs)}, so pass data= (an iterable of batches)")
     if isinstance(data, Tensor | Mapping | str):
@@ -202,7 +203,7 @@ def _one_pass(
     unread: bool,
     ranks: DataRanks,
 ) -> None:
-    """Runs the model on all batches, and adds up what the processes found. The layouts are those of whole tensors."""
+    """Runs the model on all batches, and sums the results over processes. The layouts are those of whole tensors."""
     gradients = needs & {"grad", "grad_square"}
     batches, listening = 0, Event()
     own = Comm() if ranks.steps_together else ranks.comm  # FSDP2 sends and receives in every run

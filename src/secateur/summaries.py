@@ -1,4 +1,4 @@
-"""`summary`: what a model looks like now, layer by layer: zeros, their pattern, compressed formats, and what was done to it."""
+"""`summary`: lists the zeros of each layer, their pattern, compressed formats, and the calls that changed the model."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Summary:
 
 @torch.no_grad()
 def summary(model: Prunable) -> Summary:
-    """Says what a model is like: for each weight its zeros, their pattern, and its format if the layer is compressed.
+    """Describes a model: for each weight its zeros, their pattern, and its format if the layer is compressed.
 
     Patterns have the names that `pattern=` takes: n:m, blocks such as "16x1", "out" and "in" (whole rows and columns of the
     weight), "unstructured"; also "k per row", "all zero", and "dense" for a weight without zeros or with at most 1 % of them.
