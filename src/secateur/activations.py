@@ -28,7 +28,7 @@ from .display import Reported, Table
 from .edit import Arguments, Step, forget_, forget_all_, record_
 from .methods import METHODS, Gate, Measured, Probe, Seen, greedy_sparsities, mean, ratio, squares
 from .progress import track
-from .stats import as_it_was, check_evidence, on_batch, split_batch, warn_of_unused_input
+from .stats import NO_BATCH, as_it_was, check_evidence, on_batch, split_batch, warn_of_unused_input
 from .targeting import Globs, globs_of
 
 SPREADS = ("uniform", "greedy")
@@ -372,7 +372,7 @@ def _calibrated(
             for handle in handles:
                 handle.remove()
         if not batches:
-            raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
+            raise ValueError(NO_BATCH)
         if not named:  # some layers are read and never called, as nn.MultiheadAttention does with its projection
             gates = {name: gate for name, gate in gates.items() if seen[name].elements} or gates
         made = {name: seen[name].gate(gate, sparsity) for name, gate in gates.items()}

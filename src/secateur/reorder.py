@@ -22,7 +22,7 @@ from .display import Reported, Table, notes_by_reason
 from .edit import UNKNOWN, Arguments, forget_, record_
 from .patterns import Pattern
 from .progress import track
-from .stats import Loss, check_evidence, split_batch
+from .stats import Loss, batches_of, check_evidence, split_batch
 from .targeting import Globs, globs_of, targets
 
 
@@ -125,9 +125,7 @@ def find_orders(
     assert shape.keep
     check_evidence(frozenset({"inputs"}), data, loss, of="reorder_")
     found, _ = targets(model, include=include, exclude=exclude)
-    batches = list(data or ())
-    if not batches:
-        raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
+    batches = batches_of(data)
     inputs = split_batch(batches[0])[:2]
     measured = measure(model, found, batches, kind="diag" if curvature == "fisher" else curvature, gram="diag", loss=loss)
     by_name = {target.name: target for target in found}

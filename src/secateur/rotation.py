@@ -27,7 +27,7 @@ from .curvature import Curvature, curvature
 from .display import Reported, Table
 from .edit import Inputs, all_or_nothing, owned_tensors, put_, record_, run, tensors_inside
 from .reads import listen
-from .stats import Loss, check_evidence, split_batch
+from .stats import Loss, batches_of, check_evidence, split_batch
 from .targeting import Target
 from .trace import Trace, main_outputs, trace
 
@@ -98,9 +98,7 @@ def rotate_(model: nn.Module, *, data: Iterable[Any] | None = None, loss: Loss |
     """
     model = as_module(model)
     check_evidence(frozenset({"curvature"}), data, loss, of="rotate_")
-    batches = list(data or ())
-    if not batches:
-        raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
+    batches = batches_of(data)
     inputs = split_batch(batches[0])[:2]
     stream = _stream(trace(model, *inputs))
     targets = {t.name: t for t in (Target(s, layout_of(s.module, tuple(s.tensor.shape), s.attribute)) for s in slots(model))}

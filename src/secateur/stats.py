@@ -29,6 +29,8 @@ from .progress import track
 from .reads import listen
 from .targeting import Target
 
+NO_BATCH = "data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)"
+
 
 def collect(
     model: nn.Module,
@@ -103,6 +105,13 @@ def _is_one_pair(data: Sequence[Any]) -> bool:
     if len(data) != 2 or not all(isinstance(each, Tensor) for each in data):
         return False
     return data[0].ndim != data[1].ndim or data[0].dtype != data[1].dtype
+
+
+def batches_of(data: Iterable[Any] | None) -> list[Any]:
+    """The batches as a list. Raises ValueError if there are none."""
+    if not (batches := list(data or ())):
+        raise ValueError(NO_BATCH)
+    return batches
 
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -230,7 +239,7 @@ def _one_pass(
                         add_gradient(Target(one.slot, _part(one)), gradient, gradients, table[one.name])
     (total,) = ranks.comm.sum(batches)
     if not total:
-        raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
+        raise ValueError(NO_BATCH)
     _add_up(targets, needs, table, ranks)
     for target in targets:
         _finish(target, needs, total, table[target.name], unread)
