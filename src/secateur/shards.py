@@ -132,7 +132,7 @@ def _layout_of_part(pattern: Pattern, layout: Layout, box: Box) -> Layout:
 
 
 def move(share: Share, part: Tensor, source: Sequence[Box], target: Sequence[Box]) -> Tensor:
-    """A part of a matrix that lies on the processes of a share as `source`, laid out as `target`. Masks travel as bits."""
+    """Moves a sharded matrix from layout `source` to `target`, and returns the new part. Masks are sent as bits."""
     mine, wanted = source[share.me], target[share.me]
     pieces = [_as_bytes(part[mine.meet(box).within(mine)]) for box in target]
     places = [wanted.meet(box) for box in source]
