@@ -24,7 +24,7 @@ from ._layers import features_axis, input_size
 from ._tree import bare_name, nearest, nearest_glob
 from .arguments import plain_arguments
 from .blocks import repeated_blocks
-from .display import Reported, Table
+from .display import Reported, Shown, Table
 from .edit import Arguments, Step, forget_, forget_all_, record_
 from .methods import METHODS, Gate, Measured, Probe, Seen, greedy_sparsities, mean, ratio, squares
 from .progress import track
@@ -84,17 +84,17 @@ def gate_(
     return Gates(model, made, skipped, call)._attach()
 
 
-@dataclass
-class Gates(Reported):
+@dataclass(repr=False)
+class Gates(Shown, Reported):
     """The gates of a model. `print` shows a table, `measured` runs them on data, `undo_` removes them.
 
     `skipped` maps the layers that got no gate to the reason.
     """
 
-    model: nn.Module = field(repr=False)
+    model: nn.Module
     gates: dict[str, Gate]
     skipped: dict[str, str] = field(default_factory=dict)
-    _call: tuple[Step, Arguments] | None = field(default=None, repr=False)  # in the record of the model
+    _call: tuple[Step, Arguments] | None = None  # in the record of the model
 
     @classmethod
     def of(cls, model: nn.Module) -> Gates:
@@ -220,14 +220,6 @@ class Gates(Reported):
             title=f"gates ({methods}) that zero {share(whole['sparsity'])} of the inputs, by weights",
             notes=[held, *(f"skipped: {name}, which {why}" for name, why in self.skipped.items())],
         )
-
-    def __str__(self) -> str:
-        return str(self._table())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table().html("notes")
 
 
 # --- finding layers, checking arguments -----------------------------------------------------------------------------

@@ -83,6 +83,24 @@ def notes_by_reason(title: str, reasons: Mapping[str, str | None]) -> list[str]:
     return notes
 
 
+class Shown:
+    """A result that prints as the table of `_table()`, in a notebook as HTML with its notes folded away."""
+
+    _folded = "notes"  # the title of the folded notes
+
+    def _table(self) -> Table:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return str(self._table())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return self._table().html(self._folded)
+
+
 # --- reports --------------------------------------------------------------------------------------------------------
 
 

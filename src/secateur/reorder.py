@@ -7,7 +7,7 @@ layer reads can be permuted in both at no cost at run time (see `channel_groups`
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,7 @@ from .arguments import plain_arguments
 from .channel_groups import Order, move_, permutable
 from .channel_order import weight_scores
 from .curvature import curvature as measure
-from .display import Reported, Table, notes_by_reason
+from .display import Reported, Shown, Table, notes_by_reason
 from .edit import UNKNOWN, Arguments, forget_, record_
 from .patterns import Pattern
 from .progress import track
@@ -26,14 +26,14 @@ from .stats import Loss, batches_of, check_evidence, split_batch
 from .targeting import Globs, globs_of, targets
 
 
-@dataclass
-class Reordering(Reported):
+@dataclass(repr=False)
+class Reordering(Shown, Reported):
     """The result of `reorder_`: an `Order` for each group, and the reason for each weight whose inputs were not permuted."""
 
     recipe: str
     orders: list[Order]
     skipped: dict[str, str]
-    arguments: Arguments = field(default=UNKNOWN, repr=False)  # for `Recipe`: of the call that made it
+    arguments: Arguments = UNKNOWN  # for `Recipe`: of the call that made it
 
     def apply_(self, model: nn.Module) -> Reordering:
         """Permutes the tensors of the model in place, all of them or none."""
@@ -74,11 +74,6 @@ class Reordering(Reported):
         return Table(
             header, rows, right=range(1, 5), title=f"reorder, {self.recipe}", notes=notes_by_reason("left alone", self.skipped)
         )
-
-    def __str__(self) -> str:
-        return str(self._table())
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return self._table().html(f"{len(self.skipped)} left alone", self.skipped.items())

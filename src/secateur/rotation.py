@@ -24,7 +24,7 @@ from ._layers import layout_of
 from ._tree import as_module, slots
 from .axes import Group, norm
 from .curvature import Curvature, curvature
-from .display import Reported, Table
+from .display import Reported, Shown, Table
 from .edit import Inputs, all_or_nothing, owned_tensors, put_, record_, run, tensors_inside
 from .reads import listen
 from .stats import Loss, batches_of, check_evidence, split_batch
@@ -35,8 +35,8 @@ _SAME = 1e-3  # the largest relative change of the output that rounding in float
 _FLAT = 0.5  # the largest one at which one number may replace the weights of a norm
 
 
-@dataclass
-class Rotation(Reported):
+@dataclass(repr=False)
+class Rotation(Shown, Reported):
     """The result of `rotate_`: a tensor that names the stream, the number of channels, and the norms whose weights were moved.
 
     `flattened` names the norms that are followed by a weight which also writes to the stream (an output layer tied to the
@@ -74,11 +74,6 @@ class Rotation(Reported):
         notes = [f"{', '.join(self.flattened)}: {why} {self.change:.2g}"] if self.flattened else []
         header = ("stream", "channels", "norms", "importance of the first half")
         return Table(header, rows, right=range(1, 4), title=self.recipe, notes=notes)
-
-    def __str__(self) -> str:
-        return str(self._table())
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return self._table().html(f"{len(self.flattened)} flattened")

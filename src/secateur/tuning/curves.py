@@ -20,7 +20,7 @@ from .._tree import nearest, nearest_glob
 from ..blocks import repeated_blocks
 from ..budgets import bisected
 from ..criteria import Criterion, magnitude
-from ..display import Table
+from ..display import Shown, Table
 from ..masks import Masks
 from ..patterns import Pattern
 from ..plans import Plan, plan
@@ -33,8 +33,8 @@ from .measuring import Evaluate, Journal, check_evaluate, fingerprint, loss_of, 
 AnyCriterion = Criterion | UnitCriterion | Callable[..., Tensor] | str
 
 
-@dataclass(frozen=True)
-class Sensitivity:
+@dataclass(frozen=True, repr=False)
+class Sensitivity(Shown):
     """The metric with one layer or group pruned at a time. `print` shows a table, the most sensitive group first.
 
     `dense`: the metric of the model as it is. `curves`: for each group, {sparsity: metric}. `members`: the tensors of each
@@ -156,14 +156,6 @@ class Sensitivity:
             right=range(1, len(levels) + 2),
             title=f"metric with one group at a time ({what}); {self.dense:.6g} before{others}; {self.better} is better",
         )
-
-    def __str__(self) -> str:
-        return str(self._table())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table().html()
 
 
 def _slope(low: tuple[float, float], high: tuple[float, float]) -> float:
