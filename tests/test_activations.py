@@ -539,7 +539,7 @@ def test_state_of_another_model_is_refused_before_anything_changes():
     model = nn.Sequential(nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 8))
     with pytest.raises(ValueError, match="'4', which the model does not have"):
         Gates.load(model, {"0": state["0"], "4": state["4"]})
-    with pytest.raises(ValueError, match="'2' takes 8 features here, and 64"):
+    with pytest.raises(ValueError, match="'2' takes 8 features, but its gate was made for 64"):
         Gates.load(model, {"2": state["2"]})
     with pytest.raises(ValueError, match=r"entry of '0' is not one that Gates\.state_dict"):
         Gates.load(model, {"0": {"method": "topk"}})

@@ -127,12 +127,15 @@ def test_training_never_goes_below_the_floor():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"sparsity": 0.9, "floor": 0.2}, "sparsity 0.9 leaves 0.1 of each tensor, and floor=0.2 keeps more"),
+        ({"sparsity": 0.9, "floor": 0.2}, "sparsity 0.9 leaves 0.1 of each tensor, but floor=0.2 keeps more"),
         ({"sparsity": 0.5, "spread": {"4.*": 0.95}, "floor": 0.1}, "sparsity 0.95 leaves 0.05"),
         ({"pattern": "1:4", "floor": 0.5}, "pattern '1:4' keeps less than floor=0.5"),
-        ({"count": 500, "floor": 0.1, "include": "0"}, r"floor=0.1 lets 460 of the 512 units in '0.weight' go, and 500"),
-        ({"count": 1600, "scope": "global", "floor": 0.1}, "1600 were asked"),
-        ({"count": 15, "scope": "row", "include": "0", "floor": 0.1}, "count=15 was asked"),
+        (
+            {"count": 500, "floor": 0.1, "include": "0"},
+            r"floor=0.1 allows 460 of the 512 units in '0.weight' to be pruned",
+        ),
+        ({"count": 1600, "scope": "global", "floor": 0.1}, "1600 were requested"),
+        ({"count": 15, "scope": "row", "include": "0", "floor": 0.1}, "count=15 is more"),
         ({"sparsity": 0.5, "floor": 1.5}, "floor=1.5 must be a fraction"),
         ({"sparsity": 0.5, "floor": "0.1"}, "must be a fraction"),
     ],

@@ -257,7 +257,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, call):
         assert same(again.model, state(wanted.model))
     with torch.no_grad():
         model[0].weight[0, 0] += 1
-    with pytest.raises(ValueError, match=r"of another run: model differ"):
+    with pytest.raises(ValueError, match=r"belongs to another run: model differ"):
         call(model, Counted(), journal=file)
 
 

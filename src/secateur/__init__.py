@@ -1,5 +1,5 @@
-"""Secateur: pruning for PyTorch. Score elements, fold them into units, let units compete in pools, keep what the budget
-allows, and store the result as masks outside the model.
+"""Secateur: pruning for PyTorch. Pruning scores elements, combines them into units, ranks the units in pools, keeps as many as
+the budget allows, and stores the result as masks outside the model.
 
 Every name is imported on first use, so `import secateur` is quick and imports no torch."""
 

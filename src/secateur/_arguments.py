@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 
 def copied(value: Any, memo: dict[Any, Any]) -> Any:
-    """A copy of arguments that a call can write to. Modules, functions and numbers stay what they are.
+    """A copy of arguments that a call can write to. Modules, functions and numbers are not copied.
 
-    What occurs twice is copied once: `memo` maps an object's id (and the version of a tensor) to its copy.
+    An object that occurs twice is copied once: `memo` maps an object's id (and the version of a tensor) to its copy.
     """
     if isinstance(value, tuple | list | dict):
         return _rebuilt(value, [copied(item, memo) for item in _items(value)])

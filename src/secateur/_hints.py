@@ -1,4 +1,4 @@
-"""Errors for arguments that do not exist: our word for an argument of another library, or the nearest name."""
+"""Errors for arguments that do not exist: they suggest our name for an argument of another library, or the nearest name."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def unknown_argument(function: str, name: str, known: Iterable[str]) -> TypeErro
 
 
 def hints(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a function so that wrong arguments raise errors that say what to pass instead.
+    """Decorates a function so that errors for wrong arguments suggest the right ones.
 
     An unknown keyword raises `unknown_argument`, too many positional arguments raise a list of the keywords. The names in
     `RENAMED` are accepted, with a FutureWarning.

@@ -151,8 +151,8 @@ def _several(module: nn.Module) -> dict[str, int]:
 def is_experts(module: nn.Module, shape: tuple[int, ...]) -> bool:
     """Whether a tensor holds a matrix for each of several experts, as modules of transformers 5 do.
 
-    Such modules say how many experts there are, and most of them whether their matrices are (outputs, inputs) or transposed.
-    Llama 4 does not say so; its matrices are transposed.
+    Such modules have an attribute for the number of experts, and most have one that tells whether their matrices are
+    transposed. Llama 4 does not have it; its matrices are transposed.
     """
     own = vars(module)
     said = isinstance(own.get("is_transposed"), bool) or is_kind(module, (_LLAMA4_EXPERTS,))
@@ -160,7 +160,7 @@ def is_experts(module: nn.Module, shape: tuple[int, ...]) -> bool:
 
 
 def is_weight(module: nn.Module, attribute: str) -> bool:
-    """Whether a parameter is one that the layer multiplies its inputs with, as far as its type says so."""
+    """Whether the layer multiplies its inputs with this parameter, as far as the type of the layer tells."""
     return attribute in (_several(module) or (attribute,))
 
 
@@ -172,7 +172,7 @@ def passes_its_weights(module: nn.Module) -> bool:
 
 
 def is_product(module: nn.Module, layout: Layout) -> bool:
-    """Whether a layer multiplies its input itself with a matrix, as `nn.Linear` does, and not patches of it."""
+    """Whether a layer multiplies its whole input with a matrix, as `nn.Linear` does, and not patches of the input."""
     return layout.product or (len(layout.shape) == 2 and isinstance(module, nn.Linear))
 
 
@@ -260,6 +260,6 @@ def right_sizes(module: nn.Module) -> list[tuple[str, Callable[[Any], Any]]]:
 
 @functools.lru_cache(1024)
 def _size_readers(*classes: type[nn.Module]) -> list[tuple[str, Callable[[Any], Any]]]:
-    """The size attributes of layers of a type: `type(layer)`, and what `layer.__class__` says."""
+    """The size attributes of layers of a type: `type(layer)` and `layer.__class__`, which may differ."""
     kinds = [kind for kind in SIZES if any(is_kind(cls, (kind,)) for cls in classes)]
     return [item for kind in kinds for item in SIZES[kind].items()]

@@ -41,6 +41,4 @@ def _value(node: ast.expr, known: Mapping[str, Callable[..., Any]]) -> Any:
             return tuple(_value(part, known) for part in parts)
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
             return -number
-        case ast.Tuple(elts=items):
-            return tuple(_value(item, known) for item in items)
     raise ValueError(f"{ast.unparse(node)!r} is neither a plain value nor a call of {', '.join(known)}")

@@ -32,7 +32,7 @@ class Slot:
 class Loose(nn.Module):
     """A module that holds tensors of no module as parameters, so that all other code sees a model.
 
-    `state` says whether they are the state dict of a model, or its parameters, and not tensors of their own.
+    `state` is True if they are the state dict or the parameters of a model, and not independent tensors.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
@@ -79,7 +79,7 @@ def packed_layers(model: nn.Module) -> dict[str, Packed]:
 
 
 def check_unpacked(model: nn.Module, what: str) -> None:
-    """Raises if the weight of a layer is packed; `what` says what needs it."""
+    """Raises if the weight of a layer is packed. `what` states what needs the weight."""
     if name := next(iter(packed_layers(model)), None):
         raise ValueError(
             f"{name!r} is compressed, and {what}. Call sc.decompress_(model) first, and sc.compress_ again afterwards. "
@@ -103,7 +103,7 @@ def as_module(model: Prunable) -> nn.Module:
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise TypeError(f"a mapping to prune is of names to tensors; {name!r} is a {type(tensor).__name__}")
         if not tensor.is_leaf:
-            raise ValueError(f"{name!r} is computed from other tensors, so zeros would not stay in it; prune those instead")
+            raise ValueError(f"{name!r} is computed from other tensors, which would overwrite its zeros; prune those instead")
     return Loose(tensors)
 
 
@@ -122,7 +122,7 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 
 
 def bare_name(name: str) -> str:
-    """A name in a model without what wrappers (torch.compile, checkpoint_wrapper, FSDP) add to it."""
+    """A name without the parts that wrappers (torch.compile, checkpoint_wrapper, FSDP) add to it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

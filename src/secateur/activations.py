@@ -1,7 +1,7 @@
-"""Activation sparsity: gates that zero the smallest inputs of a layer, so that the weights they are multiplied with need not
+"""Activation sparsity: gates set the smallest inputs of a layer to zero, so that the weights they are multiplied with need not
 be read.
 
-A gate is a forward pre-hook. Parameters, buffers and the model's `state_dict` stay as they are.
+A gate is a forward pre-hook. It does not change parameters, buffers and the model's `state_dict`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ._layers import features_axis, input_size
 from ._tree import bare_name, nearest, nearest_glob
 from .arguments import plain_arguments
 from .blocks import repeated_blocks
-from .display import Reported, Table
+from .display import Reported, Shown, Table
 from .edit import Arguments, Step, forget_, forget_all_, record_
 from .methods import METHODS, Gate, Measured, Probe, Seen, greedy_sparsities, mean, ratio, squares
 from .progress import track
-from .stats import as_it_was, check_evidence, on_batch, split_batch, warn_of_unused_input
+from .stats import NO_BATCH, as_it_was, check_evidence, on_batch, split_batch, warn_of_unused_input
 from .targeting import Globs, globs_of
 
 SPREADS = ("uniform", "greedy")
@@ -84,21 +84,21 @@ def gate_(
     return Gates(model, made, skipped, call)._attach()
 
 
-@dataclass
-class Gates(Reported):
+@dataclass(repr=False)
+class Gates(Shown, Reported):
     """The gates of a model. `print` shows a table, `measured` runs them on data, `undo_` removes them.
 
     `skipped` maps the layers that got no gate to the reason.
     """
 
-    model: nn.Module = field(repr=False)
+    model: nn.Module
     gates: dict[str, Gate]
     skipped: dict[str, str] = field(default_factory=dict)
-    _call: tuple[Step, Arguments] | None = field(default=None, repr=False)  # in the record of the model
+    _call: tuple[Step, Arguments] | None = None  # in the record of the model
 
     @classmethod
     def of(cls, model: nn.Module) -> Gates:
-        """The gates that a model has, for instance a copy of a gated model."""
+        """Returns the gates of a model, for instance of a copy of a gated model."""
         found = {name: gate for name, module in model.named_modules() if (gate := _gate_of(module))}
         if not found:
             raise ValueError(f"this {type(model).__name__} has no gates")
@@ -115,7 +115,7 @@ class Gates(Reported):
             _check_entry(name, entry)
             module = model.get_submodule(name)
             if entry["features"] != (features := input_size(module)) and None not in (entry["features"], features):
-                raise ValueError(f"{name!r} takes {features} features here, and {entry['features']} where its gate was made")
+                raise ValueError(f"{name!r} takes {features} features, but its gate was made for {entry['features']} features")
             _no_gate_yet(name, module)
             if (other := names.setdefault(id(module), name)) != name:
                 raise ValueError(f"{other!r} and {name!r} are one layer, which has one gate")
@@ -127,7 +127,7 @@ class Gates(Reported):
         return {name: {k: v for k, v in asdict(gate).items() if k != "name"} for name, gate in self.gates.items()}
 
     def undo_(self, model: nn.Module | None = None) -> None:
-        """Removes the gates, wherever in the model their layers are by now. The model is then as it was.
+        """Removes the gates and restores the model, even if their layers were moved to other places in it.
 
         `model` may be left out, as in the `undo_` of every result.
         """
@@ -150,7 +150,7 @@ class Gates(Reported):
         check_evidence(frozenset(), batches, None)
         modules = {name: self.model.get_submodule(name) for name in self.gates}
         if gone := [name for name, module in modules.items() if _gate_of(module) is not self.gates[name]]:
-            raise ValueError(f"{gone[0]!r} has lost this gate (removed); there is nothing to measure")
+            raise ValueError(f"the gate of {gone[0]!r} was removed, so it cannot be measured")
         probes = {name: Probe(gate) for name, gate in self.gates.items()}
         away, size, count = 0.0, 0.0, 0
         with torch.no_grad(), as_it_was(self.model):
@@ -175,7 +175,7 @@ class Gates(Reported):
     def metrics(self) -> dict[str, Any]:
         """Plain numbers in a flat dictionary: totals, and `sparsity/NAME` for each layer.
 
-        `sparsity` was asked for, `calibrated` is that of the calibration data (None without any); both are weighted by the
+        `sparsity` is the requested one, `calibrated` that of the calibration data (None without data). Both are weighted by the
         number of weights.
         """
         gates = list(self.gates.values())
@@ -220,14 +220,6 @@ class Gates(Reported):
             title=f"gates ({methods}) that zero {share(whole['sparsity'])} of the inputs, by weights",
             notes=[held, *(f"skipped: {name}, which {why}" for name, why in self.skipped.items())],
         )
-
-    def __str__(self) -> str:
-        return str(self._table())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table().html("notes")
 
 
 # --- finding layers, checking arguments -----------------------------------------------------------------------------
@@ -372,7 +364,7 @@ def _calibrated(
             for handle in handles:
                 handle.remove()
         if not batches:
-            raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
+            raise ValueError(NO_BATCH)
         if not named:  # some layers are read and never called, as nn.MultiheadAttention does with its projection
             gates = {name: gate for name, gate in gates.items() if seen[name].elements} or gates
         made = {name: seen[name].gate(gate, sparsity) for name, gate in gates.items()}

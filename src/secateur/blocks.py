@@ -1,7 +1,7 @@
 """Finds the repeated blocks of a model: the entries of a ModuleList or Sequential, or several attributes of one type.
 
 `repeated_blocks` reads the modules alone. `find_blocks` runs the model once and keeps the blocks that could be left out:
-they run once, between their neighbours, and return a tensor of the shape they receive. Nothing is known by name.
+they run once, between their neighbours, and return a tensor of the shape that they receive. No names are looked up.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def repeated_blocks(
 ) -> list[Block]:
     """The entries of the longest list of modules that has some of the named layers in two entries or more.
 
-    A list with most of the layers goes before longer ones, so that the experts in one block do not count as blocks. Names that
-    lie outside of it form a last block, which is the whole model. `lists` says which containers count; the entries of a
-    Sequential count only where they have children of their own.
+    A list with most of the layers is preferred to longer ones, so that the experts in one block do not count as blocks. Names
+    outside of the list form a last block, which is the whole model. `lists` are the container types that count; the entries of
+    a Sequential count only where they have children of their own.
     """
     names = list(names)
     best: list[Block] = []

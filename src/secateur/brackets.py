@@ -1,7 +1,7 @@
 """The cut of a pool through parts in memory, in one pass over the weights, for `digits`.
 
-A sample of all parts says between which scores the cut most likely lies. One pass then counts the keys below and inside of that
-bracket, writes the mask of the keys above it, and keeps the few inside, from which the cut is found.
+A sample of all parts gives two scores between which the cut most likely is, the bracket. One pass then counts the keys below
+and inside of that bracket, writes the mask of the keys above it, and keeps the few inside, from which the cut is found.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _DIGIT = 15  # bits of a digit inside the bracket; all tables have the same size
 def find_cut(pool: Pool, bits: int, comm: Comm, *, longest: int, tensors: int) -> bool:
     """Finds the cut of a large pool, if a sample brackets it. Returns True if there is NaN anywhere.
 
-    All processes have to call it for a pool of the same size. `digits.find_cuts` finds what this leaves open: all if the cut
-    is not in the bracket, and all but the leading 16 bits if too many keys are inside.
+    All processes have to call it for a pool of the same size. `digits.find_cuts` does the rest: everything if the cut is not in
+    the bracket, and all but the leading 16 bits if too many keys are inside.
     """
     if pool.total < _LARGE or pool.trivial or pool.weighted:
         return False
@@ -72,7 +72,7 @@ def find_cut(pool: Pool, bits: int, comm: Comm, *, longest: int, tensors: int) -
 
 
 def _narrowed(inside: Sequence[np.ndarray], prefix: int, left: int, drop: int, equal: int, comm: Comm) -> int:
-    """The integer up to which `drop` of those that begin with `prefix` go: `equal` on all processes, `inside` on this one.
+    """The largest integer to prune, if `drop` of the integers with this `prefix` are: `equal` in all, `inside` on this process.
 
     `left` bits follow the prefix.
     """
@@ -117,7 +117,7 @@ def _sampled(pool: Pool, bits: int, comm: Comm) -> tuple[int, int] | None:
 
 
 def _look(pool: Pool, place: int, part: Part, bits: int, bracket: tuple[int, int], fine: int, counts: np.ndarray) -> None:
-    """Adds the counts of a part. Keeps its mask of what is above the bracket, and the keys inside if they are few."""
+    """Adds the counts of a part. Keeps the mask of the elements above the bracket, and the keys inside if they are few."""
     (low, high), shift = bracket, bits - 16
     cols, left = part.scores.layout.cols, part.scores.numel // _FEW
     kept = kernels.new_tensor((part.scores.layout.rows, cols), torch.bool)

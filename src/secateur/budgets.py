@@ -1,4 +1,4 @@
-"""Budgets: how one sparsity is spread over tensors. Every spread keeps the total at what was asked for."""
+"""Budgets: spreads divide one total sparsity among tensors. The total is always the requested one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def uniform(scores: Mapping[str, Scores], sparsity: float) -> dict[str, float]:
 
 
 def erk(scores: Mapping[str, Scores], sparsity: float) -> dict[str, float]:
-    """Makes large tensors sparser: density goes with the sum of a tensor's dimensions over their product.
+    """Makes large tensors sparser: the density is proportional to the sum of a tensor's dimensions over their product.
 
     This is the Erdős-Rényi-Kernel rule (Evci et al., 2020).
     """
@@ -114,7 +114,7 @@ def least_error(
     """The sparsity of each tensor that minimises the summed errors at the same total, to the last element.
 
     `curves` holds the errors of each tensor at `levels`; a tensor without one gets the sparsity asked for. One Lagrange
-    multiplier: each tensor takes the sparsity at which its error, less the price of what it prunes, is smallest.
+    multiplier: each tensor takes the sparsity that minimises its error minus the price of the pruned elements.
     """
     shares = dict.fromkeys(sizes, sparsity)
     known = [name for name in sizes if name in curves] if levels else []
@@ -126,12 +126,10 @@ def least_error(
     def best(price: float) -> dict[str, float]:
         return {name: min(fine[name], key=lambda point: point[1] - price * sizes[name] * point[0])[0] for name in known}
 
-    def pruned(chosen: Mapping[str, float]) -> float:
-        return sum(share * sizes[name] for name, share in chosen.items())
-
-    low, high = _bracket(lambda price: pruned(best(price)) < asked)
+    low, high = _bracket(lambda price: _pruned(best(price), sizes) < asked)
     few, many = best(low), best(high)
-    part = (asked - pruned(few)) / max(pruned(many) - pruned(few), 1e-300) if pruned(many) > pruned(few) else 0.0
+    least, most = _pruned(few, sizes), _pruned(many, sizes)
+    part = (asked - least) / max(most - least, 1e-300) if most > least else 0.0
     part = min(max(part, 0.0), 1.0)
     return shares | _whole({name: few[name] + part * (many[name] - few[name]) for name in known}, sizes, asked)
 
@@ -155,11 +153,16 @@ def _finer(levels: Sequence[float], errors: Sequence[float]) -> list[tuple[float
 
 def _bracket(too_little: Callable[[float], bool]) -> tuple[float, float]:
     """Two prices next to each other: at the lower one too little is pruned, at the higher one enough."""
-    low, high = -200.0, 200.0  # as logarithms, because errors have any scale
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if too_little(math.exp(middle)) else (low, middle)
+    low, high = bisected(-200.0, 200.0, lambda power: too_little(math.exp(power)), 100)  # errors have any scale
     return math.exp(low), math.exp(high)
+
+
+def bisected(low: float, high: float, too_low: Callable[[float], bool], rounds: int = 60) -> tuple[float, float]:
+    """Halves the interval so many times; `too_low` is true at its lower end and false at its upper end."""
+    for _ in range(rounds):
+        middle = (low + high) / 2
+        low, high = (middle, high) if too_low(middle) else (low, middle)
+    return low, high
 
 
 def _whole(shares: Mapping[str, float], sizes: Mapping[str, int], asked: float) -> dict[str, float]:
@@ -196,33 +199,28 @@ def names_spread(text: str) -> bool:
 def hold(
     shares: Mapping[str, float], pruned: Mapping[str, float], sizes: Mapping[str, int], sparsity: float
 ) -> dict[str, float]:
-    """Sparsities that keep what is pruned already and still reach the total: other tensors lose less instead."""
+    """Raises sparsities to those already reached (`pruned`), and lowers the others so that the total stays the same."""
     asked = sparsity * sum(sizes.values())
 
     def held(shift: float) -> dict[str, float]:
         return {name: max(pruned[name], share - shift) for name, share in shares.items()}
 
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        gone = sum(share * sizes[name] for name, share in held(middle).items())
-        low, high = (middle, high) if gone > asked else (low, middle)
-    return held(low)
+    return held(bisected(0.0, 1.0, lambda shift: _pruned(held(shift), sizes) > asked)[0])
 
 
 def cap(shares: Mapping[str, float], sizes: Mapping[str, int], most: float) -> dict[str, float]:
-    """Sparsities of at most `most` with the same total: tensors that would lose more lose `most`, and the others more."""
-    asked = sum(share * sizes[name] for name, share in shares.items())
+    """Limits sparsities to `most`, and raises the others so that the total stays the same."""
+    asked = _pruned(shares, sizes)
 
     def capped(shift: float) -> dict[str, float]:
         return {name: min(most, share + shift) for name, share in shares.items()}
 
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        gone = sum(share * sizes[name] for name, share in capped(middle).items())
-        low, high = (middle, high) if gone < asked else (low, middle)
-    return capped(high)
+    return capped(bisected(0.0, 1.0, lambda shift: _pruned(capped(shift), sizes) < asked)[1])
+
+
+def _pruned(shares: Mapping[str, float], sizes: Mapping[str, int]) -> float:
+    """The number of elements that these sparsities prune."""
+    return sum(share * sizes[name] for name, share in shares.items())
 
 
 def _outliers(scores: Scores, times: float) -> float:
@@ -243,7 +241,5 @@ def _at_least_dense(
     low, high = (-2.0, 2.0) if additive else (0.0, 1.0)
     while kept(high) < asked and high < 1e18:
         high *= 2
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if kept(middle) < asked else (low, middle)
+    _, high = bisected(low, high, lambda x: kept(x) < asked, 200)
     return {name: 1 - min(max(density(name, high), 0.0), 1.0) for name in sizes}

@@ -129,7 +129,7 @@ class Permutable:
 
     @property
     def digest(self) -> int:
-        """A number that tells apart what is moved where."""
+        """A hash of the places and the indices that `shuffled` moves."""
         moves = self.shuffled().items()
         return digest(b"".join(f"{place}".encode() + index.numpy().tobytes() for place, index in moves))
 
@@ -272,7 +272,7 @@ def _parts(e: Expr) -> Iterator[Expr]:
 
 
 class _SameOutput:
-    """Checks that channels can be moved: the output of a model changes by rounding alone. The model is as it was afterwards.
+    """Checks that channels can be moved: the output of a model changes by rounding alone. The model is restored afterwards.
 
     Sums are taken in another order, so the output does change a little. That is compared with the change from moving the
     inputs of the readers alone, because the channels may add little to a residual stream that has large values.
@@ -298,7 +298,7 @@ class _SameOutput:
         return sum(_distance(one, other) for one, other in zip(found, self.wanted, strict=True))
 
     def _outputs(self) -> list[Tensor]:
-        """What the model returns, and what it leaves in lists and dicts that it gets."""
+        """The tensors that the model returns, and those in its arguments, which it may have changed."""
         found = []
         for call in self.calls:
             args, kwargs = copied(call, {})

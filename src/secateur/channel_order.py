@@ -13,7 +13,7 @@ _MOST_ROWS = 1 << 31  # elements of all gains of a place; larger problems look a
 
 
 def weight_scores(W: Tensor, H: Tensor | None, G: Tensor | None) -> Tensor:
-    """What each weight contributes to the outputs, or with G to the loss: W^2 diag(H) diag(G). Vectors are diagonals."""
+    """The contribution of each weight to the outputs, or with G to the loss: W^2 diag(H) diag(G). Vectors are diagonals."""
     scores = W.float().square()
     for factor, axis in ((H, 0), (G, 1)):
         if factor is not None:
@@ -28,11 +28,11 @@ def kept_score(scores: Tensor, order: Tensor, n: int, m: int) -> float:
     return float(pools.topk(n, -1, sorted=False).values.sum(dtype=torch.float64))
 
 
-def best_order(scores: Tensor, n: int, m: int, rounds: int = _ROUNDS) -> Tensor:
+def best_order(scores: Tensor, n: int, m: int) -> Tensor:
     """An order of the columns in which the best n of every m neighbours have a high score in all.
 
-    Columns are dealt out by rank first. Then one place of all pools at a time is filled anew: the columns that sit there are
-    assigned to pools by the gain that each would bring (Zhang et al., RIA, 2024, solve the same assignment).
+    Columns are first distributed over the pools by rank. Then the columns at one place of all pools are reassigned, one place
+    after the other, so that the sum of their gains is large (Zhang et al., RIA, 2024, solve the same assignment).
     """
     count = scores.shape[1] // m
     if n == m or count == 1:
@@ -40,7 +40,7 @@ def best_order(scores: Tensor, n: int, m: int, rounds: int = _ROUNDS) -> Tensor:
     seats = scores.sum(0).argsort(descending=True, stable=True).view(m, count).T.clone()
     least = len(scores) * count * count // _MOST_ROWS + 1
     seen = scores[::least]
-    for place in list(range(m)) * rounds:
+    for place in list(range(m)) * _ROUNDS:
         rest = seats[:, [other for other in range(m) if other != place]]
         beaten = seen[:, rest].topk(n, -1).values[..., -1]
         who = seats[:, place]
@@ -49,7 +49,7 @@ def best_order(scores: Tensor, n: int, m: int, rounds: int = _ROUNDS) -> Tensor:
 
 
 def _gains(own: Tensor, beaten: Tensor) -> Tensor:
-    """gain[c, g]: what column c adds to pool g, the sum over rows of how far it is above the score that it replaces."""
+    """gain[c, g]: how far the scores of column c exceed those that they would replace in pool g, summed over rows."""
     gain = own.new_empty(own.shape[1], beaten.shape[1])
     step = max((_ELEMENTS << (7 if own.is_cuda else 0)) // max(beaten.numel(), 1), 1)
     for first in range(0, len(gain), step):

@@ -31,7 +31,7 @@ EVIDENCE = {
 
 
 class Evidence(Protocol):
-    """What is known about one tensor: matrices of its layout, read a few rows at a time."""
+    """The evidence for one tensor: matrices of its layout, read a few rows at a time."""
 
     step: int
 
@@ -215,7 +215,7 @@ class Criterion:
 def criterion(function: Criterion | Callable[..., Tensor] | str) -> Criterion:
     """A criterion from its text ("wanda", "abs(weight*grad)") or from a function.
 
-    The names of the function's arguments say what evidence it needs::
+    The names of the function's arguments are the evidence that it needs::
 
         def mine(weight, grad): return (weight * grad).abs()
 
@@ -229,7 +229,7 @@ def criterion(function: Criterion | Callable[..., Tensor] | str) -> Criterion:
         raise TypeError(f"a criterion is an expression (sc.magnitude), its text, or a function; not {type(function).__name__}")
     names = _arguments(function)
     if function is random:
-        raise TypeError("random makes a criterion of a seed: write random() or random(7)")
+        raise TypeError("random is a function that makes a criterion: write random() or random(7)")
     if not names or not set(names) <= set(EVIDENCE):
         known = ", ".join(EVIDENCE)
         raise TypeError(f"{_name(function)} asks for {names or 'nothing'}; the arguments of a criterion are among: {known}")
@@ -286,13 +286,13 @@ def _same_shape(result: Any, evidence: Evidence, function: Callable[..., Any]) -
     if not isinstance(result, Tensor) or result.shape != shape or not result.is_floating_point():
         given = f"{tuple(result.shape)} of {result.dtype}" if isinstance(result, Tensor) else type(result).__name__
         wanted = f"must give float scores of shape {shape}, one for each element of {evidence.name!r}"
-        raise ValueError(f"{_name(function)} {wanted}; it gave {given}")
+        raise ValueError(f"{_name(function)} {wanted}; it returned {given}")
     return result.detach()
 
 
 def _scores(value: Any) -> Criterion:
     if not isinstance(value, Criterion):
-        raise ValueError(f"{value!r} scores nothing")
+        raise ValueError(f"{value!r} is not a criterion")
     return value
 
 

@@ -1,9 +1,9 @@
 """Masks of pools that span processes or files, by one exact threshold that is found digit by digit.
 
 The key of an element is (score, number of its tensor, index in the whole tensor), as integers. Each round counts one digit of
-the keys that share the digits found so far; the counts of all processes are added up, and the bin in which the pool is cut is
-the next digit. So every layout of the same tensors gives the same masks, and what travels are counts: at most 65,536 for one
-pool, 256 for each of several.
+the keys that share the digits found so far; the counts of all processes are added up, and the bin that contains the threshold
+is the next digit. Every sharding of the same tensors therefore gives the same masks. Processes exchange only counts: at most
+65,536 for one pool, 256 for each of several.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _FLOATS = {32: torch.float32, 64: torch.float64}
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What one process, or one file, holds of a tensor: its scores as a matrix, and where that lies in the whole matrix.
+    """The part of a tensor in one process or file: its scores as a matrix, and their position in the whole matrix.
 
-    `number` orders the tensors of a pool. Elements that are not `allowed` are pruned already and rank below all others, those
-    that are `safe` must stay and rank above. `sizes` weighs the elements; without it, each weighs one. If the scores are the
-    magnitudes of values that are read from a file, `values(first row, end)` reads them.
+    `number` orders the tensors of a pool. Elements that are not `allowed` are already pruned and rank below all others.
+    Elements that are `safe` must be kept and rank above all others. `sizes` are the weights of the elements; by default, each
+    counts as one. If the scores are the magnitudes of values that are read from a file, `values(first row, end)` reads them.
     """
 
     scores: Scores
@@ -78,10 +78,11 @@ Near = tuple[Tensor, Tensor]  # keys that share the leading digit of the cut, an
 
 @dataclass(eq=False)
 class Pool:
-    """Tensors whose elements compete: those with the lowest keys go, `drop` of `total`.
+    """Tensors whose elements are ranked together: the `drop` of `total` elements with the lowest keys are pruned.
 
-    With weights, as many go as come nearest to a weight of `drop`. `find_cuts` fills in the other attributes: the cut is at the
-    score `prefix`; of equal scores, those in tensors before `number` go, and in that tensor those up to `index`.
+    With weights, the number of pruned elements is the one whose total weight is nearest to `drop`. `find_cuts` sets the other
+    attributes. The cut is at the score `prefix`; among equal scores, elements of tensors before `number` are pruned, and in
+    that tensor those up to `index`.
     """
 
     parts: Sequence[Part]
@@ -100,14 +101,14 @@ class Pool:
     kept: dict[int, Tensor] = field(default_factory=dict)  # masks of parts that are right but for the keys in `near`
 
     def note(self, place: int, counts: Tensor) -> None:
-        """Remembers how often leading 16 bits occur in a part, so that it is not read again to count digits of these."""
+        """Stores the counts of the leading 16 bits of a part, so that it need not be read again to count their digits."""
         keys = counts.nonzero().view(-1)
         if keys.numel() + sum(keys.numel() for keys, _ in self.seen.values()) <= _NOTED:
             self.seen[place] = (keys - counts.numel() // 2).short(), counts[keys]
 
     @property
     def trivial(self) -> bool:
-        """True if nothing or everything goes."""
+        """True if no element or every element is pruned."""
         return self.total == 0 or self.drop <= 0 or (not self.weighted and self.drop >= self.total)
 
 
@@ -191,7 +192,7 @@ def _list_ties(pool: Pool, bits: int, comm: Comm, digits: int) -> None:
 
 
 def listed(own: np.ndarray, equal: int, drop: int, comm: Comm) -> int:
-    """Up to which integer `drop` go, of `equal` integers on all processes, of which this one has its `own`."""
+    """The largest integer to prune, if `drop` of the `equal` integers on all processes are; `own` are those of this one."""
     table = np.zeros(LISTED, dtype=np.int64)
     table[comm.rank * equal :][: own.size] = own + 1  # zero is none
     comm.add_(torch.from_numpy(table))
@@ -334,7 +335,7 @@ def _noted_digits(pool: Pool, place: int, bits: int, digit: _Digit) -> Tensor:
 def _near(pool: Pool, place: int, bits: int, digit: _Digit) -> Near | None:
     """The keys of a part that share the leading 16 bits, found in the round after these and kept if they are few.
 
-    Only of parts that are in memory: files are read again, so that what is kept does not grow with them.
+    Only of parts that are in memory: files are read again, so that memory does not grow with their size.
     """
     part = pool.parts[place]
     now = digit.shift + digit.bits == bits - 16 if digit.kind == "score" else digit.kind == "index" and bits == 16

@@ -1,6 +1,6 @@
-"""What results show to people: a table as text or HTML, notes, a report, and one clock. (`progress` shows what long runs do.)
+"""Tables of results as text or HTML, notes, the `report` method, and timing. (`progress` shows the progress of long runs.)
 
-Results decide what their cells say; this module lays them out. The clock times several callables in turn.
+Results provide the text of the cells; this module formats them. `interleaved` times several callables in turn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Cells = Sequence[str]
 class Table:
     """A table of strings. `print(table)` shows it as text, `table.html()` returns it for a notebook.
 
-    `title` stands above the header and `notes` stand below the table, one to a line. `right` holds the numbers of the columns
+    `title` is printed above the header, and `notes` below the table, one on each line. `right` holds the numbers of the columns
     that are aligned to the right. Without `ruled` there are no lines of dashes below the header and above the totals.
     """
 
@@ -83,11 +83,29 @@ def notes_by_reason(title: str, reasons: Mapping[str, str | None]) -> list[str]:
     return notes
 
 
+class Shown:
+    """A result that prints as the table of `_table()`, in a notebook as HTML with its notes folded away."""
+
+    _folded = "notes"  # the title of the folded notes
+
+    def _table(self) -> Table:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return str(self._table())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return self._table().html(self._folded)
+
+
 # --- reports --------------------------------------------------------------------------------------------------------
 
 
 class Reported:
-    """A result that `report` shows as a page. The reports are imported by name: they are above all results and import them."""
+    """A result with a method `report`. The reports are imported by name, because they import all results."""
 
     def report(self, path: str | os.PathLike[str] | None = None, **options: Any) -> Any:
         """Returns the report of this result, and writes it to `path` (.html or .json). The options are those of `sc.report`,

@@ -1,4 +1,4 @@
-"""What is known about one tensor, or about the part of it that this process holds, for criteria to score it by."""
+"""The evidence for one tensor, or for the part of it that this process holds, from which criteria compute scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .targeting import Target
 
 @dataclass
 class TensorEvidence:
-    """What is known about one target: its weight, and the evidence of `collect`, as matrices."""
+    """The evidence for one target: its weight, and the evidence of `collect`, as matrices."""
 
     target: Target
     table: Mapping[str, Tensor]
@@ -64,8 +64,8 @@ _FRACTION = 24  # bits of a float32 in [0, 1)
 def random_scores(name: str, seed: int, step: int, layout: Layout, box: Box, device: torch.device) -> Tensor:
     """Uniform scores in [0, 1) of a part of a matrix, from the index of each element alone.
 
-    The same index gives the same number whatever part of the tensor a process holds. The indices are mixed by the finalizer of
-    SplitMix64 (Steele et al., 2014), keyed by name, seed and step.
+    The same index gives the same number for every sharding of the tensor. The indices are mixed by the finalizer of SplitMix64
+    (Steele et al., 2014), keyed by name, seed and step.
     """
     plain = bare_name(name).removeprefix("module.")  # wrappers such as DistributedDataParallel change names
     text = hashlib.blake2b(f"{seed}:{step}:{plain}".encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""What a pruner follows: optimizers, with a word to users whose optimizers and pruners conflict, and cuts of its model."""
+"""For `Pruner`: hooks on optimizers, warnings about conflicting optimizers and pruners, and updates after a cut."""
 
 from __future__ import annotations
 
@@ -28,9 +28,6 @@ class Followed:
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self._handles)
-
-    def __len__(self) -> int:
-        return len(self._handles)
 
     def add(self, optimizer: Optimizer, hook: Callable[..., None]) -> None:
         self._handles[optimizer] = optimizer.register_step_post_hook(hook)

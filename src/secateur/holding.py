@@ -1,4 +1,4 @@
-"""Zeros that a model has already: which of them `Pruner.hold` keeps, and its settings."""
+"""Existing zeros of a model: the masks that `Pruner.hold` keeps, and its settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .targeting import Globs, Target, globs_of, targets
 
 @dataclass(frozen=True)
 class HeldZeros(Settings):
-    """The settings of `Pruner.hold`: the zeros that a model has, whatever made them. No new masks are ever due."""
+    """The settings of `Pruner.hold`, which keeps existing zeros. No new masks are ever due."""
 
     kind = "HeldZeros"
 

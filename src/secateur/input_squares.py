@@ -28,8 +28,8 @@ class InputSquares:
         """Adds the inputs of one call of a layer.
 
         For a layer that is linear in its weight, the sum is the derivative of its summed output by the weight, with squared
-        inputs. One output per group is enough, so no layer type needs a branch here. Matrices (in, out) are known to be
-        multiplied with the input itself.
+        inputs. One output per group is enough, so no layer type needs a special case. Matrices (in, out) are multiplied with
+        the input itself.
         """
         layout = target.layout
         if not self.listening.is_set() or not any(is_float(value) for value in (*args, *kwargs.values())):

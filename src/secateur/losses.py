@@ -19,7 +19,7 @@ PASS_LOSS = (
 
 
 def may_give_a_loss(data: Iterable[Any]) -> bool:
-    """Whether a model may compute its own loss on this data: a list has to hold mappings, of others nothing is known."""
+    """Whether a model may compute its own loss on this data: a list must hold mappings; other iterables are not checked."""
     return not isinstance(data, list | tuple) or any(isinstance(batch, Mapping) for batch in data)
 
 
@@ -34,15 +34,15 @@ def check_loss(loss: Any) -> None:
     except TypeError as error:
         name = getattr(loss, "__name__", type(loss).__name__)
         raise TypeError(
-            f"loss={name} is called with two arguments, the model's output and the target (or the batch itself where it has "
-            f"no target), and does not take them: {error}"
+            f"loss={name} is called with two arguments, the model's output and the target (or the batch itself if it has "
+            f"no target), but does not accept them: {error}"
         ) from None
     except ValueError:  # some functions written in C have no signature
         pass
 
 
 def loss_of(model: nn.Module, output: Any, batch: Any, target: Any, loss: Loss | None) -> Tensor:
-    """The loss of an output: what `loss` gives for it and the target, or without `loss` what the output holds."""
+    """The loss of an output: the value of `loss(output, target)`, or without `loss` the loss that the output contains."""
     if loss is None:
         return _differentiable(_own_loss(output))
     with _on_loss(model, output, batch, target):
@@ -60,7 +60,7 @@ def _own_loss(output: Any) -> Tensor:
 
 @contextlib.contextmanager
 def _on_loss(model: nn.Module, output: Any, batch: Any, target: Any) -> Iterator[None]:
-    """Wraps errors of loss= with what it was called with."""
+    """Wraps errors of loss= with a description of its arguments."""
     try:
         yield
     except Exception as error:
@@ -83,5 +83,5 @@ def _described(value: Any) -> str:
 def _differentiable(value: Any) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
         given = _described(value) if isinstance(value, Tensor) else repr(value)
-        raise ValueError(f"loss= must give one number that depends on the weights; it gave {given}")
+        raise ValueError(f"loss= must return one number that depends on the weights; it returned {given}")
     return value

@@ -16,8 +16,8 @@ from ._tree import nearest
 class Masks(Mapping[str, Tensor]):
     """A mapping from tensor name to a bool tensor of that tensor's shape, True where an element is kept.
 
-    Masks of the same tensors combine elementwise: `a & b` keeps what both keep, `a | b` what either keeps, `~a` what `a`
-    prunes, `a - b` what `a` keeps and `b` does not.
+    Masks of the same tensors combine elementwise: `a & b` keeps the elements that both keep, `a | b` those that either keeps,
+    `~a` those that `a` prunes, and `a - b` those that `a` keeps and `b` prunes.
     """
 
     def __init__(self, masks: Mapping[str, Tensor]):
@@ -150,7 +150,7 @@ def count_kept(masks: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> tu
 def _zeros_are_rare(tensor: Tensor) -> bool:
     """True if there is no zero in a random sample of a large tensor on a CPU, which reads it faster than the tensor.
 
-    Of a tensor with more than 1 % of zeros that is said with a probability of 0.99 ** 4096, or 1e-18.
+    For a tensor with more than 1 % of zeros, the probability of this is at most 0.99 ** 4096, or 1e-18.
     """
     if tensor.device.type != "cpu" or tensor.numel() < _SAMPLED or not tensor.is_contiguous():
         return False

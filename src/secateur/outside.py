@@ -1,4 +1,4 @@
-"""Which blocks of a model exchange more with other code than their arguments and outputs."""
+"""Finds blocks of a model that share tensors with other code besides their arguments and outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .trace import main_outputs
 
 
 def not_closed(model: nn.Module, blocks: Mapping[str, nn.Module], call: Inputs) -> set[str]:
-    """Runs the model, and returns the blocks of which more than their outputs is read elsewhere, and those that read it."""
+    """Runs the model, and returns the blocks whose inner tensors are read elsewhere, and the blocks that read them."""
     watch = _Watch()
     with contextlib.ExitStack() as stack:
         for name, block in blocks.items():
@@ -30,7 +30,7 @@ def not_closed(model: nn.Module, blocks: Mapping[str, nn.Module], call: Inputs) 
 
 
 class _Watch(TorchDispatchMode):
-    """Knows the block to which a storage belongs, and looks for operators that run elsewhere and read it."""
+    """Records the block to which each storage belongs, and finds operators outside of that block that read it."""
 
     supports_higher_order_operators = True
 

@@ -1,7 +1,7 @@
-"""Criteria and spreads that look at a whole tensor, for tensors of which several processes hold parts.
+"""Criteria and spreads that need a whole tensor, for sharded tensors.
 
-One process, the owner, gets the tensor and what is known about it, computes, and sends each process its part of the result.
-Tensors take turns, and so do owners, so that a process holds at most one whole tensor.
+One process, the owner, receives the tensor and its evidence, computes the result, and sends each process its part. This is done
+for one tensor at a time, with another owner for each, so that a process holds at most one whole tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .shards import move
 
 @dataclass
 class _Whole:
-    """What is known about a whole tensor, on its owner."""
+    """The evidence for a whole tensor, on its owner."""
 
     name: str
     layout: Layout

@@ -22,8 +22,8 @@ _here = threading.local()
 def paused_calls(run: Callable[[Any], object], modules: Sequence[nn.Module], batches: Sequence[Any]) -> Iterator[list[Call]]:
     """Yields the arguments that each module receives, one call for each batch, while the runs pause in front of it.
 
-    `run(batch)` runs the model. Ends at the first module that a batch does not call next. A module may be changed before the
-    next is asked for, and the runs go on with the changed module. The arguments are those of the runs, not copies.
+    `run(batch)` runs the model. Ends at the first module that a batch does not call next. The caller may change a module before
+    it asks for the next; the runs then continue with the changed module. The arguments are those of the runs, not copies.
     """
     runs: list[_Run] = []
     passed: list[nn.Module] = []
@@ -55,7 +55,7 @@ class _Over(BaseException):
 
 
 class _Run:
-    """A function that runs in its own thread, with the caller's gradient and autocast modes, and pauses where it says."""
+    """A function that runs in its own thread, in the caller's gradient and autocast modes, and can be paused."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self.work, self.modes = work, _modes()
@@ -82,7 +82,7 @@ class _Run:
         self.came.release()
 
     def pause(self, value: Any) -> None:
-        """Shows `value` to the caller of `resume` and waits for the next one. Called in the run's own thread."""
+        """Passes `value` to the caller of `resume` and waits for the next call. Called in the run's own thread."""
         self.value = value
         self.came.release()
         self.go.acquire()
@@ -90,7 +90,7 @@ class _Run:
             raise _Over
 
     def resume(self) -> Any:
-        """Goes on to the next pause and returns what it shows; None at the end."""
+        """Continues to the next pause and returns its value; None at the end."""
         if self.thread.ident is None:
             self.thread.start()
         self.go.release()

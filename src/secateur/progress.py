@@ -1,7 +1,7 @@
 """Progress of long work: a bar in a terminal or a notebook, or else a plain line every few seconds.
 
-Work that takes less than two seconds shows nothing. Functions report what they work on (`Progress`, `track`); a thread, which
-runs only while something is open, draws. Nothing here needs torch.
+Work that takes less than two seconds shows nothing. Functions report the current item (`Progress`, `track`), and a thread,
+which runs only while a loop is open, draws. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def paused() -> Iterator[Callable[[], None]]:
 
 @dataclass(eq=False)
 class _Row:
-    """One loop: what it works on, and since when."""
+    """One loop: its current item, and the time at which work on it began."""
 
     task: str
     total: int | None
@@ -136,7 +136,7 @@ class _Row:
         return f"{self.calls} of {self.total}" if self.total is not None and self.calls else ""
 
     def reached(self, now: float) -> tuple[float, float | None]:
-        """How far the work is, and what it ends at; None where that is not known."""
+        """The work done and the total work; None if the total is not known."""
         if self.end is None:
             return self.done, self.total
         return min(now, self.end) - self.begin, self.end - self.begin
@@ -192,7 +192,7 @@ class _Lines:
 
 
 def _say(line: str) -> None:
-    """Writes a line to the logger if somebody listens there, else to stderr."""
+    """Writes a line to the logger if it has a handler for level INFO, else to stderr."""
     if _log.isEnabledFor(logging.INFO) and _log.hasHandlers():
         _log.info(line)
     else:

@@ -1,6 +1,6 @@
-"""`Pruner`: pruning while a model trains. The weights hold zeros, the pruner holds the masks.
+"""`Pruner`: prunes a model while it trains. The zeros are in the weights, and the pruner holds the masks.
 
-Beside it: `following` (the optimizers), `resuming` (states), `holding` (zeros that are there already).
+See also `following` (optimizers and cuts), `resuming` (states) and `holding` (existing zeros).
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class Pruner:
     The arguments are those of `prune_`, and `sparsity` may be a schedule::
 
         pruner = Pruner(model, magnitude, sparsity=cubic(0.9, start=1_000, end=10_000, every=100))
-        pruner.attach(optimizer)      # the training loop stays yours
+        pruner.attach(optimizer)      # the training loop does not change
         ...
         print(pruner.finish())
 
-    A hook that runs after each `optimizer.step` puts the zeros back and, when the schedule says so, makes new masks. What was
-    pruned stays pruned. Criteria that need gradients use those of the training itself, averaged since the last masks, unless
-    `data` and `loss` are given. `Pruner.hold(model)` makes a pruner that only keeps the zeros that a model has.
+    A hook after each `optimizer.step` sets the pruned weights to zero again, and makes new masks at the steps of the schedule.
+    Pruned weights stay pruned. Criteria that need gradients use those of the training, averaged since the last masks, unless
+    `data` and `loss` are given. `Pruner.hold(model)` returns a pruner that only keeps the existing zeros of a model.
 
-    `grow` and `swap` are short for `method=sc.methods.drop_and_grow(grow, swap)`, dynamic sparse training: whenever the
-    schedule `swap` is due, that fraction of the kept weights is dropped and as many of the pruned ones that score highest by
-    `grow` come in (`abs(grad)`: RigL; `random()`: SET). `ste=True` keeps training the dense weights and masks them only in the
-    forward pass, with gradients passed straight through; on a constant budget the masks are made anew every `every` steps, so
-    that a weight can come back. `keep_dense=True` remembers what the zeros replaced, for `undo_`.
+    `grow` and `swap` are short for `method=sc.methods.drop_and_grow(grow, swap)`, dynamic sparse training: at the steps of the
+    schedule `swap`, that fraction of the kept weights is pruned, and the same number of pruned weights returns, those with the
+    highest scores by `grow` (`abs(grad)`: RigL; `random()`: SET). `ste=True` trains the dense weights and masks them only in
+    the forward pass, with straight-through gradients. With a constant budget, the masks are then recomputed every `every`
+    steps, so that a weight can return. `keep_dense=True` keeps the values that the zeros replaced, for `undo_`.
     """
 
     @hints
@@ -92,7 +92,7 @@ class Pruner:
             check_streamed(recipe, found, data, loss)
             if ste and any(sharded(target.tensor) for target in found):
                 raise NotImplementedError(
-                    "ste=True puts a mask into the forward pass, which FSDP2 does not see; use it unsharded"
+                    "ste=True masks the forward pass, which does not work with FSDP2; use it before the model is sharded"
                 )
         self._begin(model, recipe, found, skipped, data, loss, ste, every, keep_dense, group)
 
@@ -100,12 +100,12 @@ class Pruner:
     def hold(
         cls, model: Prunable, *, include: Globs = (), exclude: Globs = (), types: Sequence[type[nn.Module]] | None = None
     ) -> Pruner:
-        """A pruner that keeps the zeros which the model has now, whatever made them, while the model is fine-tuned::
+        """Returns a pruner that keeps the existing zeros of a model while it is fine-tuned::
 
             pruner = sc.Pruner.hold(model).attach(optimizer)
 
-        It takes all parameters with two or more dims that have zeros. Vectors, and tensors in which everything is zero (they
-        may be waiting for training), are held only if `include` names them.
+        It keeps the zeros of all parameters with two or more dims. Vectors, and tensors that are all zero (perhaps not trained
+        yet), are included only if `include` names them.
         """
         model = as_module(model)
         found, masks, skipped = zeros_there(model, include, exclude, types)
@@ -127,7 +127,7 @@ class Pruner:
         keep_dense: bool = False,
         group: Group | None = None,
     ) -> None:
-        """Sets everything to the beginning of a run."""
+        """Initialises all attributes."""
         self.model, self.recipe, self._targets, self.skipped = model, recipe, found, skipped
         self._data, self._loss, self._ste, self._every = data, loss, ste, every
         self._needs = recipe.needs - STREAMED
@@ -149,7 +149,7 @@ class Pruner:
 
     # --- training ----------------------------------------------------------------------------------------------------
     def attach(self, *optimizers: Optimizer) -> Pruner:
-        """Follows these optimizers: puts zeros back after a step of any, and advances the schedule with the first.
+        """Adds hooks to these optimizers: zeros are restored after a step of any, and the schedule advances with the first.
 
         Masks that are due at the start are made now, so that training begins with them. To replace an optimizer, delete it or
         call `detach` with it, and attach the new one: the schedule continues.
@@ -167,7 +167,7 @@ class Pruner:
         return self
 
     def detach(self, *optimizers: Optimizer) -> Pruner:
-        """Stops following these optimizers, or all if none is given. Masks and step stay, and `attach` continues from them."""
+        """Removes the hooks from these optimizers, or from all. `attach` continues with the same masks and step."""
         self._followed.remove([innermost(optimizer) for optimizer in optimizers] or list(self._followed))
         return self
 
@@ -196,7 +196,7 @@ class Pruner:
             self.apply_()
 
     def step(self) -> None:
-        """Records that a training step is done: gathers gradients, puts the zeros back, and makes masks that are due.
+        """Records that a training step is done: gathers gradients, restores the zeros, and makes masks that are due.
 
         An attached pruner does this by itself, and raises RuntimeError here.
         """
@@ -221,7 +221,7 @@ class Pruner:
 
     @torch.no_grad()
     def apply_(self) -> None:
-        """Puts the zeros back into the weights."""
+        """Sets the pruned weights to zero."""
         if self._sharded:
             reshard_(self.model)
         self._check_sizes()
@@ -251,7 +251,7 @@ class Pruner:
         if self._batches == 0:  # the first masks are made without gradients
             return self._gathered
         if frozen := [t.name for t in self._targets if not self._gathered[t.name] and not t.tensor.requires_grad]:
-            raise RuntimeError(f"{frozen} had no gradient, being frozen, and the criterion needs it; exclude them")
+            raise RuntimeError(f"{frozen} are frozen and have no gradient, which the criterion needs; exclude them")
         for target in self._targets:
             if not self._gathered[target.name]:  # has not run since the last masks
                 add_gradient(target, torch.zeros_like(target.tensor), self._needs, self._gathered[target.name])
@@ -278,7 +278,7 @@ class Pruner:
         logging.getLogger(__name__).info("step %d: new masks (%s)", self._step, self.recipe.describe(self._step))
 
     def _record(self) -> None:
-        """Puts what was pruned so far into the record of the model, for `sc.save` and `sc.summary`."""
+        """Updates the entry of this pruner in the record of the model, for `sc.save` and `sc.summary`."""
         if all(bool(local(mask).all()) for mask in self._masks.values()):
             return
         step = "prune", self.recipe.describe(self._step)
@@ -304,8 +304,8 @@ class Pruner:
     def follow_cut_(self, model: nn.Module, moved: Mapping[str, tuple[Tensor, Indices]]) -> None:
         """Continues with `model` after a cut. `moved`: for each target that is left, its parameter and the kept indices.
 
-        Masks and gathered gradients are sliced like the weights. Where units of the pattern may have been torn apart (n:m,
-        blocks), masks are made anew at the next step, and what was pruned stays pruned.
+        Masks and gathered gradients are sliced like the weights. If the cut may have divided units of the pattern (n:m,
+        blocks), masks are recomputed at the next step, and pruned weights stay pruned.
         """
         self.model = model
         self._targets, self._masks, self._gathered = after_cut(model, self._targets, self._masks, self._gathered, moved)
@@ -351,7 +351,7 @@ class Pruner:
             )
 
     def finish(self) -> Plan:
-        """Stops following the optimizers, leaves plain weights with exact zeros in the model, and returns the plan.
+        """Removes the hooks from the optimizers, leaves plain weights with exact zeros in the model, and returns the plan.
 
         Warns if the schedule has not reached its end.
         """
@@ -370,7 +370,7 @@ class Pruner:
         )
 
     def undo_(self) -> None:
-        """Stops following the optimizers and puts back what the zeros replaced. Needs `keep_dense=True`."""
+        """Removes the hooks from the optimizers and restores the values that the zeros replaced. Needs `keep_dense=True`."""
         if not self._keep_dense:
             raise ValueError("this pruner kept no dense values; make it with keep_dense=True to be able to undo it")
         soft = self._soft is not None  # soft masks replace nothing

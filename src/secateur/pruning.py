@@ -1,4 +1,4 @@
-"""`prune_`: pruning in place, once. `Pruner`, in `pruner`, prunes while a model trains."""
+"""`prune_`: prunes a model once, in place. `Pruner`, in `pruner`, prunes a model while it trains."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ def prune_(
     keep_dense: bool = False,
     group: Group | None = None,
 ) -> Plan:
-    """Prunes a model in place, once, and returns the plan that was carried out. `print(plan)` shows a table of its layers.
+    """Prunes a model once, in place, and returns the plan. `print(plan)` shows a table of its layers.
 
     Args:
         model: a module. Tensors that are in no module can be given as a mapping: `prune_({"codebook": tensor}, sparsity=0.5)`.
         criterion: scores every element; the lowest scores are pruned. An expression (`sc.wanda`), its text ("wanda",
-            "abs(weight*grad)") or a function of the evidence it names as arguments.
+            "abs(weight*grad)"), or a function whose arguments are named after the evidence that it needs.
         sparsity: the fraction of the original weights to prune.
         count: the number of units to prune in each pool, instead of `sparsity`.
         pattern: what is pruned together: "unstructured", "2:4" (keeps 2 of 4), "16x1", "out", ...
-        scope: which units compete: those of a "tensor" (the default), of a "row", or of all tensors ("global").
+        scope: which units are ranked together: those of a "tensor" (the default), of a "row", or of all tensors ("global").
         include, exclude: globs over names of parameters and modules ("encoder.*", "lm_head"). By default the weights of linear
             layers, convolutions and attention are pruned.
-        types: layer types whose weights are pruned too.
+        types: the layer types whose weights are pruned, in place of the default ones.
         data: batches for criteria and methods that need inputs or gradients. A batch is a tensor, a mapping of keyword
             arguments or a pair (inputs, target).
         loss: a function of the output and the target (or the batch), for criteria that need gradients.
         spread: gives each tensor its own sparsity: `sc.erk`, `sc.owl()`, or a mapping of globs to numbers.
-        method: how the weights answer. `sc.methods.rank()` (the default) keeps the values of the weights that stay, others
-            change them (`sc.methods.sparsegpt()`).
-        floor: the fraction of each tensor that stays at least. With `scope="global"` or a spread the other tensors lose more
+        method: computes the masks and, for some methods, new values of the remaining weights. `sc.methods.rank()` (the
+            default) does not change the remaining weights, `sc.methods.sparsegpt()` does.
+        floor: the smallest fraction of each tensor that is kept. With `scope="global"` or a spread, other tensors lose more
             instead, so that the total is still exact.
-        keep_dense: remembers what was replaced, so that `plan.undo_(model)` restores it.
+        keep_dense: keeps the values that were replaced, so that `plan.undo_(model)` can restore them.
         group: a process group whose processes hold different tensors of one model (stages of a pipeline, experts), so that
             `scope="global"` ranks them together. Sharded tensors (FSDP2, tensor parallel) need none.
 
-    When anything raises, the model is unchanged.
+    If an error is raised, the model is unchanged.
     """
     made = plan(
         model,

@@ -33,10 +33,10 @@ def listen(
     """Reports the reads of these targets, inside the context.
 
     `called(target, attribute, layer, args, kwargs)` reports a call of the target's layer, or of a convolution with its weight,
-    for which `layer` is a copy with the stride and padding of that call. `passed(target, groups, x)` reports an input x that
-    is multiplied with groups of the target's rows outside of such a call. They are called after the product, or
-    before it if `before` is True. `returned(target, groups, output)` reports the product itself and returns the tensor that
-    the model goes on with. Torch's fused attention kernels hide all of them (`edit.no_mha_fastpath`).
+    for which `layer` is a copy with the stride and padding of that call. `passed(target, groups, x)` reports an input x that is
+    multiplied with groups of the target's rows outside of such a call. They are called after the product, or before it if
+    `before` is True. `returned(target, groups, output)` reports the product itself and returns the tensor that the model uses
+    instead. Torch's fused attention kernels hide all of them (`edit.no_mha_fastpath`).
     """
     running: Counter[str] = Counter()  # calls of the layers of each target that have begun and not ended
     with contextlib.ExitStack() as stack:

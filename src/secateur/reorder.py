@@ -1,13 +1,13 @@
-"""`reorder_`: puts the channels inside a model into an order in which an n:m pattern costs less. The function stays the same.
+"""`reorder_`: permutes the channels inside a model so that an n:m pattern costs less. The model computes the same function.
 
-Which n of m neighbouring weights are kept depends on who the neighbours are. Channels that one layer produces and one layer
-reads can be permuted in both at no cost at run time (see `channel_groups`).
+An n:m pattern keeps n of m neighbouring weights, so the order of channels matters. Channels that one layer produces and one
+layer reads can be permuted in both at no cost at run time (see `channel_groups`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -18,22 +18,22 @@ from .arguments import plain_arguments
 from .channel_groups import Order, move_, permutable
 from .channel_order import weight_scores
 from .curvature import curvature as measure
-from .display import Reported, Table, notes_by_reason
+from .display import Reported, Shown, Table, notes_by_reason
 from .edit import UNKNOWN, Arguments, forget_, record_
 from .patterns import Pattern
 from .progress import track
-from .stats import Loss, check_evidence, split_batch
+from .stats import Loss, batches_of, check_evidence, split_batch
 from .targeting import Globs, globs_of, targets
 
 
-@dataclass
-class Reordering(Reported):
-    """What `reorder_` did to a model: an `Order` for each group, and the reason for each weight that was left alone."""
+@dataclass(repr=False)
+class Reordering(Shown, Reported):
+    """The result of `reorder_`: an `Order` for each group, and the reason for each weight whose inputs were not permuted."""
 
     recipe: str
     orders: list[Order]
     skipped: dict[str, str]
-    arguments: Arguments = field(default=UNKNOWN, repr=False)  # for `Recipe`: of the call that made it
+    arguments: Arguments = UNKNOWN  # for `Recipe`: of the call that made it
 
     def apply_(self, model: nn.Module) -> Reordering:
         """Permutes the tensors of the model in place, all of them or none."""
@@ -75,11 +75,6 @@ class Reordering(Reported):
             header, rows, right=range(1, 5), title=f"reorder, {self.recipe}", notes=notes_by_reason("left alone", self.skipped)
         )
 
-    def __str__(self) -> str:
-        return str(self._table())
-
-    __repr__ = __str__
-
     def _repr_html_(self) -> str:
         return self._table().html(f"{len(self.skipped)} left alone", self.skipped.items())
 
@@ -99,8 +94,8 @@ def reorder_(
 
     Call it before pruning with that pattern. A channel's importance is the square of its weights times the mean square of its
     inputs on `data=`; with `curvature="diag"`, times the effect of each output on the loss (backward passes). Channels are
-    moved where exactly one layer reads them, so the residual stream of a transformer keeps its order. The model is run on
-    the first batch with its channels shuffled, and those that change its output stay where they are.
+    moved where exactly one layer reads them, so the residual stream of a transformer keeps its order. The model is run on the
+    first batch with its channels shuffled, and channels that change its output are not moved.
 
     The result prints as a table, and `result.undo_(model)` restores the old order.
     """
@@ -120,14 +115,12 @@ def find_orders(
     curvature: str = "none",
     loss: Loss | None = None,
 ) -> Reordering:
-    """What `reorder_` with the same arguments does. The model is unchanged."""
+    """Returns the result of `reorder_` with the same arguments, without changing the model."""
     model, shape = as_module(model), neighbour_pattern(pattern)
     assert shape.keep
     check_evidence(frozenset({"inputs"}), data, loss, of="reorder_")
     found, _ = targets(model, include=include, exclude=exclude)
-    batches = list(data or ())
-    if not batches:
-        raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
+    batches = batches_of(data)
     inputs = split_batch(batches[0])[:2]
     measured = measure(model, found, batches, kind="diag" if curvature == "fisher" else curvature, gram="diag", loss=loss)
     by_name = {target.name: target for target in found}

@@ -83,7 +83,7 @@ def check_state(state: Mapping[str, Any], recipe: Settings, more: Mapping[str, A
     if state.get("version") != VERSION:
         raise ValueError(f"this is version {state.get('version')!r} of a pruner's state; this package reads version {VERSION}")
     if missing := KEYS - state.keys():
-        raise ValueError(f"this is no whole state of a pruner: {sorted(missing)} missing")
+        raise ValueError(f"this state of a pruner is incomplete: {sorted(missing)} missing")
     own, other = described(recipe, state["step"], **more), dict(state["recipe"])
     names = [name for name in {**own, **other} if own.get(name) != other.get(name)]
     if odd := [f"{name} is {other.get(name)} in the state and {own.get(name)} here" for name in names]:

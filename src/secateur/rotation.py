@@ -1,4 +1,4 @@
-"""`rotate_`: turns the residual stream of a transformer so that its last channels matter least to the loss.
+"""`rotate_`: rotates the residual stream of a transformer so that its last channels matter least to the loss.
 
 The layers of a transformer read the stream x after an RMS norm and add to it. A norm without a weight commutes with rotations,
 so an orthogonal matrix R turns the model into one that computes the same function in other coordinates: the layers that write
@@ -24,10 +24,10 @@ from ._layers import layout_of
 from ._tree import as_module, slots
 from .axes import Group, norm
 from .curvature import Curvature, curvature
-from .display import Reported, Table
+from .display import Reported, Shown, Table
 from .edit import Inputs, all_or_nothing, owned_tensors, put_, record_, run, tensors_inside
 from .reads import listen
-from .stats import Loss, check_evidence, split_batch
+from .stats import Loss, batches_of, check_evidence, split_batch
 from .targeting import Target
 from .trace import Trace, main_outputs, trace
 
@@ -35,13 +35,13 @@ _SAME = 1e-3  # the largest relative change of the output that rounding in float
 _FLAT = 0.5  # the largest one at which one number may replace the weights of a norm
 
 
-@dataclass
-class Rotation(Reported):
-    """What `rotate_` did: the tensor after which the stream is named, its channels, and the norms whose weights were moved.
+@dataclass(repr=False)
+class Rotation(Shown, Reported):
+    """The result of `rotate_`: a tensor that names the stream, the number of channels, and the norms whose weights were moved.
 
     `flattened` names the norms that are followed by a weight which also writes to the stream (an output layer tied to the
-    embedding), so that their own weights could only be replaced by one number. `change` is the relative change of the output
-    that comes of it; 0 if there are none. `importance` are the eigenvalues, one for each channel, the largest first.
+    embedding), so that their own weights could only be replaced by one number. `change` is the resulting relative change of the
+    output; 0 if there are none. `importance` are the eigenvalues, one for each channel, the largest first.
     """
 
     recipe: str
@@ -75,32 +75,25 @@ class Rotation(Reported):
         header = ("stream", "channels", "norms", "importance of the first half")
         return Table(header, rows, right=range(1, 4), title=self.recipe, notes=notes)
 
-    def __str__(self) -> str:
-        return str(self._table())
-
-    __repr__ = __str__
-
     def _repr_html_(self) -> str:
         return self._table().html(f"{len(self.flattened)} flattened")
 
 
 @hints
 def rotate_(model: nn.Module, *, data: Iterable[Any] | None = None, loss: Loss | None = None) -> Rotation:
-    """Turns the residual stream of the model, in place, so that its last channels cost the loss least when they are removed.
+    """Rotates the residual stream of the model, in place, so that removing its last channels costs the loss least.
 
     Call it before `shrink`. It is for models whose layers read the stream after RMS norms, as Llama, Mistral and Qwen do. It
     takes backward passes over `data`, as the criterion "obs" does. The weights of the norms move into the layers after them,
     and the model computes the same function, except where an output layer is tied to the embedding: then one number replaces
-    the weights of the last norm, and the result says how much that changes the output.
+    the weights of the last norm, and the result reports how much this changes the output.
 
-    Raises ValueError, with the model unchanged, where no stream can be turned, or where that number would change the output by
+    Raises ValueError, with the model unchanged, if the stream cannot be rotated, or if that number would change the output by
     more than half of its norm.
     """
     model = as_module(model)
     check_evidence(frozenset({"curvature"}), data, loss, of="rotate_")
-    batches = list(data or ())
-    if not batches:
-        raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
+    batches = batches_of(data)
     inputs = split_batch(batches[0])[:2]
     stream = _stream(trace(model, *inputs))
     targets = {t.name: t for t in (Target(s, layout_of(s.module, tuple(s.tensor.shape), s.attribute)) for s in slots(model))}
@@ -117,8 +110,8 @@ def rotate_(model: nn.Module, *, data: Iterable[Any] | None = None, loss: Loss |
             _check(model, moved, rounding, "its norms do not multiply by their weights")
         elif moved > _FLAT:
             raise ValueError(
-                f"the stream of {type(model).__name__} cannot be turned: a layer tied to the embedding reads the output of the "
-                f"norm of {flattened[0]}, so that one number would have to replace its weight, and this changes the output by "
+                f"the stream of {type(model).__name__} cannot be rotated: a layer tied to the embedding reads the output of "
+                f"the norm of {flattened[0]}, so one number would have to replace its weight, which changes the output by "
                 f"{moved:.2g} of its norm. Use shrink without rotate_, or give that layer a weight of its own first. The model "
                 "is unchanged."
             )
@@ -134,8 +127,8 @@ def rotate_(model: nn.Module, *, data: Iterable[Any] | None = None, loss: Loss |
 def _check(model: nn.Module, change: float, rounding: float, why: str) -> None:
     if change > rounding:
         raise ValueError(
-            f"the stream of {type(model).__name__} cannot be turned: that changes the output by {change:.2g}; {why}. The model "
-            "is unchanged."
+            f"the stream of {type(model).__name__} cannot be rotated: that changes the output by {change:.2g}; {why}. The "
+            "model is unchanged."
         )
 
 
@@ -162,11 +155,11 @@ def _stream(traced: Trace) -> _Stream:
     kind = type(traced.model).__name__
     group = max(traced.prunable, key=lambda g: len(_scales(g)), default=None)
     if group is None or not (scales := _scales(group)):
-        raise ValueError(f"{kind} has no residual stream that norms with weights read, so there is nothing to turn")
+        raise ValueError(f"{kind} has no residual stream that norms with weights read, so there is nothing to rotate")
     places: dict[bool, dict[str, int]] = {True: {}, False: {}}
     for m in group.members:
         if norm(traced.dims[m.tensor][m.dim]) is not group.atom:
-            raise ValueError(f"the stream of {kind} cannot be turned: {m.tensor} has it beside other channels on one axis")
+            raise ValueError(f"the stream of {kind} cannot be rotated: {m.tensor} has it beside other channels on one axis")
         if m.tensor not in scales:
             places[m.role == "consume"][m.tensor] = m.dim
     return _Stream(group.members[0].tensor, group.size, places[True], places[False], scales)
@@ -206,11 +199,11 @@ def _norms(model: nn.Module, stream: _Stream, readers: Sequence[Target], inputs:
     after: dict[str, list[str]] = {name: [] for name in stream.scales}
     for name in stream.read:
         if len(places := found.get(name, set())) != 1 or "" in places:
-            raise ValueError(f"the stream of {kind} cannot be turned: {name} does not read the output of one of its norms")
+            raise ValueError(f"the stream of {kind} cannot be rotated: {name} does not read the output of one of its norms")
         after[places.pop()].append(name)
     if idle := next((name for name, readers in after.items() if not readers), None):
         raise ValueError(
-            f"the stream of {kind} cannot be turned: no layer that was traced reads the output of the norm of {idle}"
+            f"the stream of {kind} cannot be rotated: no layer that was traced reads the output of the norm of {idle}"
         )
     return after
 

@@ -1,7 +1,7 @@
 """Schedules: numbers that depend on the training step. Any budget may be one.
 
-A schedule is any callable of the step. It may have a method `due(step) -> bool`, which tells at which steps its value is to be
-applied; without one, it is applied at every step.
+A schedule is any callable of the step. It may have a method `due(step) -> bool`, which is True at the steps at which its value
+is applied; without it, the value is applied at every step.
 """
 
 from __future__ import annotations
@@ -108,12 +108,12 @@ class FromFunction(Schedule):
 
     @property
     def end(self) -> int:
-        """The step of the last change, or 0 if the callable does not tell."""
+        """The step of the last change, or 0 if the callable has no attribute `end`."""
         return getattr(self.function, "end", 0)
 
     @property
     def falls(self) -> bool:
-        """True if the callable tells that its value decreases."""
+        """True if the callable has an attribute `falls` that is true."""
         return getattr(self.function, "falls", False)
 
     def __str__(self) -> str:

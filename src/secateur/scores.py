@@ -22,8 +22,8 @@ class Scores:
     """The element scores of one tensor as a matrix, computed a slab of rows at a time by `rows(first, last)`.
 
     If the scores are |matrix| ** power or |matrix * under| ** power for a positive power, `magnitude_of` is that matrix, so
-    that kernels can read it directly. `under` is a mask of the matrix's dtype. `share` says where the matrix lies in that of a
-    tensor of which other processes hold parts.
+    that kernels can read it directly. `under` is a mask of the matrix's dtype. `share` is the position of the matrix in that of
+    a sharded tensor.
     """
 
     layout: Layout
@@ -51,7 +51,7 @@ class Scores:
 
     @staticmethod
     def of_size(layout: Layout) -> Scores:
-        """Returns scores that only say how large they are, for spreads that look at sizes alone."""
+        """Returns scores without values, for spreads that use only sizes."""
         return Scores(layout, torch.device("meta"), lambda a, b: torch.empty(b - a, layout.cols, device="meta"))
 
     def permuted(self, index: Tensor) -> Scores:

@@ -2,8 +2,8 @@
 
 Units compete in pools. In each pool exactly the requested number of units with the lowest scores is pruned; among equal scores
 the lowest index is pruned first. The order is the same for every dtype and on every device. NaN cannot be ranked and raises.
-Small pools (rows, n:m, the elements of a block) are ranked here; large ones are cut at a threshold by `pools`. For tensors of
-which other processes hold parts, `shards` does the same.
+Small pools (rows, n:m, the elements of a block) are ranked here; large ones are cut at a threshold by `pools`. For sharded
+tensors, `shards` does the same.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def _keep_units(
         units()  # sets `most`
         if drop > most and (len(pool) > 1 or count is not None):
             raise ValueError(
-                f"floor={floor:g} lets {most} of the {total} units in {', '.join(map(repr, list(pool)[:3]))} go, and {drop} "
-                "were asked; lower floor=, or prune less"
+                f"floor={floor:g} allows {most} of the {total} units in {', '.join(map(repr, list(pool)[:3]))} to be pruned, "
+                f"but {drop} were requested; lower floor=, or prune less"
             )
         drop = min(drop, most)  # a share of one tensor, rounded to whole units
     if pattern.lose is not None and drop == total:  # every block loses elements, so blocks need no ranking
@@ -164,7 +164,7 @@ def least_kept(elements: int, floor: float) -> int:
 
 
 def _most_units(scores: Scores, units: Scores, pattern: Pattern, floor: float) -> int:
-    """Returns how many units of a tensor, those with the lowest scores, can go if a fraction `floor` of its elements stays."""
+    """Returns how many units with the lowest scores can be pruned if a fraction `floor` of the elements is kept."""
     spare = scores.numel - least_kept(scores.numel, floor)
     alike = pattern.size_counts(scores.layout)
     if len(alike) < 2:
@@ -218,7 +218,7 @@ def row_budget(
     count: int | Mapping[str, int] | None,
     floor: float,
 ) -> Callable[[int], int]:
-    """Returns the function that tells how many units a row of a given number of units loses."""
+    """Returns a function that maps the number of units in a row to the number of units to prune."""
     elements = layout.rows * layout.cols
     sizes = pattern.size_counts(layout)
     largest = max(sizes, default=1)
@@ -230,7 +230,9 @@ def row_budget(
             if not 0 <= asked <= size:
                 raise ValueError(f"count={asked} cannot be pruned from each row of {name!r}, which has {size} units")
             if floor and asked > most:
-                raise ValueError(f"floor={floor:g} lets {most} units of each row of {name!r} go, and count={asked} was asked")
+                raise ValueError(
+                    f"floor={floor:g} allows {most} units of each row of {name!r} to be pruned; count={asked} is more"
+                )
             return asked
         assert sparsity is not None
         share = sparsity[name] if isinstance(sparsity, Mapping) else sparsity

@@ -51,7 +51,7 @@ class Settings:
         method: Method | str | None = None,
         floor: float = 0.0,
     ) -> Settings:
-        """The settings that these arguments describe. Raises where they contradict each other, and says what to do."""
+        """The settings that these arguments describe. Raises an error with advice if they contradict each other."""
         _check_place(by)
         shape = Pattern.parse(pattern)
         if scope is not None and scope not in SCOPES:
@@ -97,7 +97,7 @@ class Settings:
     def _check_share(self, share: float | None, of: str = "each tensor") -> None:
         if share is not None and share > 1 - self.floor + 1e-9:
             raise ValueError(
-                f"sparsity {share:g} leaves {1 - share:.4g} of {of}, and floor={self.floor:g} keeps more; lower one of them"
+                f"sparsity {share:g} leaves {1 - share:.4g} of {of}, but floor={self.floor:g} keeps more; lower one of them"
             )
 
     @property
@@ -122,7 +122,7 @@ class Settings:
     def shares(
         self, scores: Mapping[str, Scores], step: int, pruned: Mapping[str, float] | None = None
     ) -> float | dict[str, float] | None:
-        """The sparsity of each tensor, or one number for all. What is `pruned` already stays pruned, and counts."""
+        """The sparsity of each tensor, or one number for all. Elements that are already `pruned` stay pruned, and count."""
         sparsity = self.at(step)
         self._check_share(sparsity)
         if self.pattern.keep or self.count is not None or self.spread is None:
@@ -168,7 +168,7 @@ class Settings:
     def amounts(
         self, scores: Mapping[str, Scores], step: int, held: Mapping[str, Tensor] | None, comm: Comm
     ) -> dict[str, Amount]:
-        """How much of each tensor is pruned at a step. `held` has the masks of what may be kept, as matrices."""
+        """How much of each tensor is pruned at a step. `held` are masks of the elements that may be kept, as matrices."""
         pruned = None
         if held and callable(self.spread):
             pruned = pruned_shares(scores, held, comm)
@@ -203,9 +203,9 @@ class Settings:
 
 
 def method_of(method: Method | str | None, grow: Any, swap: Any) -> Method | str | None:
-    """The method that `grow=` and `swap=` stand for, or the one that was given."""
+    """The method for `grow=` and `swap=`, or the given method."""
     if grow is None and swap is not None:
-        raise ValueError("swap= goes with grow=, the criterion by which pruned weights come back")
+        raise ValueError("swap= goes with grow=, the criterion that chooses which pruned weights return")
     if grow is None:
         return method
     if method is not None:
@@ -217,16 +217,14 @@ def check_ste(recipe: Settings, ste: bool, every: int) -> None:
     """Raises where `ste=` and `every=` of a `Pruner` contradict each other or the settings."""
     falling = [number for number in recipe.scheduled if number.falls]
     if falling and not (ste or recipe.method.revives):
-        raise ValueError(
-            f"{falling[0]} falls, and what was pruned stays pruned; use ste=True or grow= for weights that come back"
-        )
+        raise ValueError(f"{falling[0]} falls, but pruned weights stay pruned; use ste=True or grow= to let weights return")
     if ste and recipe.method.revives:
-        raise ValueError("grow= and ste=True are two ways for pruned weights to come back; choose one")
+        raise ValueError("grow= and ste=True both let pruned weights return; choose one")
     if ste and recipe.method.rewrites:
-        raise ValueError(f"{recipe.method} changes weights, and ste=True goes on training the dense ones; choose one")
+        raise ValueError(f"{recipe.method} changes weights, but ste=True trains the dense weights; choose one")
     if not isinstance(every, int) or every < 1 or (every > 1 and (not ste or recipe.scheduled)):
         raise ValueError(
-            f"every={every!r} is how often soft masks are made anew: 1 or more steps, with ste=True and no schedule"
+            f"every={every!r} must be 1 or more, the number of steps between new masks; it needs ste=True and no schedule"
         )
 
 
@@ -238,7 +236,7 @@ def _checked_spread(
         return None
     if scope == "global" or count is not None:
         rival = 'scope="global"' if scope == "global" else "count="
-        raise ValueError(f"spread= gives each tensor its own sparsity, and {rival} decides that too; drop one of them")
+        raise ValueError(f"spread= and {rival} both determine the sparsity of each tensor; drop one of them")
     for make in (owl, by_loss):
         if spread is make:
             raise TypeError(f"spread=sc.{make.__name__} is made by calling it: spread=sc.{make.__name__}()")
@@ -253,8 +251,8 @@ def _checked_spread(
         inspect.signature(spread).bind(None, None)
     except TypeError as error:
         raise TypeError(
-            "spread= is called with two arguments, the scores of all tensors by name and the total sparsity, and "
-            f"{getattr(spread, '__name__', spread)} does not take them: {error}"
+            "spread= is called with two arguments, the scores of all tensors by name and the total sparsity, but "
+            f"{getattr(spread, '__name__', spread)} does not accept them: {error}"
         ) from None
     except ValueError:  # some functions written in C have no signature
         pass
@@ -262,7 +260,7 @@ def _checked_spread(
 
 
 def _check_place(by: object) -> None:
-    """Raises where a number, a pattern, a method or a spread stands in the place of the criterion, and says where it goes."""
+    """Raises if the criterion is a number, a pattern, a method or a spread, and names the right argument."""
     if isinstance(by, Real) and not isinstance(by, bool) and 0 <= float(by) <= 1:
         raise TypeError(f"criterion={by!r} is a number; to prune this fraction of the weights pass sparsity={by!r}")
     if isinstance(by, Method):
@@ -283,7 +281,7 @@ def _is_pattern(text: str) -> bool:
 
 def _checked_floor(floor: object) -> float:
     if not isinstance(floor, Real) or isinstance(floor, bool) or not 0 <= float(floor) < 1:
-        raise ValueError(f"floor={floor!r} must be a fraction from 0 to below 1: how much of each tensor stays at least")
+        raise ValueError(f"floor={floor!r} must be a fraction from 0 to below 1: the least of each tensor that is kept")
     return float(floor)
 
 
@@ -339,7 +337,7 @@ def _one_budget(sparsity: Number | None, count: int | None, spread: object) -> N
 
 
 def _by_name(spread: Mapping[str, float | None], names: list[str], rest: float | None) -> dict[str, float]:
-    """A mapping of names or globs to numbers, over the targets; what it does not name gets `rest`."""
+    """The sparsity of each target by a mapping of names or globs; targets that it does not name get `rest`."""
     for glob in spread:
         if not any(_names(name, glob) for name in names):
             raise ValueError(f"spread={{{glob!r}: ...}} matches no tensor that is pruned.{nearest_glob(glob, names)}")
@@ -353,5 +351,5 @@ def _by_name(spread: Mapping[str, float | None], names: list[str], rest: float |
 
 
 def _names(name: str, glob: str) -> bool:
-    """True if a glob matches a name, or the name without what wrappers such as torch.compile add to it."""
+    """True if a glob matches a name, or the name without the parts that wrappers such as torch.compile add."""
     return fnmatchcase(name, glob) or fnmatchcase(bare_name(name), glob)

@@ -1,7 +1,7 @@
-"""`select` for tensors of which other processes hold parts: the same masks, bit for bit, as one process makes.
+"""`select` for sharded tensors: makes the same masks as one process would, bit for bit.
 
-Large pools are cut by `digits`. A small pool (a row, n:m, a block) is ranked where it lies; if the sharding cuts it, the scores
-of that tensor are moved so that every pool is whole on one process, and the mask is moved back.
+Large pools are cut by `digits`. A small pool (a row, n:m, a block) is ranked on the process that holds it. If the sharding
+divides it, the scores of that tensor are moved so that every pool is whole on one process, and the mask is moved back.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _layout_of_part(pattern: Pattern, layout: Layout, box: Box) -> Layout:
 
 
 def move(share: Share, part: Tensor, source: Sequence[Box], target: Sequence[Box]) -> Tensor:
-    """A part of a matrix that lies on the processes of a share as `source`, laid out as `target`. Masks travel as bits."""
+    """Moves a sharded matrix from layout `source` to `target`, and returns the new part. Masks are sent as bits."""
     mine, wanted = source[share.me], target[share.me]
     pieces = [_as_bytes(part[mine.meet(box).within(mine)]) for box in target]
     places = [wanted.meet(box) for box in source]
@@ -203,7 +203,7 @@ def _small_pools(
 
 @dataclass(frozen=True)
 class Facts:
-    """What all processes know about the pools of a call: sizes over all tensors, and how keys are made."""
+    """Facts about the pools of a call that all processes share: sizes over all tensors, and how keys are made."""
 
     tensors: int
     units: int
@@ -270,8 +270,8 @@ def _large_pools(
             most = sum(row[0] for row in (comm if several else Comm()).over_stages([sum(caps[name] for name in names)]))
             if pool.drop > most and (several or count is not None):
                 raise ValueError(
-                    f"floor={floor:g} lets {most} of the {pool.total} units in {', '.join(map(repr, names[:3]))} go, and "
-                    f"{pool.drop:g} were asked; lower floor=, or prune less"
+                    f"floor={floor:g} allows {most} of the {pool.total} units in {', '.join(map(repr, names[:3]))} to "
+                    f"be pruned, but {pool.drop:g} were requested; lower floor=, or prune less"
                 )
             pool.drop = min(pool.drop, most)
             if several:
@@ -291,7 +291,7 @@ def _large_pools(
 
 
 def _most_units(name: str, layout: Layout, pattern: Pattern, floor: float) -> int:
-    """How many units of a tensor can go if a fraction `floor` of its elements stays."""
+    """How many units of a tensor can be pruned if a fraction `floor` of its elements is kept."""
     sizes = pattern.size_counts(layout)
     if len(sizes) > 1:
         raise NotImplementedError(
@@ -326,7 +326,7 @@ def _part(scores: Scores, pattern: Pattern, number: int, previous: Tensor | None
 def budget_of(
     names: Sequence[str], facts: Facts, pattern: Pattern, sparsity: Number | None, count: int | Mapping[str, int] | None
 ) -> tuple[float, bool]:
-    """How many units go from a pool, or, if they differ in size, what weight of them (and True)."""
+    """How many units to prune from a pool, or, if they differ in size, the number of elements to prune (and True)."""
     shown = ", ".join(map(repr, names[:3]))
     if count is not None:
         drop = count[names[0]] if isinstance(count, Mapping) else count

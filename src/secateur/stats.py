@@ -1,6 +1,7 @@
-"""Evidence: what a criterion knows about each tensor, collected in one pass over the data.
+"""Collects evidence about each tensor, such as gradients and input norms, in one pass over the data.
 
-Collecting restores the model's mode, gradients, buffers and hooks. Where evidence is missing, the error says what to pass.
+Collecting restores the model's mode, gradients, buffers and hooks. If evidence is missing, the error names the argument to
+pass.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from .losses import PASS_LOSS, Loss, check_loss, loss_of, may_give_a_loss
 from .progress import track
 from .reads import listen
 from .targeting import Target
+
+NO_BATCH = "data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)"
 
 
 def collect(
@@ -73,7 +76,7 @@ def collect(
 
 
 def check_evidence(needs: frozenset[str], data: object, loss: object, of: str = "this criterion") -> None:
-    """Raises, and says what to pass, unless the evidence can be collected from this data and loss."""
+    """Raises an error that names the argument to pass, unless this data and loss provide the evidence."""
     if data is None:
         raise ValueError(f"{of} needs {_list(needs)}, so pass data= (an iterable of batches)")
     if isinstance(data, Tensor | Mapping | str):
@@ -102,6 +105,13 @@ def _is_one_pair(data: Sequence[Any]) -> bool:
     if len(data) != 2 or not all(isinstance(each, Tensor) for each in data):
         return False
     return data[0].ndim != data[1].ndim or data[0].dtype != data[1].dtype
+
+
+def batches_of(data: Iterable[Any] | None) -> list[Any]:
+    """The batches as a list. Raises ValueError if there are none."""
+    if not (batches := list(data or ())):
+        raise ValueError(NO_BATCH)
+    return batches
 
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -202,7 +212,7 @@ def _one_pass(
     unread: bool,
     ranks: DataRanks,
 ) -> None:
-    """Runs the model on all batches, and adds up what the processes found. The layouts are those of whole tensors."""
+    """Runs the model on all batches, and sums the results over processes. The layouts are those of whole tensors."""
     gradients = needs & {"grad", "grad_square"}
     batches, listening = 0, Event()
     own = Comm() if ranks.steps_together else ranks.comm  # FSDP2 sends and receives in every run
@@ -229,7 +239,7 @@ def _one_pass(
                         add_gradient(Target(one.slot, _part(one)), gradient, gradients, table[one.name])
     (total,) = ranks.comm.sum(batches)
     if not total:
-        raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
+        raise ValueError(NO_BATCH)
     _add_up(targets, needs, table, ranks)
     for target in targets:
         _finish(target, needs, total, table[target.name], unread)

@@ -1,4 +1,4 @@
-"""`summary`: what a model looks like now, layer by layer: zeros, their pattern, compressed formats, and what was done to it."""
+"""`summary`: lists the zeros of each layer, their pattern, compressed formats, and the calls that changed the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ._dist import sharded
 from ._layers import layout_of
 from ._tree import Prunable, Slot, as_module, bare_name, packed_layers, slots
-from .display import Table, notes_by_reason
+from .display import Shown, Table, notes_by_reason
 from .edit import Step, steps_of
 from .execute import Compressed, zeros_of
 
@@ -37,13 +37,15 @@ class LayerSummary:
         return self.zeros / self.total if self.total else 0.0
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What `sc.summary` found. `print` shows a table.
+@dataclass(frozen=True, repr=False)
+class Summary(Shown):
+    """The result of `sc.summary`. `print` shows a table.
 
     `layers`: one entry for each weight with two or more dims. `skipped`: weights that could not be read, and why. `history`:
-    what was done to the model, as `sc.save` stores it.
+    the calls that changed the model, as `sc.save` stores them.
     """
+
+    _folded = "history and notes"
 
     model: str
     layers: list[LayerSummary]
@@ -90,18 +92,10 @@ class Summary:
             notes=[*notes, *notes_by_reason("not read", self.skipped)],
         )
 
-    def __str__(self) -> str:
-        return str(self._table())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table().html("history and notes")
-
 
 @torch.no_grad()
 def summary(model: Prunable) -> Summary:
-    """Says what a model is like: for each weight its zeros, their pattern, and its format if the layer is compressed.
+    """Describes a model: for each weight its zeros, their pattern, and its format if the layer is compressed.
 
     Patterns have the names that `pattern=` takes: n:m, blocks such as "16x1", "out" and "in" (whole rows and columns of the
     weight), "unstructured"; also "k per row", "all zero", and "dense" for a weight without zeros or with at most 1 % of them.

@@ -24,7 +24,8 @@ Globs = str | Iterable[str] | None
 class Target:
     """One tensor to prune: a parameter of a model, seen as a matrix (outputs, inputs x kernel).
 
-    Of a sharded parameter, `weight` and `layout` are the part that this process holds, and `share` says where it lies.
+    Of a sharded parameter, `weight` and `layout` are the part that this process holds, and `share` is its position in the
+    whole.
     """
 
     slot: Slot
@@ -62,13 +63,14 @@ def targets(
 ) -> tuple[list[Target], dict[str, str]]:
     """Returns the targets of a model, and the reason why each other parameter is skipped.
 
-    `include` and `exclude` are globs over parameter and module names ("encoder.*", "*.bias", "head"), with or without what
-    torch.compile and other wrappers add to a name ("_orig_mod."). By default the weights of linear layers (GPT-2's `Conv1D`
-    included), convolutions, `nn.MultiheadAttention` and experts (tensors of transformers with a matrix for each expert) are
-    targets. `types` names other layer types, and an `include` without a wildcard selects a parameter or a module of any type.
-    Adapters (LoRA) are targets only if `include` names them. Tied parameters are one target. In a mapping of names to tensors,
-    which can stand for a model, all tensors are targets; in the state dict of a model only those that `include` names, because
-    which of them are weights, and of what layers, is known to the model alone. `meta` also takes tensors on the meta device.
+    `include` and `exclude` are globs over parameter and module names ("encoder.*", "*.bias", "head"), with or without the parts
+    that torch.compile and other wrappers add to a name ("_orig_mod."). By default the weights of linear layers (GPT-2's
+    `Conv1D` included), convolutions, `nn.MultiheadAttention` and experts (tensors of transformers with a matrix for each
+    expert) are targets. `types` replaces these layer types, and an `include` without a wildcard selects a parameter or a module
+    of any type. Adapters (LoRA) are targets only if `include` names them. Tied parameters are one target. A mapping of names to
+    tensors can be passed instead of a model. All of its tensors are targets, except in the state dict of a model: there only
+    those that `include` names are, because a state dict does not tell which tensors are weights. `meta` also takes tensors on
+    the meta device.
     """
     model = as_module(model)
     include, exclude = globs_of("include", include), globs_of("exclude", exclude)
@@ -124,7 +126,7 @@ def _kinds(given: Iterable[type[nn.Module]]) -> tuple[type[nn.Module], ...]:
 def _names(slot: Slot) -> list[str]:
     """All names that a glob can match: those of the parameter, of its module, and of the parameters it is tied to.
 
-    Names also count without what wrappers such as torch.compile add to them.
+    Names are also matched without the parts that wrappers such as torch.compile add.
     """
     parameters = _with_bare(slot.name, *slot.also)
     return [*parameters, *(name.rpartition(".")[0] for name in parameters)]

@@ -93,7 +93,7 @@ class Values:
 
 @cache
 def parse(text: str) -> Values | None:
-    """Reads what `str` of a `Values` gave; None for other text."""
+    """Reads the text that `str` makes of a `Values`; None for other text."""
     kind, _, group = text.partition("/")
     found = next((Values(kind, each) for each in (0, *GROUPS) if group == (str(each) if each else "")), None)
     return found if kind in KINDS and found is not None and str(found) == text else None

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,25 @@ def pruned(sparsity: float = 0.9) -> nn.Module:
     model = build()
     sc.prune_(model, sparsity=sparsity)
     return model
+
+
+def saved_until(stop: int, model: nn.Module, path: Path, **options: Any) -> bool:
+    """Saves a model, and interrupts after `stop` files were renamed. Returns whether all were renamed before."""
+    done, rename = [], io.rename
+
+    def crash(a: Any, b: Any) -> None:
+        if len(done) == stop:
+            raise KeyboardInterrupt
+        done.append(b)
+        rename(a, b)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(io, "rename", crash)
+        try:
+            io.save(model, path, **options)
+        except KeyboardInterrupt:
+            return False
+    return True
 
 
 def refused(path: Path, model: nn.Module, words: str) -> None:

@@ -5,11 +5,9 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from saving import build, pruned, refused, resign, same
+from saving import build, pruned, refused, resign, same, saved_until
 
 import secateur as sc
-from secateur import io
-from secateur.io import files
 
 INDEX = "model.safetensors.index.json"
 MOST = 1000  # bytes; the largest tensor has 23,040
@@ -65,26 +63,12 @@ def test_old_files_and_an_old_index_are_not_left_beside_new_ones(tmp_path):
 
 
 @pytest.mark.parametrize(("old_most", "new_most"), [(None, MOST), (MOST, MOST), (MOST, None)])
-def test_a_crash_between_any_two_steps_leaves_the_old_model_or_the_new_one(tmp_path, monkeypatch, old_most, new_most):
-    old, new, rename = pruned(0.5), pruned(0.9), files.rename
+def test_a_crash_between_any_two_steps_leaves_the_old_model_or_the_new_one(tmp_path, old_most, new_most):
+    old, new = pruned(0.5), pruned(0.9)
     found, stop = [], 0
     while not found or not found[-1]:
         sc.save(old, tmp_path, max_file_bytes=old_most)
-        done = []
-
-        def crash(a, b, done=done, stop=stop):
-            if len(done) == stop:
-                raise KeyboardInterrupt
-            done.append(b)
-            rename(a, b)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(io, "rename", crash)
-            try:
-                sc.save(new, tmp_path, max_file_bytes=new_most)
-                whole = True
-            except KeyboardInterrupt:
-                whole = False
+        whole = saved_until(stop, new, tmp_path, max_file_bytes=new_most)
         model = sc.load(tmp_path, build)
         assert same(model, new) or same(model, old)
         found.append(whole)

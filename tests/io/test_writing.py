@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import safetensors.torch
 import torch
-from saving import build, pruned, same
+from saving import build, pruned, same, saved_until
 from torch import nn
 
 from secateur import io
@@ -72,26 +72,11 @@ def test_a_disk_that_is_full_or_cannot_be_written_leaves_the_old_files(tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_crash_between_any_two_steps_leaves_the_old_model_or_the_new_one(tmp_path, monkeypatch):
+def test_a_crash_between_any_two_steps_leaves_the_old_model_or_the_new_one(tmp_path):
     old, new = pruned(0.5), pruned(0.9)
-    rename = files.rename
     for stop in range(4):
         io.save(old, tmp_path)
-        done = []
-
-        def crash(a, b, done=done, stop=stop):
-            if len(done) == stop:
-                raise KeyboardInterrupt
-            done.append(b)
-            rename(a, b)
-
-        monkeypatch.setattr(io, "rename", crash)
-        if stop < 3:
-            with pytest.raises(KeyboardInterrupt):
-                io.save(new, tmp_path)
-        else:
-            io.save(new, tmp_path)
-        monkeypatch.setattr(io, "rename", rename)
+        assert saved_until(stop, new, tmp_path) == (stop == 3)
         found = io.load(tmp_path, build)
         assert same(found, old if stop < 2 else new)
         assert not list(tmp_path.glob("*.tmp"))

@@ -44,7 +44,7 @@ class CountSearch:
     """
 
     def __init__(self, free: Iterable[Atom], constraints: Sequence[Constraint]) -> None:
-        self.free, self.constraints = dict.fromkeys(free), constraints
+        self.free = dict.fromkeys(free)
         self.wanted: Mapping[Atom, int] = {}
         self.watching: dict[CountVariable, list[Constraint]] = {}
         for c in constraints:

@@ -102,11 +102,16 @@ output_options = _options(
     ),
     click.option("--force", is_flag=True, help="Replace what is there."),
 )
+loss_option = click.option(
+    "--loss", metavar="NAME", help="A function of torch.nn.functional, for criteria that need gradients."
+)
+set_option = click.option("--set", "others", multiple=True, metavar="NAME=VALUE", help="Any other argument of the function.")
+dry_run_option = click.option("--dry-run", is_flag=True, help="Show what would be done, and write nothing.")
 stage_options = _options(
     click.option("--exclude", multiple=True, metavar="GLOB", help="Names that stay as they are. Can be repeated."),
-    click.option("--loss", metavar="NAME", help="A function of torch.nn.functional, for criteria that need gradients."),
-    click.option("--set", "others", multiple=True, metavar="NAME=VALUE", help="Any other argument of the function."),
-    click.option("--dry-run", is_flag=True, help="Show what would be done, and write nothing."),
+    loss_option,
+    set_option,
+    dry_run_option,
 )
 evaluate_option = click.option(
     "--evaluate", metavar="MODULE:FUNCTION", help="Called with the model before and after; returns a number."
@@ -216,8 +221,8 @@ def shrink(**options: Any) -> running.Answer:
 @click.option("--objective", type=click.Choice(["speed", "size"]), help="The fastest format, or the smallest.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads to measure with.")
 @click.option("--store", type=click.Choice(["bfloat16", "float16"]), help="Store float32 weights in half the bytes, rounded.")
-@click.option("--set", "others", multiple=True, metavar="NAME=VALUE", help="Any other argument of the function.")
-@click.option("--dry-run", is_flag=True, help="Show what would be done, and write nothing.")
+@set_option
+@dry_run_option
 @inputs_options
 @evaluate_option
 @output_options
@@ -298,8 +303,8 @@ def check_recipes(files: tuple[str, ...]) -> running.Answer:
 @command(recipes, "run")
 @click.argument("recipe", shell_complete=_complete_recipe)
 @model_options
-@click.option("--loss", metavar="NAME", help="A function of torch.nn.functional, for criteria that need gradients.")
-@click.option("--dry-run", is_flag=True, help="Show what would be done, and write nothing.")
+@loss_option
+@dry_run_option
 @inputs_options
 @evaluate_option
 @output_options

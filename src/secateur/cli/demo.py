@@ -39,9 +39,9 @@ def run(output: str | None) -> Answer:
     timings = execute.bench(models, images[:BATCH], threads=1, seconds=0.5)
     rows = []
     for name, model in models.items():
-        with torch.no_grad():
-            right = float((model(images).argmax(1) == labels).float().mean())
-        rows.append({"model": name, "accuracy": right, "bytes": _bytes(model), "seconds": timings[name].best})
+        rows.append(
+            {"model": name, "accuracy": _accuracy(model, images, labels), "bytes": _bytes(model), "seconds": timings[name].best}
+        )
     if output is not None:
         _keep(models, Path(output), images, labels)
     first = rows[0]
@@ -65,20 +65,21 @@ def run(output: str | None) -> Answer:
 def _keep(models: dict[str, nn.Module], folder: Path, images: Tensor, labels: Tensor) -> None:
     """Writes the last model and the report of how it was made."""
     io.save(models["95 % zeros, compressed"], folder / "model")
-
-    def accuracy(model: nn.Module) -> float:
-        return float((model(images).argmax(1) == labels).float().mean())
-
     reports.report(
         path=folder / "report.html",
         stages={name: model for name, model in models.items() if name != "half of the units"},
         example_inputs=images[:BATCH],
-        evaluate=accuracy,
+        evaluate=lambda model: _accuracy(model, images, labels),
         samples=len(labels),
         name="the network of secateur demo",
         note="It was trained while it was pruned.",
         seconds=0.3,
     )
+
+
+@torch.no_grad()
+def _accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    return float((model(images).argmax(1) == labels).float().mean())
 
 
 def _models() -> dict[str, nn.Module]:

@@ -8,6 +8,7 @@ precision or in fewer bits with scales (`Values`); sums are always float32.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -87,6 +88,23 @@ def _unsigned(numbers: Tensor) -> Tensor:
     return numbers.long() & 0xFFFF
 
 
+def _linear(
+    kernel: str,
+    x: Tensor,
+    buffers: Buffers,
+    bias: Tensor | None,
+    rows: int,
+    options: FormatOptions,
+    scales: Scales | None = None,
+) -> Tensor | None:
+    """The product by a kernel that takes the number of rows, or of panels of `options[0]` rows, and all buffers."""
+    stored = stored_as(x, buffers[0], scales)
+    if stored is None:
+        return None
+    held = rows // (options[0] if options else 1), *map(Tensor.data_ptr, buffers), *scales_of(scales)
+    return by_rows(build.kernel(f"single.{kernel}", *options, *stored), held, x, bias, rows)
+
+
 # ---------------------------------------------------------------- gather
 
 
@@ -125,20 +143,10 @@ def _gather_unpack(buffers: Buffers, rows: int, columns: int, options: FormatOpt
     return matrix
 
 
-def _gather_linear(
-    x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions, scales: Scales | None = None
-) -> Tensor | None:
-    stored = stored_as(x, buffers[0], scales)
-    if stored is None:
-        return None
-    held = rows, *map(Tensor.data_ptr, buffers), *scales_of(scales)
-    return by_rows(build.kernel("single.gather", *stored), held, x, bias, rows)
-
-
 GATHER = register(
     Format(
-        "gather", ("values", "index", "first", "starts"), _gather_fits, _gather_pack, _gather_unpack, _gather_linear,
-        takes=(PLAIN, *BY_ROW),
+        "gather", ("values", "index", "first", "starts"), _gather_fits, _gather_pack, _gather_unpack,
+        partial(_linear, "gather"), takes=(PLAIN, *BY_ROW),
     )
 )  # fmt: skip
 
@@ -165,19 +173,9 @@ def _runs_unpack(buffers: Buffers, rows: int, columns: int, options: FormatOptio
     return parts.flatten(1)[:, :columns].contiguous()
 
 
-def _runs_linear(
-    x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions, scales: Scales | None = None
-) -> Tensor | None:
-    stored = stored_as(x, buffers[0], scales)
-    if stored is None:
-        return None
-    held = rows, *map(Tensor.data_ptr, buffers), *scales_of(scales)
-    return by_rows(build.kernel("single.runs", *stored), held, x, bias, rows)
-
-
 RUNS = register(
     Format(
-        "runs", ("values", "first", "starts"), _runs_fits, _runs_pack, _runs_unpack, _runs_linear,
+        "runs", ("values", "first", "starts"), _runs_fits, _runs_pack, _runs_unpack, partial(_linear, "runs"),
         takes=(PLAIN, *BY_ROW, *BY_GROUP),
     )
 )  # fmt: skip
@@ -206,19 +204,9 @@ def _panels_unpack(buffers: Buffers, rows: int, columns: int, options: FormatOpt
     return tall.transpose(1, 2).reshape(rows, columns)
 
 
-def _panels_linear(
-    x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions, scales: Scales | None = None
-) -> Tensor | None:
-    (height,), stored = options, stored_as(x, buffers[0], scales)
-    if stored is None:
-        return None
-    held = rows // height, *map(Tensor.data_ptr, buffers), *scales_of(scales)
-    return by_rows(build.kernel("single.panels", height, *stored), held, x, bias, rows)
-
-
 PANELS = register(
     Format(
-        "panels", ("values", "index", "starts"), _panels_fits, _panels_pack, _panels_unpack, _panels_linear,
+        "panels", ("values", "index", "starts"), _panels_fits, _panels_pack, _panels_unpack, partial(_linear, "panels"),
         allowed=((16,), (8,)), takes=(PLAIN, *BY_ROW),
     )
 )  # fmt: skip
@@ -231,11 +219,11 @@ def _columns_fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int,
         yield ()
 
 
-def _columns_pack(matrix: Tensor, options: FormatOptions) -> tuple[Tensor, ...]:
+def columns_pack(matrix: Tensor, options: FormatOptions) -> tuple[Tensor, ...]:
     return (matrix.t().contiguous(),)
 
 
-def _columns_unpack(buffers: Buffers, rows: int, columns: int, options: FormatOptions) -> Tensor:
+def columns_unpack(buffers: Buffers, rows: int, columns: int, options: FormatOptions) -> Tensor:
     return buffers[0].t().contiguous()
 
 
@@ -251,7 +239,7 @@ def _columns_linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int,
     return by_rows(body, held, x, bias, rows)
 
 
-BY_COLUMNS = register(Format("columns", ("values",), _columns_fits, _columns_pack, _columns_unpack, _columns_linear))
+BY_COLUMNS = register(Format("columns", ("values",), _columns_fits, columns_pack, columns_unpack, _columns_linear))
 
 # ---------------------------------------------------------------- dense, in fewer bits
 

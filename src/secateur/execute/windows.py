@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .find import Zeros
+from .find import Zeros, owners
 from .formats import Buffers, Format, FormatOptions, Scales, Use, register
 from .native import build
 from .single import COLUMNS, MORE, padded, usable
@@ -94,7 +94,7 @@ def _unpack(buffers: Buffers, rows: int, columns: int, options: FormatOptions) -
     place = index.view(-1, TOGETHER, EACH).long()
     rises = place[..., 1:] > place[..., :-1]
     there = torch.cat([place[..., 1:2] >= place[..., :1], rises], -1)
-    group = torch.arange(len(starts) - 1, device=first.device).repeat_interleave(starts.diff().long(), output_size=len(first))
+    group = owners(starts, len(first))
     row = group.view(-1, 1, 1) * TOGETHER + torch.arange(TOGETHER, device=first.device).view(-1, 1).expand_as(place)
     column = (first.long() & 0xFFFF).view(-1, 1, 1) + place
     matrix = torch.zeros(rows, columns, dtype=values.dtype, device=values.device)

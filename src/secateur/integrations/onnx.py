@@ -27,7 +27,7 @@ def to_onnx(model: nn.Module, example_inputs: Any, path: str | Path, **options: 
     Needs the packages onnx and onnxscript.
     """
     if not isinstance(path, str | Path):
-        raise TypeError(f"to_onnx takes the model, its example inputs and the path of the file; path={path!r} is no path")
+        raise TypeError(f"to_onnx takes the model, its example inputs and the path of the file; path={path!r} is not a path")
     args, kwargs = split_inputs(example_inputs)
     path = Path(path)
     check_inputs(model, args, kwargs)

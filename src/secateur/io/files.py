@@ -209,10 +209,8 @@ class Tensors:
             slices = {name: self._file.get_slice(name) for name in self._file.offset_keys()}
         except SafetensorError as error:
             raise BadFile(f"{where} is not a safetensors file, or was damaged or cut short: {_short(error)}") from None
-        found = os.fstat(file.fileno())
-        if not os.path.samestat(found, os.stat(file.name)):
+        if not os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
             raise BadFile(f"{where} was replaced by another file while it was opened; load it again")
-        self.size = found.st_size
         start = self._bytes.read(8)
         header = start + self._bytes.read(int.from_bytes(start, "little"))
         self.header = hashlib.sha256(header).hexdigest()

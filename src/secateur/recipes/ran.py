@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from ..display import Table, format_seconds
+from ..display import Shown, Table, format_seconds
 from .schema import KINDS
 
 
-@dataclass(frozen=True)
-class Ran:
+@dataclass(frozen=True, repr=False)
+class Ran(Shown):
     """What `Recipe.run` returns: the new model, and the result of each stage (`Plan`, `Shrunk`, `Gates`, `Compression`).
 
     `print` shows a table of the stages, and `print(ran.results[0])` the layers of one. `model, results = recipe.run(model)`
     unpacks it. `stages` are the kinds of the stages, and `seconds` the time that each of them took.
     """
 
-    model: nn.Module = field(repr=False)
-    results: list[Any] = field(repr=False)
+    _folded = "layers"
+
+    model: nn.Module
+    results: list[Any]
     stages: tuple[str, ...]
-    seconds: tuple[float, ...] = field(repr=False)
+    seconds: tuple[float, ...]
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.results))
@@ -48,11 +50,3 @@ class Ran:
         stages = zip(self.stages, self.seconds, self.results, strict=True)
         rows = [(kind, KINDS[kind].describe(result.metrics()), format_seconds(took)) for kind, took, result in stages]
         return Table(("stage", "result", "time"), rows, right=(2,), notes=["results[0] shows the layers of the first stage"])
-
-    def __str__(self) -> str:
-        return str(self._table())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table().html("layers")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from numbers import Real
 from time import perf_counter
 from typing import Any, NoReturn
@@ -14,7 +14,7 @@ from torch import nn
 
 from .._hints import hints
 from .._tree import packed_layers
-from ..display import Table, format_seconds
+from ..display import Shown, Table, format_seconds
 from ..edit import copied
 from ..execute import decompress_
 from ..progress import Progress
@@ -54,16 +54,16 @@ class Tried:
         return self.parameters - self.zeros
 
 
-@dataclass(frozen=True)
-class SearchResult:
+@dataclass(frozen=True, repr=False)
+class SearchResult(Shown):
     """What `search` found: the model, the recipe that makes it, the results of its stages, and everything that was tried.
 
     `print` shows a table. `dense`: the metric before; `value`: that of the model found. `parameters`: of the model given.
     """
 
-    model: nn.Module = field(repr=False)
+    model: nn.Module
     recipe: Recipe
-    results: list[Any] = field(repr=False)
+    results: list[Any]
     dense: float
     drop: float
     tried: list[Tried]
@@ -115,14 +115,6 @@ class SearchResult:
             right=range(len(names) + 4),
             title=f"{len(self.tried)} tried, drop of at most {self.drop:g} from {self.dense:.6g} ({self.better} is better)",
         )
-
-    def __str__(self) -> str:
-        return str(self._table())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table().html()
 
 
 def _strength(one: Tried) -> float:

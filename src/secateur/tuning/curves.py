@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from .._hints import hints
 from .._tree import nearest, nearest_glob
 from ..blocks import repeated_blocks
+from ..budgets import bisected
 from ..criteria import Criterion, magnitude
-from ..display import Table
+from ..display import Shown, Table
 from ..masks import Masks
 from ..patterns import Pattern
 from ..plans import Plan, plan
@@ -32,8 +33,8 @@ from .measuring import Evaluate, Journal, check_evaluate, fingerprint, loss_of, 
 AnyCriterion = Criterion | UnitCriterion | Callable[..., Tensor] | str
 
 
-@dataclass(frozen=True)
-class Sensitivity:
+@dataclass(frozen=True, repr=False)
+class Sensitivity(Shown):
     """The metric with one layer or group pruned at a time. `print` shows a table, the most sensitive group first.
 
     `dense`: the metric of the model as it is. `curves`: for each group, {sparsity: metric}. `members`: the tensors of each
@@ -156,14 +157,6 @@ class Sensitivity:
             title=f"metric with one group at a time ({what}); {self.dense:.6g} before{others}; {self.better} is better",
         )
 
-    def __str__(self) -> str:
-        return str(self._table())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table().html()
-
 
 def _slope(low: tuple[float, float], high: tuple[float, float]) -> float:
     """The drop for each unit of the cube of the sparsity."""
@@ -191,19 +184,15 @@ def _between(
     """The levels that reach what is asked: the price of a drop is found by bisection, and what costs nothing comes first."""
     free = at(0.0)
     if reached(free) > asked + 1e-12:
-        low, high = 0.0, 1.0
-        for _ in range(60):
-            part = (low + high) / 2
-            mixed = {group: start + part * (free[group] - start) for group, start in first.items()}
-            low, high = (part, high) if reached(mixed) < asked else (low, part)
-        return {group: start + low * (free[group] - start) for group, start in first.items()}
-    low, high = 0.0, 1e-12
+
+        def mixed(part: float) -> dict[str, float]:
+            return {group: start + part * (free[group] - start) for group, start in first.items()}
+
+        return mixed(bisected(0.0, 1.0, lambda part: reached(mixed(part)) < asked)[0])
+    high = 1e-12
     while reached(at(high)) < asked and high < 1e12:
         high *= 4
-    for _ in range(80):
-        price = (low + high) / 2
-        low, high = (price, high) if reached(at(price)) < asked else (low, price)
-    return at(low)
+    return at(bisected(0.0, high, lambda price: reached(at(price)) < asked, 80)[0])
 
 
 def _cell(value: float | None) -> str:
@@ -296,8 +285,6 @@ def _checked_levels(levels: Sequence[float]) -> tuple[float, ...]:
 class _Zeroed:
     """The model with the weights of one group set to zero. One plan for each level serves all groups."""
 
-    removed = False
-
     def __init__(
         self,
         model: nn.Module,
@@ -370,8 +357,6 @@ def _label(names: Sequence[str]) -> str:
 
 class _Removed:
     """The model without a part of the units of one group."""
-
-    removed = True
 
     def __init__(
         self,

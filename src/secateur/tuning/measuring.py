@@ -41,7 +41,7 @@ def check_evaluate(evaluate: object, better: str | None) -> None:
         inspect.signature(evaluate).bind(None)
     except TypeError as error:
         name = getattr(evaluate, "__name__", type(evaluate).__name__)
-        raise TypeError(f"evaluate={name} is called with one argument, the model, and does not take it: {error}") from None
+        raise TypeError(f"evaluate={name} is called with one argument, the model, but does not accept it: {error}") from None
     except ValueError:  # some functions written in C have no signature
         pass
     if better not in (None, "higher", "lower"):
@@ -104,7 +104,7 @@ class Journal:
             raise ValueError(f"journal {path} is empty; delete it")
         if odd := [key for key in about.keys() | found[0].keys() if about.get(key) != found[0].get(key)]:
             raise ValueError(
-                f"journal {path} is of another run: {', '.join(sorted(odd))} differ. Delete it, or pass another path"
+                f"journal {path} belongs to another run: {', '.join(sorted(odd))} differ. Delete it, or pass another path"
             )
         self.known = {entry["key"]: entry for entry in found[1:]}
         if len(found) < len(lines):

@@ -9,20 +9,13 @@ from torch import Tensor
 
 from ..find import Zeros
 from ..formats import Buffers, Format, FormatOptions, Use, register
+from ..single import columns_pack, columns_unpack
 from .present import kernels, runs, suits
 
 
 def _fits(matrix: Tensor, zeros: Zeros, use: Use) -> Iterator[tuple[int, ...]]:
     if suits(matrix, use) and max(use.rows) == 1 and use.input_zeros >= 0.25:
         yield ()
-
-
-def _pack(matrix: Tensor, options: FormatOptions) -> tuple[Tensor, ...]:
-    return (matrix.t().contiguous(),)
-
-
-def _unpack(buffers: Buffers, rows: int, columns: int, options: FormatOptions) -> Tensor:
-    return buffers[0].t().contiguous()
 
 
 def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions) -> Tensor | None:
@@ -32,4 +25,4 @@ def _linear(x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options
     return kernels().input_sparse(x.contiguous(), weight, bias)
 
 
-INPUT_SPARSE = register(Format("input_sparse", ("values",), _fits, _pack, _unpack, _linear))
+INPUT_SPARSE = register(Format("input_sparse", ("values",), _fits, columns_pack, columns_unpack, _linear))
