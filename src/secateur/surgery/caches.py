@@ -37,7 +37,7 @@ def without_caches(model: nn.Module, inputs: Inputs) -> Iterator[list[CacheSlot]
 
 def empty_caches_(model: nn.Module, caches: Sequence[CacheSlot]) -> None:
     """Empty these caches for good; the next run fills them. Paths that removed blocks leave without a module are skipped."""
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules()) if caches else {}
     for path, name in caches:
         space = vars(modules[path]) if path in modules else {}
         if name in space:

@@ -45,7 +45,8 @@ def matches(name: str, globs: Iterable[str]) -> bool:
 
 def check_globs(trace: Trace, argument: str, globs: Iterable[str], groups: Iterable[str] = ()) -> None:
     """Raises ValueError for a glob that matches no tensor and no module of the traced model, and none of these groups."""
-    modules = [name for name, _ in trace.model.named_modules() if name]
+    globs = tuple(globs)
+    modules = [name for name, _ in trace.model.named_modules() if name] if globs else []
     known = (*trace.dims, *modules, *groups)
     for glob in globs:
         if not any(glob == name or fnmatchcase(name, glob) for name in known):
@@ -55,7 +56,7 @@ def check_globs(trace: Trace, argument: str, globs: Iterable[str], groups: Itera
 def excluded(trace: Trace, globs: Iterable[str]) -> dict[Group, str]:
     """The groups with a member that is excluded: every dim of an excluded tensor keeps its size."""
     globs = tuple(globs)
-    return {g: why for g in trace.prunable if (why := _why_excluded(g, globs))}
+    return {g: why for g in trace.prunable if (why := _why_excluded(g, globs))} if globs else {}
 
 
 def _why_excluded(group: Group, globs: tuple[str, ...]) -> str:

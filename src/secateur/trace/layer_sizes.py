@@ -15,13 +15,16 @@ from torch import Tensor, nn
 
 from .._layers import right_sizes
 from ..axes import Arithmetic, Attr, AttrId, AxisSize, Expr, SizeUse, Source, attr_place, bindings
-from ..edit import owned_tensors
 from .provenance import Journal, Tagged
 
 
-def replace_size_attributes_(model: nn.Module, dims: Mapping[str, list[Expr]], uses: list[SizeUse], journal: Journal) -> None:
-    """Replaces size attributes of torch's layers in the journal by sizes of weights, unless a call binds them to an axis."""
-    names = {key: name for key, (name, _) in owned_tensors(model).items()}
+def replace_size_attributes_(
+    names: Mapping[int, str], dims: Mapping[str, list[Expr]], uses: list[SizeUse], journal: Journal
+) -> None:
+    """Replaces size attributes of torch's layers in the journal by sizes of weights, unless a call binds them to an axis.
+
+    `names`: the names of the model's tensors, by id.
+    """
     bound = bindings(uses, journal.guards)
     known: dict[AttrId, Source] = {}
 

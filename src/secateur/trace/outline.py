@@ -38,7 +38,7 @@ class Outlined:
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         plain, reads = _facts(func)
-        blank = not self.empty.isdisjoint([t.untyped_storage()._cdata for t in tensors_of((*args, *kwargs.values()))])
+        blank = any(map(self.is_blank, tensors_of((*args, *kwargs.values()))))
         if blank and reads:
             raise ValueRead(f"{func} reads values that were not computed")
         short, made = lookup(func).shapes, None
@@ -49,6 +49,10 @@ class Outlined:
         if blank or made is not None:
             self.empty.update(t.untyped_storage()._cdata for t in tensors_of(out if isinstance(out, _MANY) else (out,)))
         return out
+
+    def is_blank(self, tensor: Tensor) -> bool:
+        """Returns whether the values of a tensor were not computed."""
+        return tensor.untyped_storage()._cdata in self.empty
 
     def alike(self, args: Sequence[Any]) -> Tensor | None:
         """Returns a blank result for an element-wise operator on blank inputs of one shape and dtype, else None."""

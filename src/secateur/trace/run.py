@@ -180,8 +180,7 @@ def _run(
         _record_outputs(tracer, result, outputs)
     finally:
         journal.open = False
-    buffers = {name for name, tensor in standing.owned.values() if not isinstance(tensor, nn.Parameter)}
-    return _finish(model, tracer, journal, buffers, fake)
+    return _finish(model, tracer, journal, standing.owned, fake)
 
 
 def _changed_numbers(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -262,7 +261,7 @@ def _replaced_states(tracer: Tracer, before: Mapping[Slot, Tensor], after: Mappi
     return found
 
 
-def _finish(model: nn.Module, tracer: Tracer, journal: Journal, buffers: set[str], fake: bool) -> Trace:
+def _finish(model: nn.Module, tracer: Tracer, journal: Journal, owned: dict[int, tuple[str, Tensor]], fake: bool) -> Trace:
     """Builds the trace: axes of unused modules, literal sizes, attributes that were only compared, groups, constraints."""
     record = tracer.record
     adopt_unused(model, record)
@@ -277,8 +276,9 @@ def _finish(model: nn.Module, tracer: Tracer, journal: Journal, buffers: set[str
     plan = blueprint(model)
     if plan is not None:
         record.size_uses += uses_of_compared_attributes(model, dims, record.size_uses, journal.guards, plan)
-    replace_size_attributes_(model, dims, record.size_uses, journal)
+    replace_size_attributes_({key: name for key, (name, _) in owned.items()}, dims, record.size_uses, journal)
     flag_sizes_in_formulas(journal.formula_uses, bound_axes(record.size_uses, journal.guards))
+    buffers = {name for name, tensor in owned.values() if not isinstance(tensor, nn.Parameter)}
     groups = build_groups(dims, record.roles, buffers)
     demands = constraints(record.size_uses, journal.guards, record.equal.values())
     return Trace(model, dims, groups, record, journal.guards, journal.formula_uses, demands, fake, plan)

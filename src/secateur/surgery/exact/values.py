@@ -72,10 +72,15 @@ def is_random(step: Step) -> bool:
     """True if the output is drawn at random or uninitialised; False for random operators called with training=False."""
     if step.operator.undefined:
         return True
-    if torch.Tag.nondeterministic_seeded not in step.func.tags:
+    if not _draws(step.func):
         return False
     given = step.arguments
     return given.get("training", given.get("train")) is not False and given.get("dropout_p", 1.0) != 0.0
+
+
+@functools.cache
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def read_inputs(step: Step) -> tuple[int, ...]:
