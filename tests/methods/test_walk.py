@@ -353,7 +353,14 @@ def by_value(m, x):
     return m.b(y) if y.sum() > 0 else m.b(y.sigmoid()) - y
 
 
-@pytest.mark.parametrize("inner", [in_place, as_numbers, by_value])
+def turned(m, x):
+    """Transposes a tensor in place before a layer is called, and reads it afterwards. `nn.GRU` does so with its output."""
+    y = m.a(x).sigmoid()
+    y.t_()
+    return m.b(y.T) + y.T
+
+
+@pytest.mark.parametrize("inner", [in_place, as_numbers, by_value, turned])
 @torch.no_grad()
 def test_blocks_that_write_in_place_or_decide_by_values_give_the_same_evidence(inner):
     torch.manual_seed(1)
