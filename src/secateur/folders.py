@@ -121,7 +121,8 @@ def prune_folder(
         sparsity, count, pattern, scope, exclude, types, spread: as for `prune_`.
         include: globs over names. Without `into` it is required, because files do not say which tensors are weights.
         method: as for `prune_`. Methods that need data, such as "sparsegpt" and "flow", need `into` and `data`. Blocks are seen
-            one at a time: use "flow(reorder=False)" for n:m if a block reads the inner values of another, such as its cache.
+            one at a time: models are refused where a block reads what another left in a cache that both get as an argument.
+            Values that blocks leave in attributes are not seen: use `prune_` for such models.
         data: calibration batches, as for `prune_`. With `group`, those of this process.
         into: a function that builds the model; its weights take no memory. It says which tensors are weights of which layers,
             as `prune_` chooses them, and their order among equal scores.

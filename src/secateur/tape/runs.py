@@ -249,7 +249,7 @@ class Run(TorchDispatchMode):
 
         read = tuple(self.numbers.get(key, OUTSIDE) for key in keys)
         made = _mapped(output, note)
-        repeat = outside and not writes(func) or torch.Tag.inplace_view in getattr(func, "tags", ())
+        repeat = (outside and not writes(func)) or torch.Tag.inplace_view in getattr(func, "tags", ())
         self.state.script.append(_Op(func, made, repeat))
         if self.same and self.tape is not None:
             known = index < len(self.tape.functions) and self.tape.functions[index] is func
