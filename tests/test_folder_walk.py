@@ -120,7 +120,9 @@ def into():
     return transformers.LlamaForCausalLM(config_of(**WIDE, num_hidden_layers=depth))
 data = [torch.randint(0, 40, (2, 16)) for _ in range(2)]
 how = {{"data": data, "method": "sparsegpt", "pattern": "2:4"}}
-prune_folder(folder / "small", folder / "out", into=lambda: transformers.LlamaForCausalLM(config_of()), **how)
+prune_folder(
+    folder / "small", folder / "out", into=lambda: transformers.LlamaForCausalLM(config_of()), overwrite=True, **how
+)
 before = peak()
 prune_folder(folder / str(depth), folder / f"pruned{{depth}}", into=into, exclude="lm_head", **how)
 print(before, peak())
@@ -218,7 +220,7 @@ def test_old_weights_of_the_target_are_removed_before_the_first_block_is_written
     _, path = saved
     transformers.LlamaForCausalLM(config_of()).save_pretrained(path / "pruned", max_shard_size="40KB")
     old = {file.name for file in (path / "pruned").glob("*.safetensors")}
-    how = {"into": into, "method": "sparsegpt", "pattern": "2:4"}
+    how = {"into": into, "method": "sparsegpt", "pattern": "2:4", "overwrite": True}
     with pytest.raises(ValueError, match="NaN"):
         prune_folder(path / "dense", path / "pruned", data=[torch.full((1, 4), torch.nan)], **how)
     assert {file.name for file in (path / "pruned").glob("*.safetensors")} == old

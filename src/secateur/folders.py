@@ -31,7 +31,7 @@ from .display import Table, notes_by_reason
 from .edit import built
 from .evidence import random_scores
 from .folder_walk import check_blocks, prune_blocks
-from .io import Folder, Journal, as_bytes, replacing_file, writing_behind
+from .io import Folder, Journal, as_bytes, finished_in, replacing_file, writing_behind
 from .methods import STREAMED, Method
 from .patterns import Pattern
 from .plans import Layer
@@ -106,6 +106,7 @@ def prune_folder(
     into: Callable[[], nn.Module] | None = None,
     device: str | torch.device | None = None,
     group: Group | None = None,
+    overwrite: bool = False,
 ) -> PrunedFolder:
     """Prunes the safetensors files of a folder into another folder, and returns the counts. The files may exceed the memory.
 
@@ -116,7 +117,7 @@ def prune_folder(
 
     Args:
         source: a folder of Hugging Face, with `model.safetensors` or with several files and `model.safetensors.index.json`.
-        target: the folder to write. It may exist; its old weights are removed.
+        target: the folder to write. It may exist. If it holds a model already, `overwrite` has to be True.
         criterion: an expression without data, computed element by element, such as `sc.magnitude` or `sc.random(0)`.
         sparsity, count, pattern, scope, exclude, types, spread: as for `prune_`.
         include: globs over names. Without `into` it is required, because files do not say which tensors are weights.
@@ -128,6 +129,10 @@ def prune_folder(
             as `prune_` chooses them, and their order among equal scores.
         device: where blocks are solved, by default the CPU.
         group: a process group whose processes all call this function. They share the files, or with `data` the batches.
+        overwrite: True replaces a model that `target` holds. Its weights are removed before the first new ones are written.
+
+    Raises:
+        FileExistsError: `target` holds a whole model. The folder of an unfinished run of this call is none.
     """
     ranks = DataRanks(group)
     with contextlib.ExitStack() as stack:
@@ -143,6 +148,11 @@ def prune_folder(
             model = None if into is None else built(into).eval()
             chosen, found, skipped = _chosen(folder, model, include, exclude, types)
             run = _run_of(settings, folder, chosen)
+            if not overwrite and (there := finished_in(written)):
+                raise FileExistsError(
+                    f"target={str(target)!r} holds a model already ({there[0]}); give another folder, or overwrite=True to "
+                    "replace it"
+                )
         ranks.comm.check_same(str(run))
         seen = ranks.comm.gather(_digest(batches)) if blocks else []
         journal = Journal(written, {**run, "data": seen}, ranks.rank)

@@ -65,7 +65,18 @@ from .files import (
     write_tensors,
 )
 from .fill import check_kinds, dtype_of, fill_, read
-from .folder import INDEX, JOURNAL, Folder, Journal, index_text, replacing_file, stale_weights, write_index, writing_behind
+from .folder import (
+    INDEX,
+    JOURNAL,
+    Folder,
+    Journal,
+    finished_in,
+    index_text,
+    replacing_file,
+    stale_weights,
+    write_index,
+    writing_behind,
+)
 from .manifest import TENSOR_FILES, File, Manifest, about, shapes_of, to_text
 from .opening import NEXT, earlier_files, opened
 from .shared import write_shared
@@ -73,7 +84,7 @@ from .shared import write_shared
 __all__ = [
     "save", "load", "dense_state_dict", "BadFile", "MANIFEST", "record_in", "replaced", "write_text",
     "JOURNAL", "Entry", "Folder", "Journal", "Tensors", "as_bytes", "rename", "replacing", "replacing_file", "write_index",
-    "writing_behind",
+    "writing_behind", "finished_in",
     "write_tensors",  # for folders
 ]  # fmt: skip
 
