@@ -359,6 +359,10 @@ def test_what_cannot_work_is_refused():
     model, dense = pruned()
     with pytest.raises(ValueError, match="before pruning"):
         distill_(model, model, batches())
+    with pytest.raises(
+        ValueError, match=r"teacher= has weights with many zeros .*'0.weight', 2 in all.*distill_\(pruned, dense"
+    ):
+        distill_(dense, model, batches())
     with pytest.raises(ValueError, match="more, smaller batches"):
         distill_(model, dense, batches(1))
     with pytest.raises(ValueError, match=r"holdout=1\.5"):
