@@ -235,8 +235,8 @@ def _check_order(model: nn.Module, teacher: nn.Module) -> None:
             sparse.append(name)
     if sparse:
         raise ValueError(
-            f"teacher= has weights with many zeros where model has none ({sparse[0]!r}, {len(sparse)} in all), so the pruned model "
-            "seems to be given as the teacher; call distill_(pruned, dense, data). Neither model was changed"
+            f"teacher= has weights with many zeros where model has none ({sparse[0]!r}, {len(sparse)} in all), so the pruned "
+            "model seems to be given as the teacher; call distill_(pruned, dense, data). Neither model was changed"
         )
 
 
