@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import InitVar, asdict, dataclass, field
 from functools import cached_property
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +36,7 @@ from .budgets import Spread
 from .criteria import Criterion, magnitude
 from .curvature import Curvature
 from .display import Reported, Table, format_seconds, notes_by_reason
-from .edit import UNKNOWN, Arguments, forget_, has_order, record_, set_order_
+from .edit import UNKNOWN, Arguments, forget_, record_
 from .evidence import TensorEvidence
 from .masks import Masks, count_kept
 from .measuring import ChannelOrders, check_streamed, measure, measures, with_curves
@@ -106,7 +105,6 @@ class Plan(Reported):
     order: Reordering | None = field(default=None, repr=False, compare=False)
     zeros: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
     _changed: Prunable | None = field(default=None, init=False, repr=False, compare=False)  # the model that `undo_` restores
-    _key: str = field(default_factory=lambda: uuid4().hex, init=False, repr=False, compare=False)  # of its order of channels
     _kept: InitVar[Sequence[int] | None] = None  # the counts of each tensor, if they are known already
 
     def apply_(self, model: Prunable, *, keep_dense: bool = False) -> Plan:
@@ -115,9 +113,9 @@ class Plan(Reported):
         if keep_dense and self.dense and any(not self._is_applied(name, tensor) for name, tensor in tensors.items()):
             raise ValueError("this plan keeps the dense values of another application; undo that first, or make a new plan")
         new = {name: weight.to(tensors[name]) for name, weight in self.weights.items()}
-        if self.order is not None and not self._is_ordered(as_module(model), tensors):
+        left = (tensor[~local(self.masks[name])].any() for name, tensor in tensors.items())
+        if self.order is not None and not self.order.is_in(as_module(model)) and any(left):  # a loaded model has none left
             self.order.move_(as_module(model))
-            set_order_(as_module(model), self._key, True)
             tensors = self._tensors(model)
         if keep_dense and not self.dense:
             self.dense = {name: self._replaced(name, tensor).clone() for name, tensor in tensors.items()}
@@ -128,12 +126,6 @@ class Plan(Reported):
             kernels.zero_(tensor, local(self.masks[name]))
         record_(as_module(model), ("prune", self.recipe), self.arguments)
         return self
-
-    def _is_ordered(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether the channels have the plan's order: it was applied before, or its zeros are there, as in a loaded model."""
-        if has_order(model, self._key):
-            return True
-        return not any(tensor[~local(self.masks[name])].any() for name, tensor in tensors.items())
 
     def reorder(self, order: Reordering) -> None:
         """Puts the masks and weights into another order of channels, which the model gets first when the plan is applied."""
@@ -158,7 +150,6 @@ class Plan(Reported):
                 tensor[~local(self.masks[name])] = self.dense[name].to(tensor)
         if self.order is not None:
             self.order.move_(as_module(model), back=True)
-            set_order_(as_module(model), self._key, False)
         self.dense, self._changed = {}, None
         forget_(as_module(model), ("prune", self.recipe))
 
