@@ -110,7 +110,8 @@ def prune_folder(
 ) -> PrunedFolder:
     """Prunes the safetensors files of a folder into another folder, and returns the counts. The files may exceed the memory.
 
-    The weights are those that `prune_` with the same arguments would leave in the loaded model, bit for bit. Without `data`,
+    The weights are those that `prune_` with the same arguments would leave in the loaded model, bit for bit, except where
+    `notes` of the result say that a layer in front of the blocks was solved after them. Without `data`,
     files are read in slabs of rows and written as they are read (for pattern "in", and weights stored as (in, out), one tensor
     at a time). With a method that needs `data`, one block of the model at a time is read, solved and written. All other files
     of the folder are copied. The same call after a crash goes on where it was.
@@ -222,7 +223,11 @@ def _chosen(
     for one in wanted:
         names = [name for name in (one.name, *one.slot.also) if name in folder.entries]
         if not names:
-            raise ValueError(f"{folder.path} has no tensor {one.name!r}; into= must build the model that was saved there")
+            raise ValueError(
+                f"{folder.path} has no tensor {one.name!r}; into= must build the model that was saved there, with the names of "
+                "the files. transformers renames some tensors when it loads them, such as those of experts: load such a model "
+                "with from_pretrained and use prune_"
+            )
         if folder.entries[names[0]][1] != one.layout.shape:
             raise ValueError(f"{names[0]!r} is {folder.entries[names[0]][1]} in the folder and {one.layout.shape} in the model")
         if one.layout.flip and one.layout.groups > 1 and not one.layout.stacked:
