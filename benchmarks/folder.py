@@ -87,7 +87,7 @@ def measure(dense: Path, sparse: Path, gigabytes: float, rounds: int) -> None:
     results = []
 
     def prune() -> None:
-        results.append(sc.prune_folder(dense, sparse, **CUT))
+        results.append(sc.prune_folder(dense, sparse, overwrite=True, **CUT))
 
     runs = {ONCE: lambda: read(dense), PLAIN: lambda: copy(dense, sparse), OURS: prune}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}

@@ -366,6 +366,19 @@ def test_hugging_face_folders_with_a_text_file(here, llama):
     assert answer("prune", llama, "--sparsity 0.5 --criterion taylor --dry-run", words)["results"][0]["sparsity"] == 0.5
 
 
+def test_a_folder_that_no_config_describes_is_opened_again_without_a_factory(here, llama):
+    small = answer("shrink", llama, "--params 0.8 --inputs 1x8 -o small")
+    assert "only sc.load" in small["from_pretrained"]
+    sparse = answer("prune small --sparsity 0.5 -o sparse")
+    assert sparse["results"][0]["sparsity"] == pytest.approx(0.5, abs=0.01)
+    answer("compress sparse --objective size --inputs 1x8 -o packed")
+    assert [step for step, _ in answer("inspect packed")["history"]] == ["shrink", "prune", "compress"]
+    assert answer("bench packed --inputs 1x8")
+    assert not Path("packed/config.json").exists()  # from_pretrained would fill a model of the old size
+    sc.save(build(), "packed")
+    assert not Path("packed/secateur.config.json").exists()
+
+
 def test_a_folder_is_pruned_from_disk_as_in_memory(here, llama):
     Path("text.txt").write_text("a b c d e f g h i j k l m n o p " * 40)
     words = "--data text.txt --length 16 --batch-size 4 --batches 3"

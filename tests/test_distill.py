@@ -355,10 +355,38 @@ def test_the_result_prints_and_counts():
     assert "<table>" in done._repr_html_()
 
 
+class Writing(nn.Module):
+    """Overwrites, in place, a tensor that the backward pass needs, as recurrent models do with their states."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 6)
+
+    def forward(self, x):
+        y = self.first(x).exp()
+        z = self.second(y)
+        y.mul_(0)
+        return z
+
+
+def test_a_model_without_a_backward_pass_is_named():
+    model, dense = Writing(), Writing()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"the backward pass of Writing failed: .*'use_cache': False"):
+        distill_(model, dense, batches())
+    with pytest.raises(ValueError, match=r"the backward pass of Writing failed: .*method='flow'"):
+        sc.prune_(model, method="loss", pattern="2:4", data=batches())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
 def test_what_cannot_work_is_refused():
     model, dense = pruned()
     with pytest.raises(ValueError, match="before pruning"):
         distill_(model, model, batches())
+    with pytest.raises(
+        ValueError, match=r"teacher= has weights with many zeros .*'0.weight', 2 in all.*distill_\(pruned, dense"
+    ):
+        distill_(dense, model, batches())
     with pytest.raises(ValueError, match="more, smaller batches"):
         distill_(model, dense, batches(1))
     with pytest.raises(ValueError, match=r"holdout=1\.5"):

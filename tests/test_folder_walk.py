@@ -120,7 +120,9 @@ def into():
     return transformers.LlamaForCausalLM(config_of(**WIDE, num_hidden_layers=depth))
 data = [torch.randint(0, 40, (2, 16)) for _ in range(2)]
 how = {{"data": data, "method": "sparsegpt", "pattern": "2:4"}}
-prune_folder(folder / "small", folder / "out", into=lambda: transformers.LlamaForCausalLM(config_of()), **how)
+prune_folder(
+    folder / "small", folder / "out", into=lambda: transformers.LlamaForCausalLM(config_of()), overwrite=True, **how
+)
 before = peak()
 prune_folder(folder / str(depth), folder / f"pruned{{depth}}", into=into, exclude="lm_head", **how)
 print(before, peak())
@@ -206,11 +208,36 @@ def test_a_model_with_one_block_to_prune_is_refused_with_the_reason(saved):
         prune_folder(path / "dense", path / "pruned", **how)
 
 
+def test_blocks_that_read_what_others_left_in_a_cache_are_refused_with_the_reason(tmp_path):
+    zoo.gemma3n().save_pretrained(tmp_path / "dense")
+    how = {"pattern": "2:4", "method": "flow", "include": "model.layers.*_proj*"}
+    with pytest.raises(ValueError, match="block 2 reads tensors that block 0 left in an object, such as a cache"):
+        prune_folder(tmp_path / "dense", tmp_path / "pruned", into=zoo.gemma3n, data=zoo.TEXT, **how)
+    assert not (tmp_path / "pruned").exists()
+
+
+def test_an_embedding_that_encoder_and_decoder_share_is_found_under_the_name_in_the_files(tmp_path):
+    zoo.t5().save_pretrained(tmp_path / "dense")
+    how = {"pattern": "2:4", "method": "flow", "include": "decoder.block.*"}
+    prune_folder(tmp_path / "dense", tmp_path / "pruned", into=zoo.t5, data=zoo.PAIRS, **how)
+    model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "dense")
+    sc.prune_(model, data=zoo.PAIRS, **how)
+    found = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "pruned").state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_experts_that_transformers_renames_are_refused_with_what_to_do(tmp_path):
+    zoo.mixtral().save_pretrained(tmp_path / "dense")
+    how = {"pattern": "2:4", "method": "flow", "into": zoo.mixtral, "data": zoo.TEXT}
+    with pytest.raises(ValueError, match=r"has no tensor '.*experts.*load such a model with from_pretrained and use prune_"):
+        prune_folder(tmp_path / "dense", tmp_path / "pruned", **how)
+
+
 def test_old_weights_of_the_target_are_removed_before_the_first_block_is_written(saved):
     _, path = saved
     transformers.LlamaForCausalLM(config_of()).save_pretrained(path / "pruned", max_shard_size="40KB")
     old = {file.name for file in (path / "pruned").glob("*.safetensors")}
-    how = {"into": into, "method": "sparsegpt", "pattern": "2:4"}
+    how = {"into": into, "method": "sparsegpt", "pattern": "2:4", "overwrite": True}
     with pytest.raises(ValueError, match="NaN"):
         prune_folder(path / "dense", path / "pruned", data=[torch.full((1, 4), torch.nan)], **how)
     assert {file.name for file in (path / "pruned").glob("*.safetensors")} == old

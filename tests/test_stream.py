@@ -74,9 +74,17 @@ def test_each_block_gets_the_inputs_that_the_changed_blocks_before_it_produce(ki
 @torch.no_grad()
 def test_blocks_that_feed_each_other_need_one_run_of_the_model():
     model = Decoder()
-    for _ in stream.stream(model, list(model.layers), IDS):
+    for _ in stream.stream(model, list(model.layers), [{"ids": ids, "use_cache": False} for ids in IDS]):
         pass
     assert model.runs == len(IDS)
+
+
+@torch.no_grad()
+def test_blocks_that_get_one_object_need_another_run_of_the_first_batch():
+    model = Decoder()
+    for _ in stream.stream(model, list(model.layers), IDS):
+        pass
+    assert model.runs == len(IDS) + 1
 
 
 @torch.no_grad()

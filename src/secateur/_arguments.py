@@ -44,6 +44,12 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [tensor for part in _items(value) for tensor in tensors_of(part)]
 
 
+def objects_of(value: Any) -> list[Any]:
+    """The objects in arguments that calls may leave something in: lists, dicts, caches. Tensors are not among them."""
+    own = [] if isinstance(value, tuple | Tensor) or _is_constant(value) else [value]
+    return own + [each for part in _items(value) for each in objects_of(part)]
+
+
 def replaced(value: Any, new: Mapping[int, Any], at: list[int]) -> Any:
     """The same tree with some of its tensors replaced, by their number in `tensors_of`; `at` counts the tensors seen."""
     if isinstance(value, Tensor):

@@ -23,7 +23,7 @@ from .moments import layer_inputs
 from .products import matmul
 from .progress import Progress
 from .reads import listen
-from .stats import Loss, as_it_was, check_evidence, on_batch, split_batch
+from .stats import Loss, as_it_was, backward_of, check_evidence, on_batch, split_batch
 from .targeting import Target
 
 KINDS = ("none", "diag", "fisher")  # each knows more than the one before
@@ -97,7 +97,8 @@ def curvature(
                     raise ValueError("the output of the model does not depend on any of the layers to prune")
                 gradients = [None] if loss else _sampled(value.detach(), sums.valid, draw, number)
                 for left, gradient in zip(range(len(gradients))[::-1], gradients, strict=True):
-                    torch.autograd.grad(value, sums.anchors, gradient, allow_unused=True, retain_graph=left > 0)
+                    with backward_of(model):
+                        torch.autograd.grad(value, sums.anchors, gradient, allow_unused=True, retain_graph=left > 0)
                 sums.draws = len(gradients)
     if not ran:
         raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")

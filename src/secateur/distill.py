@@ -26,6 +26,7 @@ from .teaching import Distance, backward, can_write, held_out, write
 
 _LOOKS = (0.5, 0.75, 1.0)  # parts of the steps after which the held-out batches are looked at
 _NOISE = 1.1  # where they are up to so many times worse, that is the noise of the rate, which fades as the rate falls
+_MANY, _FEW = 0.1, 0.01  # the fraction of zeros from which on a weight counts as pruned, and below which it does not
 _PATIENCE = 2  # training stops after so many looks in a row that are each worse than the one before
 
 
@@ -169,6 +170,8 @@ def distill_(
     model = as_module(model)
     training, held, draw = _split(data, holdout, seed)
     _check(model, teacher, steps, lr, warmup, loss)
+    if pruner is None:
+        _check_order(model, teacher)
     trained = _trained(model, include, exclude)
     student = _Student(trained, _masks(trained, pruner), lr, warmup, steps)
     recipe = f"{steps} steps, lr {lr:g}"
@@ -215,6 +218,26 @@ def _check(model: nn.Module, teacher: Any, steps: Any, lr: Any, warmup: Any, los
     check_training_values(steps, lr, warmup)
     if loss is not None and not callable(loss):
         raise TypeError(f"loss={loss!r} must be a function of the model's output and the teacher's output")
+
+
+def _check_order(model: nn.Module, teacher: nn.Module) -> None:
+    """Raises ValueError where the two were given in the wrong order: only the teacher has weights with many zeros."""
+    found = dict(teacher.named_parameters())
+    sparse: list[str] = []
+    for name, own in model.named_parameters():
+        other = found.get(name)
+        if other is None or own.ndim < 2 or own.shape != other.shape:
+            continue
+        ours, theirs = (int((tensor.detach() == 0).sum()) / max(own.numel(), 1) for tensor in (own, other))
+        if ours >= _MANY > _FEW > theirs:
+            return
+        if theirs >= _MANY > _FEW > ours:
+            sparse.append(name)
+    if sparse:
+        raise ValueError(
+            f"teacher= has weights with many zeros where model has none ({sparse[0]!r}, {len(sparse)} in all), so the pruned "
+            "model seems to be given as the teacher; call distill_(pruned, dense, data). Neither model was changed"
+        )
 
 
 def check_training_values(steps: Any, lr: Any, warmup: Any) -> None:

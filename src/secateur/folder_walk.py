@@ -110,10 +110,12 @@ class FromFolder(OnDevice):
         self.folder, self.journal, self.target, self.comm = folder, journal, journal.target, comm
         self.kept: dict[str, int] = {}
         self._names: dict[tuple[int, str], list[str]] = {}
+        self._tied: dict[int, list[str]] = {}  # tensor -> its names in all modules that share it
         for path, module in model.named_modules(remove_duplicate=False):
-            for attribute in (*module._parameters, *module._buffers):
+            for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
                 own = f"{path}.{attribute}" if path else attribute
                 self._names.setdefault((id(module), attribute), []).append(own)
+                self._tied.setdefault(id(tensor), []).append(own)
         blocks = repeated_blocks(model, [t.name for t in found], lists=(nn.ModuleList, nn.Sequential))
         inner = [block.module for block in blocks if block.module is not model]
         self._number = {id(module): i for i, module in enumerate(inner)}
@@ -156,7 +158,7 @@ class FromFolder(OnDevice):
         return [name for m, attribute in spaces for name in self._names[id(m), attribute] if name in self.folder.entries]
 
     def fetch(self, module: nn.Module, attribute: str, tensor: Tensor) -> Tensor:
-        name = self._in_folder(self._names[id(module), attribute])
+        name = self._in_folder([*self._names[id(module), attribute], *self._tied.get(id(tensor), ())])
         if name is None:
             return super().fetch(module, attribute, tensor)
         if self.folder.entries[name][1] != tuple(tensor.shape):

@@ -31,7 +31,7 @@ from .display import Table, notes_by_reason
 from .edit import built
 from .evidence import random_scores
 from .folder_walk import check_blocks, prune_blocks
-from .io import Folder, Journal, as_bytes, replacing_file, writing_behind
+from .io import Folder, Journal, as_bytes, finished_in, replacing_file, writing_behind
 from .methods import STREAMED, Method
 from .patterns import Pattern
 from .plans import Layer
@@ -106,27 +106,34 @@ def prune_folder(
     into: Callable[[], nn.Module] | None = None,
     device: str | torch.device | None = None,
     group: Group | None = None,
+    overwrite: bool = False,
 ) -> PrunedFolder:
     """Prunes the safetensors files of a folder into another folder, and returns the counts. The files may exceed the memory.
 
-    The weights are those that `prune_` with the same arguments would leave in the loaded model, bit for bit. Without `data`,
+    The weights are those that `prune_` with the same arguments would leave in the loaded model, bit for bit, except where
+    `notes` of the result say that a layer in front of the blocks was solved after them. Without `data`,
     files are read in slabs of rows and written as they are read (for pattern "in", and weights stored as (in, out), one tensor
     at a time). With a method that needs `data`, one block of the model at a time is read, solved and written. All other files
     of the folder are copied. The same call after a crash goes on where it was.
 
     Args:
         source: a folder of Hugging Face, with `model.safetensors` or with several files and `model.safetensors.index.json`.
-        target: the folder to write. It may exist; its old weights are removed.
+        target: the folder to write. It may exist. If it holds a model already, `overwrite` has to be True.
         criterion: an expression without data, computed element by element, such as `sc.magnitude` or `sc.random(0)`.
         sparsity, count, pattern, scope, exclude, types, spread: as for `prune_`.
         include: globs over names. Without `into` it is required, because files do not say which tensors are weights.
         method: as for `prune_`. Methods that need data, such as "sparsegpt" and "flow", need `into` and `data`. Blocks are seen
-            one at a time: use "flow(reorder=False)" for n:m if a block reads the inner values of another, such as its cache.
+            one at a time: models are refused where a block reads what another left in a cache that both get as an argument.
+            Values that blocks leave in attributes are not seen: use `prune_` for such models.
         data: calibration batches, as for `prune_`. With `group`, those of this process.
         into: a function that builds the model; its weights take no memory. It says which tensors are weights of which layers,
             as `prune_` chooses them, and their order among equal scores.
         device: where blocks are solved, by default the CPU.
         group: a process group whose processes all call this function. They share the files, or with `data` the batches.
+        overwrite: True replaces a model that `target` holds. Its weights are removed before the first new ones are written.
+
+    Raises:
+        FileExistsError: `target` holds a whole model. The folder of an unfinished run of this call is none.
     """
     ranks = DataRanks(group)
     with contextlib.ExitStack() as stack:
@@ -142,6 +149,11 @@ def prune_folder(
             model = None if into is None else built(into).eval()
             chosen, found, skipped = _chosen(folder, model, include, exclude, types)
             run = _run_of(settings, folder, chosen)
+            if not overwrite and (there := finished_in(written)):
+                raise FileExistsError(
+                    f"target={str(target)!r} holds a model already ({there[0]}); give another folder, or overwrite=True to "
+                    "replace it"
+                )
         ranks.comm.check_same(str(run))
         seen = ranks.comm.gather(_digest(batches)) if blocks else []
         journal = Journal(written, {**run, "data": seen}, ranks.rank)
@@ -211,7 +223,11 @@ def _chosen(
     for one in wanted:
         names = [name for name in (one.name, *one.slot.also) if name in folder.entries]
         if not names:
-            raise ValueError(f"{folder.path} has no tensor {one.name!r}; into= must build the model that was saved there")
+            raise ValueError(
+                f"{folder.path} has no tensor {one.name!r}; into= must build the model that was saved there, with the names of "
+                "the files. transformers renames some tensors when it loads them, such as those of experts: load such a model "
+                "with from_pretrained and use prune_"
+            )
         if folder.entries[names[0]][1] != one.layout.shape:
             raise ValueError(f"{names[0]!r} is {folder.entries[names[0]][1]} in the folder and {one.layout.shape} in the model")
         if one.layout.flip and one.layout.groups > 1 and not one.layout.stacked:

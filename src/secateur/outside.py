@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,27 +18,37 @@ from .trace import main_outputs
 
 def not_closed(model: nn.Module, blocks: Mapping[str, nn.Module], call: Inputs) -> set[str]:
     """Runs the model, and returns the blocks whose inner tensors are read elsewhere, and the blocks that read them."""
-    watch = _Watch()
-    with contextlib.ExitStack() as stack:
-        for name, block in blocks.items():
-            for weight in block.parameters():
-                watch.own(weight, name)
-            stack.callback(block.register_forward_pre_hook(lambda *_, name=name: watch.enter(name), prepend=True).remove)
-            stack.callback(block.register_forward_hook(lambda *all_of_it: watch.leave(all_of_it[-1])).remove)
+    watch = Watch()
+    for name, block in blocks.items():
+        for weight in block.parameters():
+            watch.own(weight, name)
+    with watch.calls_of(blocks):
         run(model, *copied(call, {}), under=watch)
-    return watch.found
+    return {name for pair in watch.found for name in pair}
 
 
-class _Watch(TorchDispatchMode):
-    """Records the block to which each storage belongs, and finds operators outside of that block that read it."""
+class Watch(TorchDispatchMode):
+    """Records the block to which each storage belongs, and finds operators outside of that block that read it.
+
+    `found` has the pairs (owner, reader). The name of code outside of blocks is empty.
+    """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[str] = set()
+        self.found: set[tuple[str, str]] = set()
         self._inside: list[str] = []
         self._homes: dict[int, tuple[StorageWeakRef, str]] = {}  # as long as there is a reference, no id is used twice
+
+    @contextlib.contextmanager
+    def calls_of(self, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+        """A context in which calls of these blocks are noticed. Call the model inside, with the watch entered."""
+        with contextlib.ExitStack() as stack:
+            for name, block in blocks.items():
+                stack.callback(block.register_forward_pre_hook(lambda *_, name=name: self.enter(name), prepend=True).remove)
+                stack.callback(block.register_forward_hook(lambda *all_of_it: self.leave(all_of_it[-1])).remove)
+            yield
 
     def own(self, tensor: Tensor, block: str) -> None:
         """States that a tensor belongs to a block. One that belongs to two of them belongs to none."""
@@ -56,8 +66,8 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         now, read = self._inside[-1] if self._inside else "", {_key(tensor) for tensor in tensors_of((args, kwargs or {}))}
-        if elsewhere := {self._homes[key][1] for key in read if key in self._homes} - {now, ""}:
-            self.found |= elsewhere | {now}
+        elsewhere = {self._homes[key][1] for key in read if key in self._homes} - {now, ""}
+        self.found |= {(owner, now) for owner in elsewhere}
         output = func(*args, **(kwargs or {}))
         for tensor in tensors_of(output) if now else ():
             if _key(tensor) not in read:

@@ -113,8 +113,9 @@ class Plan(Reported):
         if keep_dense and self.dense and any(not self._is_applied(name, tensor) for name, tensor in tensors.items()):
             raise ValueError("this plan keeps the dense values of another application; undo that first, or make a new plan")
         new = {name: weight.to(tensors[name]) for name, weight in self.weights.items()}
-        if self.order is not None and any(tensor[~local(self.masks[name])].any() for name, tensor in tensors.items()):
-            self.order.move_(as_module(model))  # where its zeros are in place, so are the channels
+        left = (tensor[~local(self.masks[name])].any() for name, tensor in tensors.items())
+        if self.order is not None and not self.order.is_in(as_module(model)) and any(left):  # a loaded model has none left
+            self.order.move_(as_module(model))
             tensors = self._tensors(model)
         if keep_dense and not self.dense:
             self.dense = {name: self._replaced(name, tensor).clone() for name, tensor in tensors.items()}

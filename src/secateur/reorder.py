@@ -7,8 +7,9 @@ layer reads can be permuted in both at no cost at run time (see `channel_groups`
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from uuid import uuid4
 
 from torch import nn
 
@@ -19,7 +20,7 @@ from .channel_groups import Order, move_, permutable
 from .channel_order import weight_scores
 from .curvature import curvature as measure
 from .display import Reported, Shown, Table, notes_by_reason
-from .edit import UNKNOWN, Arguments, forget_, record_
+from .edit import UNKNOWN, Arguments, forget_, has_order, record_, set_order_
 from .patterns import Pattern
 from .progress import track
 from .stats import Loss, batches_of, check_evidence, split_batch
@@ -34,6 +35,7 @@ class Reordering(Shown, Reported):
     orders: list[Order]
     skipped: dict[str, str]
     arguments: Arguments = UNKNOWN  # for `Recipe`: of the call that made it
+    key: str = field(default_factory=lambda: uuid4().hex, compare=False)  # by which models remember that they have it
 
     def apply_(self, model: nn.Module) -> Reordering:
         """Permutes the tensors of the model in place, all of them or none."""
@@ -46,10 +48,15 @@ class Reordering(Shown, Reported):
         self.move_(model, back=True)
         forget_(model, ("reorder", self.recipe))
 
+    def is_in(self, model: nn.Module) -> bool:
+        """Whether the channels of the model, or of the model that it is a copy of, were put into this order."""
+        return has_order(model, self.key)
+
     def move_(self, model: nn.Module, *, back: bool = False) -> None:
         """Permutes the tensors of the model, or with `back` restores their order. The record of the model does not change."""
         indices = [order.inverse for order in reversed(self.orders)] if back else [order.indices for order in self.orders]
         move_(model, indices)
+        set_order_(model, self.key, not back)
 
     def metrics(self) -> dict[str, Any]:
         """The numbers of groups, orders and skipped weights, and the share of the scores that is kept, before and after."""

@@ -179,6 +179,21 @@ def on_batch(
         ) from error
 
 
+@contextlib.contextmanager
+def backward_of(model: nn.Module) -> Iterator[None]:
+    """Raises ValueError for a model through which torch computes no gradients, as where it writes to its states in place."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ValueError(
+            f"the backward pass of {type(model).__name__} failed: {error}. If it writes to a cache in place, pass batches that "
+            "turn it off, such as {'input_ids': ..., 'use_cache': False}. prune_(method='flow') needs no gradients. The model "
+            "is unchanged."
+        ) from error
+
+
 def _list(needs: Iterable[str]) -> str:
     """The evidence in words. Moments of inputs and outputs (gram, cross, residual) are all taken from inputs."""
     return " and ".join(sorted({"inputs" if kind in ("gram", "cross", "residual") else kind for kind in needs}))

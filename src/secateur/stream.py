@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._arguments import copied, is_tree, replaced, tensors_of
+from ._arguments import copied, is_tree, moved, objects_of, replaced, tensors_of
+from .edit import StandIns
+from .outside import Watch
 from .paused import paused_calls
 from .stats import on_batch, split_batch
 
@@ -70,7 +72,7 @@ def stream(model: nn.Module, modules: Sequence[nn.Module], batches: Sequence[Any
       for each module.
     """
     chain = Chain.of(model, modules, batches)
-    if chain is None:
+    if isinstance(chain, str):
         done = 0
         if len(modules) > 1 and _in_turn(model, modules, batches[0]):
             for done, calls in enumerate(paused_calls(partial(_call, model), modules, batches), 1):
@@ -110,19 +112,27 @@ class Chain:
         modules: Sequence[nn.Module],
         batches: Iterable[Any],
         keep: Callable[[Any], Any] = lambda arguments: arguments,
-    ) -> Chain | None:
-        """None where the blocks do not simply feed each other. `keep` may move the arguments that are kept.
+        present: bool = True,
+    ) -> Chain | str:
+        """Returns the reason where the blocks do not simply feed each other. `keep` may move the arguments that are kept.
 
         Only the first block is run for this, where possible: the others return tensors without values. Where it returns
-        tensors of the shape of its input, it is run on the first batch only.
+        tensors of the shape of its input, it is run on the first batch only. Where blocks get one object, such as a cache, the
+        model also runs as a whole on the first batch, to see whether they read from it what others have left there. Without
+        the weights of the other blocks (`present` is False), these run on the meta device for that.
         """
         if len(modules) < 2:
-            return None
+            return "there are fewer than two blocks"
         links, like = [], _Template()
         for batch in batches:
             calls = _linked(model, modules, batch, like) or _linked(model, modules, batch, None)
             if calls is None:
-                return None
+                return "they do not each read what the block before returned"
+            if not links and _share_objects(calls):
+                watch = Watch()
+                _linked(model, modules, batch, None if present else _Template(), watch)
+                for owner, reader in sorted((int(a), int(b)) for a, b in watch.found if a and b):
+                    return f"block {reader} reads tensors that block {owner} left in an object, such as a cache, that both get"
             kept = keep([(call.args, call.kwargs) for call in calls])
             links.append([_Call(args, kwargs, call.uses) for (args, kwargs), call in zip(kept, calls, strict=True)])
         return cls(links)
@@ -172,6 +182,7 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     uses: list[_Use] = field(default_factory=list)
+    objects: frozenset[int] = frozenset()  # the ids of the objects among them
 
     def filled(self, made: Mapping[int, Sequence[Tensor]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with the tensors that earlier blocks now return."""
@@ -198,11 +209,27 @@ class _Template:
         self.tree = output if alike and is_tree(output) and tensors_of(output) else None
 
 
-def _linked(model: nn.Module, modules: Sequence[nn.Module], batch: Any, like: _Template | None) -> list[_Call] | None:
+def _share_objects(calls: Sequence[_Call]) -> bool:
+    """Whether two blocks get one object, through which they could pass values."""
+    seen = [number for call in calls for number in call.objects]
+    return len(seen) > len(set(seen))
+
+
+def _on_meta(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Runs a block without values, up to an operator that needs them."""
+    meta = torch.device("meta")
+    with contextlib.suppress(Exception), StandIns(module, lambda _, tensor: tensor.to(meta)):
+        args, kwargs = moved((args, kwargs), meta)
+        forward(*args, **kwargs)
+
+
+def _linked(
+    model: nn.Module, modules: Sequence[nn.Module], batch: Any, like: _Template | None, watch: Watch | None = None
+) -> list[_Call] | None:
     """Runs the model on one batch and finds, for each block, which arguments are tensors that earlier blocks returned.
 
     With a template, all blocks but the first return tensors without values, and None is returned if anything reads those. The
-    first one does so too if the template is known.
+    first one does so too if the template is known. With a watch, which looks at all blocks, they run on the meta device then.
     """
     calls: list[_Call] = []
     returned: dict[int, tuple[int, int]] = {}  # tensor -> (block, number of the tensor in its output)
@@ -224,9 +251,10 @@ def _linked(model: nn.Module, modules: Sequence[nn.Module], batch: Any, like: _T
         held = replaced((args, kwargs), {use.place: _LATER for use in uses}, [0])
         alive.append((args, kwargs))
         with touched.aside():
-            own_args, own_kwargs = copied(held, memo)
-        calls.append(_Call(own_args, own_kwargs, uses))
-        if len(calls) == len(modules):
+            own_args, own_kwargs = held if watch is not None else copied(held, memo)  # a watch would see the copies as reads
+        objects = frozenset(id(one) for one in objects_of((args, *kwargs.values())))
+        calls.append(_Call(own_args, own_kwargs, uses, objects))
+        if len(calls) == len(modules) and watch is None:
             raise _Enough
 
     def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -236,7 +264,10 @@ def _linked(model: nn.Module, modules: Sequence[nn.Module], batch: Any, like: _T
         alive.append(output)
         returned.update({id(t): (len(calls) - 1, number) for number, t in enumerate(tensors_of(output))})
 
-    def stub(*args: Any, **kwargs: Any) -> Any:
+    def stub(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if watch is not None:
+            with touched.aside():
+                _on_meta(module, forward, args, kwargs)
         tree = first[0] if first else like.tree if like is not None else None
         if not is_tree(tree):
             raise _Enough  # what it holds cannot be replaced
@@ -249,10 +280,13 @@ def _linked(model: nn.Module, modules: Sequence[nn.Module], batch: Any, like: _T
         for module in modules:
             stack.enter_context(_hook(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)))
             stack.enter_context(_hook(module.register_forward_hook(leave, with_kwargs=True)))
+        if watch is not None:
+            stack.enter_context(watch.calls_of({str(i): module for i, module in enumerate(modules)}))
+            stack.enter_context(watch)
         if like is not None:
             stack.enter_context(touched)
-            for module in modules[like.tree is None : -1]:
-                stack.enter_context(instead(module, stub))
+            for module in modules[like.tree is None : len(modules) - (watch is None)]:
+                stack.enter_context(instead(module, partial(stub, module, module.forward)))
         # A model may refuse the shapes of tensors without values. If it refuses its own, the run without a template raises.
         with contextlib.suppress(_Enough, *([] if like is None else [Exception])):
             _call(model, batch)

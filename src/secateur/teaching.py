@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .curvature import logits_of, parts_of, valid_positions
 from .edit import half_products
-from .stats import on_batch, split_batch
+from .stats import backward_of, on_batch, split_batch
 
 Distance = Callable[[Any, Any], Tensor]
 _TOGETHER = 64  # sequences that are written at once
@@ -40,7 +40,8 @@ def backward(model: nn.Module, teacher: nn.Module, batch: Any, loss: Distance | 
         raise ValueError(
             "the distance from the teacher is NaN or infinite; look at the data, or lower lr=. The model is unchanged."
         )
-    logits.backward(gradient)
+    with backward_of(model):
+        logits.backward(gradient)
     return distance / max(count, 1)
 
 

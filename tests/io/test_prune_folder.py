@@ -111,8 +111,20 @@ def test_tensors_can_be_named_instead_of_building_the_model(tmp_path):
 def test_old_weights_of_the_target_are_taken_away(tmp_path):
     write(tmp_path / "sparse", made(), 3)
     write(tmp_path / "dense", made(), 1)
-    prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5, into=build)
+    prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5, into=build, overwrite=True)
     assert {file.name for file in (tmp_path / "sparse").iterdir()} == {"model.safetensors", "config.json"}
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_target_that_holds_a_model_is_refused_and_stays_as_it_was(tmp_path, files):
+    write(tmp_path / "dense", made(), files)
+    prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5, into=build)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "sparse").iterdir()}
+    with pytest.raises(FileExistsError, match=r"holds a model already \(model.safetensors.*overwrite=True"):
+        prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.9, into=build)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "sparse").iterdir()} == before
+    prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.9, into=build, overwrite=True)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "sparse").iterdir()} != before
 
 
 def test_save_takes_an_old_index_away(tmp_path):

@@ -642,6 +642,25 @@ def test_the_loss_method_reorders_channels_for_n_of_m_and_undo_restores_every_bi
 
 
 @torch.no_grad()
+def test_a_plan_that_is_applied_again_after_training_without_its_zeros_moves_no_channel_twice():
+    model, data = decoder()
+    before = bits(model)
+    plan = sc.plan(model, method="loss", pattern="2:4", data=data, exclude="head")
+    plan.apply_(model)
+    again = bits(model)
+    twin = copy.deepcopy(model)
+    for one, by in ((model, plan), (twin, copy.deepcopy(plan))):
+        for name in plan.masks:
+            one.get_parameter(name).add_(0.01)
+        by.apply_(one, keep_dense=True)
+        assert same(bits(one), again)
+    plan.undo_()
+    assert same({"bias": bits(model)["blocks.0.up.bias"]}, {"bias": before["blocks.0.up.bias"]})
+    plan.apply_(model)
+    assert same(bits(model), again)
+
+
+@torch.no_grad()
 def test_curvature_follows_the_order_of_channels():
     model, data = decoder()
     model, data = model.double(), [x.double() for x in data]

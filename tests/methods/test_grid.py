@@ -74,6 +74,15 @@ def test_compressing_and_decompressing_solved_weights_gives_them_back(kind, grou
         assert torch.equal(weight.view(torch.int32), solved[name].view(torch.int32)), name
 
 
+def test_the_table_of_compress_shows_which_layer_was_not_solved_for_the_numbers():
+    net, x = model(), data()[0][:1]
+    first, last = weights(net)
+    sc.prune_(net, method="flow(values='int4', group=64)", pattern="2:4", data=data(), exclude=last)
+    result = sc.compress_(net, x, values="int4", group=64, objective="size")
+    errors = {row.layer: row.error for row in result.rows}
+    assert errors[first] < 1e-5 < 1e-2 < errors[last]
+
+
 @pytest.mark.parametrize("pattern", ["2:4", "unstructured"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_solver_errs_less_than_rounding_afterwards(kind, pattern):

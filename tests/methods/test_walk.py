@@ -177,7 +177,8 @@ def test_attention_runs_once_for_each_block_and_batch_beside_one_recorded_run():
     model, batches = zoo.llama(num_hidden_layers=4).eval(), zoo.TEXT[:1] * 5
     with Counting("scaled_dot_product") as attention:
         walked(model, batches, frozenset({"gram"}), include="model.layers.*")
-    linking, recorded = 1, 4  # the first block on the first batch; one batch in every block
+    linking = 1 + 4  # the first block on the first batch; then all, to see whether they read in the cache what others left
+    recorded = 4  # one batch in every block
     assert attention.calls == linking + recorded + 4 * len(batches)
 
 
@@ -353,7 +354,14 @@ def by_value(m, x):
     return m.b(y) if y.sum() > 0 else m.b(y.sigmoid()) - y
 
 
-@pytest.mark.parametrize("inner", [in_place, as_numbers, by_value])
+def turned(m, x):
+    """Transposes a tensor in place before a layer is called, and reads it afterwards. `nn.GRU` does so with its output."""
+    y = m.a(x).sigmoid()
+    y.t_()
+    return m.b(y.T) + y.T
+
+
+@pytest.mark.parametrize("inner", [in_place, as_numbers, by_value, turned])
 @torch.no_grad()
 def test_blocks_that_write_in_place_or_decide_by_values_give_the_same_evidence(inner):
     torch.manual_seed(1)
@@ -556,6 +564,53 @@ def test_blocks_that_get_their_input_in_an_object_are_compared_with_the_dense_mo
     for name, evidence in wanted.items():
         close(seen[name]["cross"], evidence["cross"][0], name, rtol=1e-4)
     assert bool(seen["blocks.1.up.weight"]["cross"].any())
+
+
+class Leaving(nn.Module):
+    """Reads what the first block left in an object that all blocks get, as the keys of an earlier block are read in a cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, held):
+        y = torch.relu(self.up(x))
+        if held.x is None:
+            held.x = y
+        return x + self.down(y + held.x)
+
+
+class Left3(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Leaving() for _ in range(3))
+
+    def forward(self, x):
+        held = Held(None)
+        for block in self.blocks:
+            x = block(x, held)
+        return x
+
+
+@torch.no_grad()
+def test_what_a_block_leaves_in_an_object_reaches_the_blocks_that_read_it():
+    torch.manual_seed(0)
+    model, batches = Left3().eval(), [torch.randn(20, 8) for _ in range(3)]
+    seen, _, _ = walked(model, batches)
+    wanted = slow(model, batches, "blocks", [["up"], ["down"]], {"down": ""})
+    for name, evidence in wanted.items():
+        for kind in ("gram", "cross", "residual"):
+            if kind in evidence:
+                close(seen[name][kind], evidence[kind][0], f"{kind} of {name}", rtol=1e-4)
+
+
+@torch.no_grad()
+def test_decoder_blocks_that_share_keys_and_values_are_pruned_as_any_others():
+    torch.manual_seed(0)
+    model = zoo.gemma3n().eval()
+    plan = sc.prune_(model, method="flow", pattern="2:4", data=zoo.TEXT, include="model.layers.*_proj*")
+    assert plan.metrics()["sparsity"] == 0.5
+    assert all(weight.isfinite().all() for weight in model.parameters())
 
 
 class Adding(nn.Module):

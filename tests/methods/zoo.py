@@ -73,6 +73,23 @@ def mixtral(experts=4):
     return transformers.MixtralForCausalLM(config)
 
 
+def gemma3n():
+    """The last two blocks read the keys and values of the first two, which leave them in an object."""
+    config = transformers.Gemma3nTextConfig(
+        **_text(hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1),
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=4,
+        head_dim=8,
+        altup_num_inputs=2,
+        laurel_rank=4,
+        num_kv_shared_layers=2,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    return transformers.Gemma3nForCausalLM(config)
+
+
 class Expert(nn.Module):
     def __init__(self, width):
         super().__init__()

@@ -172,7 +172,8 @@ def prune_from_disk(names: Sequence[str], options: dict[str, Any]) -> Answer:
     data = open_data(asked, source)
     assert source.path is not None
     into = None if built is None else lambda: built
-    found = prune_folder(source.path, output, data=data, into=into, **arguments)
+    # check_output has refused an output that exists, unless --force was given
+    found = prune_folder(source.path, output, data=data, into=into, overwrite=True, **arguments)
     return Answer(f"{found}\nwritten to {output}, {_on_disk(str(output)):,} bytes", found.to_dict())
 
 

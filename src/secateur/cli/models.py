@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import os
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from .. import io
 from .._tree import nearest
-from ..edit import Arguments, Step, built, record_of
+from ..edit import Arguments, Step, built, history, record_of
 from .running import Failure
 
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model", "preprocessor_config.json")
@@ -28,11 +29,15 @@ _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "
 
 @dataclass
 class Source:
-    """An opened model. `model` is a mapping of names to tensors if the file does not say how to build the module."""
+    """An opened model. `model` is a mapping of names to tensors if the file does not say how to build the module.
+
+    `config`: for a Hugging Face model, the text of the config that builds it as it was before any cut, if that is known.
+    """
 
     name: str
     model: nn.Module | dict[str, Tensor]
     path: Path | None = None
+    config: str | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -60,7 +65,8 @@ def open_model(name: str, checkpoint: str | None = None) -> Source:
         model = called(name, "a model")
         if not isinstance(model, nn.Module):
             raise Failure(f"{name} returned {type(model).__name__}; expected a torch.nn.Module")
-        return Source(name, _filled(model, checkpoint).eval())
+        config = _config_of(model)  # before the checkpoint cuts the model
+        return Source(name, _filled(model, checkpoint).eval(), config=config)
     if checkpoint is not None:
         raise click.UsageError("--checkpoint goes with module:factory; a folder or file holds its weights itself")
     if path.is_dir():
@@ -147,13 +153,26 @@ def _is_gated(path: Path) -> bool:
 
 
 def _folder(name: str, path: Path) -> Source:
-    config = path / "config.json"
+    config, uncut = path / "config.json", path / io.UNCUT
     if config.is_file():
         model = _from_transformers(path, config, empty=_is_ours(path))
-        return Source(name, (io.load(path, into=model) if _is_ours(path) else model).eval(), path)
+        model = io.load(path, into=model) if _is_ours(path) else model
+        return Source(name, model.eval(), path, _config_of(model))
+    if _is_ours(path) and uncut.is_file():
+        model = io.load(path, into=_from_transformers(path, uncut, empty=True))
+        return Source(name, model.eval(), path, uncut.read_text(encoding="utf-8"))
     if _is_ours(path):
         return Source(name, io.dense_state_dict(path), path)
     raise Failure(f"{name} holds neither config.json (Hugging Face) nor {io.MANIFEST} (secateur)")
+
+
+def _config_of(model: nn.Module) -> str | None:
+    """The config of a Hugging Face model that was not cut, as text."""
+    if history(model) or not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
+        return None
+    config: Any = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    return config.to_json_string()
 
 
 def _from_transformers(path: Path, config: Path, *, empty: bool) -> nn.Module:
@@ -167,7 +186,7 @@ def _from_transformers(path: Path, config: Path, *, empty: bool) -> nn.Module:
     named = (json.loads(config.read_text(encoding="utf-8")).get("architectures") or [""])[0]
     kind: Any = getattr(transformers, named, None) or transformers.AutoModel
     if empty:
-        return kind._from_config(transformers.AutoConfig.from_pretrained(path))
+        return kind._from_config(transformers.AutoConfig.from_pretrained(config))
     return kind.from_pretrained(path, local_files_only=True)
 
 
@@ -272,7 +291,10 @@ def _save_folder(source: Source, model: nn.Module, path: Path) -> dict[str, Any]
         if new and path.is_dir() and not any(path.iterdir()):
             path.rmdir()
         raise
-    if said.get("from_pretrained") is True and source.path is not None:
+    if isinstance(said.get("from_pretrained"), str) and source.config is not None:
+        with io.replaced(path / io.UNCUT) as beside:
+            beside.write_text(source.config, encoding="utf-8")
+    if "from_pretrained" in said and source.path is not None:
         for file in {file for glob in _TOKENIZER for file in source.path.glob(glob) if file.suffix != ".safetensors"}:
             with io.replaced(path / file.name) as beside:
                 shutil.copyfile(file, beside)

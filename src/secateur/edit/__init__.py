@@ -51,9 +51,11 @@ from .provenance import (
     Step,
     forget_,
     forget_all_,
+    has_order,
     record_,
     record_of,
     restore_record_,
+    set_order_,
     steps_of,
 )
 from .tensors import OWN, Slot, StandIns, attributes, owned_tensors, put_, states, tensors_inside
@@ -89,9 +91,11 @@ __all__ = [
     "Step",
     "forget_",
     "forget_all_",
+    "has_order",
     "record_",
     "record_of",
     "restore_record_",
+    "set_order_",
     "steps_of",
     # configs
     "Place",

@@ -19,6 +19,7 @@ Arguments = dict[str, Any] | str  # plain data; a text is the reason why a recip
 UNKNOWN = "its arguments were not recorded"
 IN_TRAINING = "a Pruner made it during training"
 _STEPS = "_secateur_steps"
+_ORDERS = "_secateur_orders"
 
 
 def steps_of(model: nn.Module) -> list[Step]:
@@ -75,13 +76,31 @@ def restore_record_(model: nn.Module, record: Sequence[tuple[Step, Arguments]]) 
     _put(model, record)
 
 
+def has_order(model: nn.Module, key: str) -> bool:
+    """Whether the channels of the model were put into the order with this key. Copies of the model have it too."""
+    return key in vars(_saved_module(model)).get(_ORDERS, ())
+
+
+def set_order_(model: nn.Module, key: str, present: bool) -> None:
+    """Remembers in the model that its channels have the order with this key, or no longer have it."""
+    space = vars(_saved_module(model))
+    keys = [other for other in space.pop(_ORDERS, ()) if other != key] + [key] * present
+    if keys:
+        space[_ORDERS] = tuple(keys)
+
+
+def _saved_module(model: nn.Module) -> nn.Module:
+    """The module that is saved; of a model from torch.compile, the one inside."""
+    return getattr(model, "_orig_mod", model)
+
+
 def _put(model: nn.Module, record: Sequence[tuple[Step, Arguments]]) -> None:
-    space = vars(getattr(model, "_orig_mod", model))  # torch.compile: the module that is saved
+    space = vars(_saved_module(model))
     space.pop(_STEPS, None)
     if record:
         space[_STEPS] = tuple((*step, arguments) for step, arguments in record)
 
 
 def _own(model: nn.Module) -> list[tuple[Step, Arguments]]:
-    held = vars(getattr(model, "_orig_mod", model)).get(_STEPS, ())
+    held = vars(_saved_module(model)).get(_STEPS, ())
     return [((what, recipe), arguments[0] if arguments else UNKNOWN) for what, recipe, *arguments in held]

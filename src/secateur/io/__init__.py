@@ -65,15 +65,26 @@ from .files import (
     write_tensors,
 )
 from .fill import check_kinds, dtype_of, fill_, read
-from .folder import INDEX, JOURNAL, Folder, Journal, index_text, replacing_file, stale_weights, write_index, writing_behind
+from .folder import (
+    INDEX,
+    JOURNAL,
+    Folder,
+    Journal,
+    finished_in,
+    index_text,
+    replacing_file,
+    stale_weights,
+    write_index,
+    writing_behind,
+)
 from .manifest import TENSOR_FILES, File, Manifest, about, shapes_of, to_text
-from .opening import NEXT, earlier_files, opened
+from .opening import NEXT, UNCUT, earlier_files, opened
 from .shared import write_shared
 
 __all__ = [
-    "save", "load", "dense_state_dict", "BadFile", "MANIFEST", "record_in", "replaced", "write_text",
+    "save", "load", "dense_state_dict", "BadFile", "MANIFEST", "UNCUT", "record_in", "replaced", "write_text",
     "JOURNAL", "Entry", "Folder", "Journal", "Tensors", "as_bytes", "rename", "replacing", "replacing_file", "write_index",
-    "writing_behind",
+    "writing_behind", "finished_in",
     "write_tensors",  # for folders
 ]  # fmt: skip
 
@@ -104,8 +115,9 @@ def save(
     that it holds to the same files, on a disk that all of them reach. The files are those of the gathered model.
 
     For a Hugging Face model, `config.json` is written with the sizes of the small model. If a config can describe it (all
-    layers cut alike), plain `from_pretrained(path)` loads the folder. The entry "from_pretrained" of the result is True then;
-    otherwise it states the reason.
+    layers cut alike), plain `from_pretrained(path)` loads the folder. The entry "from_pretrained" of the result is True then,
+    and otherwise a text with the reason. Compare it with `is True`: a text counts as true in `if`. For other models there is
+    no such entry.
     """
     model = getattr(model, "_orig_mod", model)  # the module under torch.compile
     if not isinstance(model, nn.Module):

@@ -186,6 +186,11 @@ def stale_weights(folder: Path) -> set[str]:
     return found
 
 
+def finished_in(folder: Path) -> list[str]:
+    """The files by which readers take a folder for a whole model; none in the folder of an unfinished run."""
+    return [name for name in (SINGLE, INDEX) if (folder / name).is_file() and not any(folder.glob(f"{JOURNAL}.*"))]
+
+
 def _listed(folder: Path) -> dict[str, str]:
     """The file of each tensor by the index; of a single file, no names are known yet."""
     if not (folder / INDEX).is_file():

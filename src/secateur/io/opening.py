@@ -13,6 +13,7 @@ from .manifest import FILE_NAME, MAX, TENSOR_FILES, Manifest, Stored, check_file
 from .scaled import ALL as PARTS
 
 CONFIG, NEXT = "config.json", f"{MANIFEST}.next"
+UNCUT = "secateur.config.json"  # the config that builds the model as it was before any cut, where none describes it as it is
 _TRIES = 20  # how often a folder is read that others write to meanwhile
 
 
@@ -42,11 +43,11 @@ def opened(folder: Path, comm: Comm | None = None) -> Iterator[tuple[Manifest, T
 
 
 def earlier_files(folder: Path) -> set[str]:
-    """The tensor files of earlier saves into this folder, also of one that was killed, and the config if one wrote it.
+    """The tensor files of earlier saves into this folder, also of one that was killed, and the configs that belong to them.
 
     With one of them left behind, transformers would make a model with random weights.
     """
-    found: set[str] = set()
+    found = {UNCUT}
     for name in (MANIFEST, NEXT):
         with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             data = read_json(_text(folder / name), name)

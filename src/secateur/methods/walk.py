@@ -132,11 +132,12 @@ class _Walk:
                 for name in early:
                     self.note(name, "solved after the blocks, which saw the inputs that its dense weights produce")
         chain = self._chain(inner)
-        if chain is None and self.residence.device is not None:
+        if isinstance(chain, str) and self.residence.device is not None:
             kind = type(self.model).__name__
-            few = f"{kind} has no list in which two blocks have layers to prune"
-            found = f"the blocks of {kind} do not feed each other" if inner else few
-            raise ValueError(f"{found}, so they cannot run one at a time; load the whole model and use prune_")
+            few = f"{kind} has no list in which two blocks have layers to prune, so they"
+            found = f"the blocks of {kind} do not feed each other ({chain}), so they" if inner else few
+            raise ValueError(f"{found} cannot run one at a time; load the whole model and use prune_")
+        chain = None if isinstance(chain, str) else chain
         self.feeds = feeds = self._feeds(chain, inner)
         names = {id(module): name for name, module in self.model.named_modules()}
         closed = self._closed({names[id(module)]: module for module in inner})
@@ -213,11 +214,11 @@ class _Walk:
                 self.notes[f"channels of {name}"] = why
         return set(inner) - found
 
-    def _chain(self, inner: Sequence[nn.Module]) -> Chain | None:
+    def _chain(self, inner: Sequence[nn.Module]) -> Chain | str:
         with self.alike(), self.residence.outside(self.model, inner, inner[:1]):
             if self.residence.device is None:
                 return Chain.of(self.model, inner, self.batches)
-            return Chain.of(self.model, inner, map(self._there_now, self.batches), on_cpu)
+            return Chain.of(self.model, inner, map(self._there_now, self.batches), on_cpu, present=False)
 
     def _feeds(self, chain: Chain | None, inner: Sequence[nn.Module]) -> tuple[Feed, Feed] | None:
         """What the blocks get, in the model as it is now and in the dense one."""
@@ -227,7 +228,7 @@ class _Walk:
             return chain.feed(), chain.feed()
         with self.changes.out(self.model):
             dense = self._chain(inner)
-        return None if dense is None else (chain.feed(), dense.feed())
+        return None if isinstance(dense, str) else (chain.feed(), dense.feed())
 
     def note(self, name: str, text: str) -> None:
         """Adds a sentence to what is known about a layer."""

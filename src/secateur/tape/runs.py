@@ -86,7 +86,7 @@ class Again(BaseException):
 class _Op:
     function: Any
     made: Any  # its output, with a `Made` in place of each tensor
-    repeat: bool  # its output is a view of a parameter or constant, so it is executed every time
+    repeat: bool  # it returns a view of a parameter or constant, or reshapes its input in place, so it is executed every time
 
 
 @dataclass
@@ -231,9 +231,9 @@ class Run(TorchDispatchMode):
             raise Again
         if func in _PICKS:
             self._pick(args)
+        self._next = max([self._next, *(made.memory + 1 for made in _mades(op.made))])
         if op.repeat:
             return func(*args, **kwargs)
-        self._next = max([self._next, *(made.memory + 1 for made in _mades(op.made))])
         return _mapped(op.made, lambda value: self._rebuilt(value) if isinstance(value, Made) else value)
 
     def _follow(self, index: int, func: Any, kwargs: Any, inputs: Sequence[Tensor], keys: Sequence[int], output: Any) -> None:
@@ -252,7 +252,8 @@ class Run(TorchDispatchMode):
 
         read = tuple(self.numbers.get(key, OUTSIDE) for key in keys)
         made = _mapped(output, note)
-        self.state.script.append(_Op(func, made, outside and not writes(func)))
+        repeat = (outside and not writes(func)) or torch.Tag.inplace_view in getattr(func, "tags", ())
+        self.state.script.append(_Op(func, made, repeat))
         if self.same and self.tape is not None:
             known = index < len(self.tape.functions) and self.tape.functions[index] is func
             self.same = known and self.tape.inputs[index] == read
