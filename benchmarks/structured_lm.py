@@ -27,7 +27,6 @@ from shrink_stories import went
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur.rotation import rotate_
 
 ROWS: dict[str, dict[str, Any]] = {
     "layers": {"depth": True},
@@ -68,7 +67,7 @@ def shrunk(dense: Decoder, how: dict[str, Any], remains: float, data: list[dict[
     options, model = dict(how), dense
     if options.pop("rotate", False):
         model = copy.deepcopy(dense)
-        rotate_(model, data=data)
+        sc.rotate_(model, data=data)
     target = {"depth": layers_left(dense, remains)} if options.pop("depth", False) else {"params": remains, "bias": False}
     example = {key: value[:1, :64] for key, value in data[-1].items()}
     return sc.shrink(model, example, options.pop("criterion", sc.magnitude), data=data, **target, **options)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import secateur as sc
-from secateur.rotation import rotate_
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
@@ -33,7 +32,7 @@ def batches(count=3):
 def test_the_turned_model_computes_the_same_function():
     model, data = decoder(), batches()
     dense = copy.deepcopy(model)
-    result = rotate_(model, data=data)
+    result = sc.rotate_(model, data=data)
     assert result.flattened == ()
     assert result.channels == 32
     assert len(result.norms) == 5
@@ -57,7 +56,7 @@ def test_channels_that_one_direction_of_the_stream_needs_are_removed_at_no_cost(
             elif name.endswith(("o_proj.weight", "down_proj.weight")):
                 p.copy_(basis @ basis.T @ p)
     dense = copy.deepcopy(model)
-    rotate_(model, data=data)
+    sc.rotate_(model, data=data)
     small, plan = sc.shrink(model, data[0], "obs", channels={"model.embed_tokens": 0.75}, data=data)
     assert small.config.hidden_size == 24
     torch.testing.assert_close(small(**data[1]).logits, dense(**data[1]).logits, atol=1e-4, rtol=1e-3)
@@ -67,7 +66,7 @@ def test_channels_that_one_direction_of_the_stream_needs_are_removed_at_no_cost(
 def test_a_tied_output_layer_flattens_the_last_norm_and_says_by_how_much():
     model, data = decoder(tied=True), batches()
     dense = copy.deepcopy(model)
-    result = rotate_(model, data=data)
+    result = sc.rotate_(model, data=data)
     assert result.flattened == ("model.norm.weight",)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     now, before = (each(**data[0]).logits.detach() for each in (model, dense))
@@ -86,7 +85,7 @@ def test_a_tied_output_layer_whose_norm_cannot_be_flattened_is_refused_and_the_m
         model.model.norm.weight[::2] *= -1
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=r"tied to the embedding reads the output of the norm of model\.norm\.weight"):
-        rotate_(model, data=data)
+        sc.rotate_(model, data=data)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -96,7 +95,7 @@ def test_norms_that_subtract_the_mean_are_refused_and_the_model_is_unchanged():
     model, data = transformers.GPT2LMHeadModel(config).eval(), batches()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match="cannot be rotated"):
-        rotate_(model, data=data)
+        sc.rotate_(model, data=data)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
 
@@ -104,12 +103,12 @@ def test_norms_that_subtract_the_mean_are_refused_and_the_model_is_unchanged():
 def test_a_model_without_norms_has_no_stream():
     net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 4))
     with pytest.raises(ValueError, match="no residual stream"):
-        rotate_(net, data=[torch.randn(8, 6)])
+        sc.rotate_(net, data=[torch.randn(8, 6)])
 
 
 def test_a_turned_and_shrunk_decoder_is_saved_and_loaded(tmp_path):
     model, data = decoder(tied=True), batches()
-    rotate_(model, data=data)
+    sc.rotate_(model, data=data)
     small, _ = sc.shrink(model, data[0], "obs", params=0.7, data=data, bias=False)
     sc.save(small, tmp_path / "small")
     again = sc.load(tmp_path / "small", decoder(tied=True))

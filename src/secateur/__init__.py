@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .recipes import Recipe
     from .reorder import reorder_
     from .reports import report
+    from .rotation import rotate_ as rotate_
     from .schedules import Schedule, cosine, cubic, exponential, join, linear, one_shot
     from .summaries import summary
     from .surgery import activation_variance, bn_scale, fpgm, reap, reconstruction, shrink, shrink_
@@ -146,7 +147,8 @@ _HOMES = {
     "tuning": "search sensitivity",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
-_UNLISTED = {"Gates": "activations", "linear_grad": "criteria", "obs": "surgery"}  # public, and not in __all__
+# public, and not in __all__
+_UNLISTED = {"Gates": "activations", "linear_grad": "criteria", "obs": "surgery", "rotate_": "rotation"}
 _MODULES = ("layers", "methods", "ops")  # public modules
 _MOVED = {"input_first": "secateur.layers.input_first"}
 _METHODS = ("admm", "drop_and_grow", "flow", "own", "rank", "sparsegpt", "topk")
