@@ -71,8 +71,10 @@ def what_the_reader_has() -> dict:
 
 @pytest.mark.filterwarnings("ignore:pruning is not finished")  # the reader trains for longer
 @pytest.mark.parametrize(("page", "line", "code"), blocks())
-def test_code_block_runs(page, line, code):
+def test_code_block_runs(page, line, code, tmp_path, monkeypatch):
     import torch.nn.utils.prune  # noqa: F401  # one block compares with it
+
+    monkeypatch.chdir(tmp_path)  # where blocks write their folders
 
     for package in re.findall(r"^import (timm|torchvision)$", code, re.MULTILINE):  # each fits one version of torch
         pytest.importorskip(package, exc_type=Exception)
