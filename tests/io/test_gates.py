@@ -69,7 +69,10 @@ BROKEN = {
     "words for a number": (lambda gates: gates["4"].update(threshold="high"), "finite numbers"),
     "a mask past the end": (lambda gates: gates["4"].update(mask="0-600"), "indices below 576"),
     "a huge mask": (lambda gates: gates["4"].update(features=10**12), "number of features"),
-    "other features": (lambda gates: gates["4"].update(features=12, mask="0-5"), "takes 576 features, but its gate was made for 12"),
+    "other features": (
+        lambda gates: gates["4"].update(features=12, mask="0-5"),
+        "takes 576 features, but its gate was made for 12",
+    ),
     "a number past all floats": (lambda gates: gates["4"].update(weights=10**400), "finite numbers"),
     "an empty list for a number": (lambda gates: gates["4"].update(calibrated=[]), "finite numbers"),
     "fewer weights than none": (lambda gates: gates["4"].update(weights=-1), "a number of weights"),
