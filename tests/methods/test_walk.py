@@ -527,6 +527,20 @@ def test_the_dense_model_runs_only_after_a_layer_has_changed(monkeypatch, kept):
     assert set(ran) == {f"model.layers.{number}" for number in range(len(kept), 2)}
 
 
+@torch.no_grad()
+def test_rounding_of_the_dense_run_does_not_reach_models_that_are_pruned_a_little(monkeypatch):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)) for _ in range(4)]
+    model, data = nn.Sequential(*layers), [torch.randn(256, 64) for _ in range(4)]
+    errors = []
+    for able in (False, True):
+        monkeypatch.setattr("secateur.products.has_bfloat16", lambda kind, able=able: able)
+        pruned = copy.deepcopy(model)
+        sc.prune_(pruned, method="flow", sparsity=0.01, data=data)
+        errors.append(float((pruned(data[0]) - model(data[0])).norm()))
+    assert errors[1] <= 1.05 * errors[0]
+
+
 class Held:
     """A hidden state in an object that is no tree of tensors."""
 
