@@ -379,6 +379,20 @@ def test_a_folder_that_no_config_describes_is_opened_again_without_a_factory(her
     assert not Path("packed/secateur.config.json").exists()
 
 
+def test_a_config_beside_a_cut_model_names_models_of_transformers_only_and_runs_no_code(here, llama):
+    answer("shrink", llama, "--params 0.8 --inputs 1x8 -o small")
+    beside = Path("small/secateur.config.json")
+    config = json.loads(beside.read_text())
+    Path("small/own.py").write_text("raise SystemExit(7)")
+    for name in ("pipeline", "../own", "LlamaConfig"):
+        beside.write_text(json.dumps(config | {"architectures": [name]}))
+        assert f"names {name!r} as its architecture, which is no model" in run("inspect small", code=1)
+    beside.write_text(json.dumps(config | {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}))
+    assert "Do you wish to run the custom code" not in run("inspect small", code=1)
+    beside.write_text("[]")
+    assert "is no config of Hugging Face" in run("inspect small", code=1)
+
+
 def test_a_folder_is_pruned_from_disk_as_in_memory(here, llama):
     Path("text.txt").write_text("a b c d e f g h i j k l m n o p " * 40)
     words = "--data text.txt --length 16 --batch-size 4 --batches 3"

@@ -379,6 +379,14 @@ def test_a_model_without_a_backward_pass_is_named():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_a_teacher_with_zeros_of_its_own_may_teach_a_model_made_in_another_way():
+    torch.manual_seed(0)
+    model, teacher = (nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 5)) for _ in range(2))
+    with torch.no_grad():
+        teacher[0].weight[30:] = 0  # rows of tokens that no text has
+    assert distill_(model, teacher, [torch.randint(30, (4, 6)) for _ in range(8)], steps=4).training
+
+
 def test_what_cannot_work_is_refused():
     model, dense = pruned()
     with pytest.raises(ValueError, match="before pruning"):

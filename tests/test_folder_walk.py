@@ -211,7 +211,7 @@ def test_a_model_with_one_block_to_prune_is_refused_with_the_reason(saved):
 def test_blocks_that_read_what_others_left_in_a_cache_are_refused_with_the_reason(tmp_path):
     zoo.gemma3n().save_pretrained(tmp_path / "dense")
     how = {"pattern": "2:4", "method": "flow", "include": "model.layers.*_proj*"}
-    with pytest.raises(ValueError, match="block 2 reads tensors that block 0 left in an object, such as a cache"):
+    with pytest.raises(ValueError, match="block 2 reads tensors that block 0 left in an argument, such as a cache"):
         prune_folder(tmp_path / "dense", tmp_path / "pruned", into=zoo.gemma3n, data=zoo.TEXT, **how)
     assert not (tmp_path / "pruned").exists()
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ._arguments import copied, tensors_of
-from ._dist import digest, reshard_
+from ._dist import digest, reshard_, sharded
 from ._layers import Layout
 from ._tree import bare_name
 from .axes import Atom, Cat, Expr, Fam, Group, Prod, atoms, norm
@@ -27,6 +27,7 @@ from .trace import Trace, main_outputs, trace
 
 Place = tuple[str, int]  # a tensor and a dim of it
 _ROUNDING = 0.03  # of the change that a wrong order makes; what is above is no rounding, even in half precision
+_SAMPLE = 64  # channels of each group whose sums are compared
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,25 @@ class Order:
     @property
     def inverse(self) -> dict[Place, Tensor]:
         return {place: index.argsort() for place, index in self.indices.items()}
+
+
+def channel_sums(model: nn.Module, orders: Sequence[Order]) -> list[tuple[float, float]]:
+    """Numbers by which two orders of channels can be told apart: sums of a few channels of each reader's weight.
+
+    A pair holds the channel that is at a place now, and the one that the order puts there. Weights that are divided among
+    processes are left out.
+    """
+    tensors = {bare_name(name): tensor for name, tensor in owned_tensors(model).values()}
+    found: list[tuple[float, float]] = []
+    for order in orders:
+        for (name, dim), index in order.indices.items():
+            tensor = tensors.get(bare_name(name))
+            if name != order.reader or tensor is None or sharded(tensor) or tensor.ndim <= dim:
+                continue
+            sums = tensor.detach().movedim(dim, 0).flatten(1).sum(1, dtype=torch.float64).cpu()
+            if len(sums) == len(index):
+                found += zip(sums[:_SAMPLE].tolist(), sums[index[:_SAMPLE].cpu()].tolist(), strict=True)
+    return found
 
 
 def move_(model: nn.Module, moves: Sequence[Mapping[Place, Tensor]]) -> None:

@@ -27,6 +27,7 @@ from .teaching import Distance, backward, can_write, held_out, write
 _LOOKS = (0.5, 0.75, 1.0)  # parts of the steps after which the held-out batches are looked at
 _NOISE = 1.1  # where they are up to so many times worse, that is the noise of the rate, which fades as the rate falls
 _MANY, _FEW = 0.1, 0.01  # the fraction of zeros from which on a weight counts as pruned, and below which it does not
+_COSINE = 0.5  # the least cosine between weights of which one was made from the other
 _PATIENCE = 2  # training stops after so many looks in a row that are each worse than the one before
 
 
@@ -221,7 +222,11 @@ def _check(model: nn.Module, teacher: Any, steps: Any, lr: Any, warmup: Any, los
 
 
 def _check_order(model: nn.Module, teacher: nn.Module) -> None:
-    """Raises ValueError where the two were given in the wrong order: only the teacher has weights with many zeros."""
+    """Raises ValueError where the two were given in the wrong order: only the teacher has weights with many zeros.
+
+    Its other weights have to be about those of the model. A teacher with zeros of its own, such as an embedding with unused
+    rows, may teach a model that was made in another way.
+    """
     found = dict(teacher.named_parameters())
     sparse: list[str] = []
     for name, own in model.named_parameters():
@@ -231,13 +236,20 @@ def _check_order(model: nn.Module, teacher: nn.Module) -> None:
         ours, theirs = (int((tensor.detach() == 0).sum()) / max(own.numel(), 1) for tensor in (own, other))
         if ours >= _MANY > _FEW > theirs:
             return
-        if theirs >= _MANY > _FEW > ours:
+        if theirs >= _MANY > _FEW > ours and _alike(own.detach(), other.detach()):
             sparse.append(name)
     if sparse:
         raise ValueError(
             f"teacher= has weights with many zeros where model has none ({sparse[0]!r}, {len(sparse)} in all), so the pruned "
             "model seems to be given as the teacher; call distill_(pruned, dense, data). Neither model was changed"
         )
+
+
+def _alike(dense: Tensor, pruned: Tensor) -> bool:
+    """Whether the weights that are not zero could be those of the dense weight, changed by pruning or training."""
+    pruned = pruned.to(dense.device, torch.float32)
+    dense = dense.float() * (pruned != 0)
+    return float((dense * pruned).sum()) > _COSINE * float(dense.norm()) * float(pruned.norm())
 
 
 def check_training_values(steps: Any, lr: Any, warmup: Any) -> None:

@@ -394,7 +394,7 @@ def _prune_slabs(job: _Job, journal: Journal) -> dict[str, int]:
             if file not in done or not _same_size(target / file, job.folder.size(file)):
                 with replacing_file(target / file) as out:
                     done[file] = _write_file(job, cuts, file, out)
-                journal.write(done=done)
+                    journal.write(done=done)  # before the file gets its name: a file without a journal is a whole model
     kept = {name: number for file in job.mine for name, number in done[file].items()}
     every = job.comm.sum(*(kept.get(name, 0) for name in job.chosen))
     with together(job.comm, "copy the other files"):

@@ -40,6 +40,8 @@ class Watch(TorchDispatchMode):
         self.found: set[tuple[str, str]] = set()
         self._inside: list[str] = []
         self._homes: dict[int, tuple[StorageWeakRef, str]] = {}  # as long as there is a reference, no id is used twice
+        self._numbers: dict[str, int] = {}
+        self._writers: dict[int, tuple[StorageWeakRef, Tensor]] = {}  # for each byte, the number of the block that wrote it
 
     @contextlib.contextmanager
     def calls_of(self, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -63,16 +65,61 @@ class Watch(TorchDispatchMode):
         self._inside.pop()
         given = {_key(tensor) for tensor in tensors_inside(main_outputs(output))}
         self._homes = {k: home for k, home in self._homes.items() if k not in given and not home[0].expired()}
+        self._writers = {k: one for k, one in self._writers.items() if k not in given and not one[0].expired()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        now, read = self._inside[-1] if self._inside else "", {_key(tensor) for tensor in tensors_of((args, kwargs or {}))}
-        elsewhere = {self._homes[key][1] for key in read if key in self._homes} - {now, ""}
-        self.found |= {(owner, now) for owner in elsewhere}
+        now, tensors = self._inside[-1] if self._inside else "", tensors_of((args, kwargs or {}))
+        read = {_key(tensor) for tensor in tensors}
+        elsewhere = {self._homes[key][1] for key in read if key in self._homes}
+        for tensor in tensors if self._writers and not _views(func) else ():
+            if _key(tensor) in self._writers and not (func in _OVERWRITE and tensor is args[0]):
+                elsewhere |= self._writers_of(tensor)
+        self.found |= {(owner, now) for owner in elsewhere - {now, ""}}
+        for tensor in _written(func, args, kwargs or {}):
+            self._wrote(tensor, now)
         output = func(*args, **(kwargs or {}))
         for tensor in tensors_of(output) if now else ():
             if _key(tensor) not in read:
                 self.own(tensor, now)
         return output
+
+    def _wrote(self, tensor: Tensor, block: str) -> None:
+        """Notes that a block wrote to a part of a storage that was made elsewhere, such as that of a cache."""
+        key = _key(tensor)
+        if not key or key in self._homes or not (block or key in self._writers):
+            return
+        if key not in self._writers:
+            storage = tensor.untyped_storage()
+            self._writers[key] = StorageWeakRef(storage), torch.zeros(storage.nbytes(), dtype=torch.int16)
+        _bytes_of(self._writers[key][1], tensor).fill_(self._numbers.setdefault(block, len(self._numbers) + 1) if block else 0)
+
+    def _writers_of(self, tensor: Tensor) -> set[str]:
+        """The blocks that wrote what a tensor holds."""
+        numbers = set(_bytes_of(self._writers[_key(tensor)][1], tensor).unique().tolist())
+        return {name for name, number in self._numbers.items() if number in numbers}
+
+
+_OVERWRITE = (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)  # do not read it
+
+
+def _views(func: Any) -> bool:
+    """Whether an operator returns a view of its input and reads no values."""
+    given = func._schema.arguments if hasattr(func, "_schema") else ()
+    return any(one.alias_info is not None and not one.alias_info.is_write for one in given)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an operator writes to. One that only changes the shape or strides of a tensor writes nothing."""
+    if not hasattr(func, "_schema") or torch.Tag.inplace_view in func.tags:
+        return []
+    places = [(i, one.name) for i, one in enumerate(func._schema.arguments) if one.alias_info and one.alias_info.is_write]
+    return [t for i, name in places for t in tensors_of(args[i] if i < len(args) else kwargs.get(name))]
+
+
+def _bytes_of(marks: Tensor, tensor: Tensor) -> Tensor:
+    """The marks of the first bytes of a tensor's elements."""
+    size = tensor.element_size()
+    return marks.as_strided(tensor.shape, [size * stride for stride in tensor.stride()], size * tensor.storage_offset())
 
 
 def _key(tensor: Tensor) -> int:

@@ -16,15 +16,17 @@ from torch import nn
 from ._hints import hints
 from ._tree import as_module
 from .arguments import plain_arguments
-from .channel_groups import Order, move_, permutable
+from .channel_groups import Order, channel_sums, move_, permutable
 from .channel_order import weight_scores
 from .curvature import curvature as measure
 from .display import Reported, Shown, Table, notes_by_reason
-from .edit import UNKNOWN, Arguments, forget_, has_order, record_, set_order_
+from .edit import UNKNOWN, Arguments, forget_, order_of, record_, set_order_
 from .patterns import Pattern
 from .progress import track
 from .stats import Loss, batches_of, check_evidence, split_batch
 from .targeting import Globs, globs_of, targets
+
+_SAME = 0.01  # channels are in the old order where they are this much closer to it than the new order is
 
 
 @dataclass(repr=False)
@@ -49,14 +51,27 @@ class Reordering(Shown, Reported):
         forget_(model, ("reorder", self.recipe))
 
     def is_in(self, model: nn.Module) -> bool:
-        """Whether the channels of the model, or of the model that it is a copy of, were put into this order."""
-        return has_order(model, self.key)
+        """Whether the channels of the model, or of the model that it is a copy of, were put into this order.
+
+        It is False again after `load_state_dict` with the weights from before.
+        """
+        known = order_of(model, self.key)
+        if known is None:
+            return False
+        old, new = known[::2], known[1::2]
+        now = [own for own, _ in channel_sums(model, self.orders)]
+        if len(now) != len(old):
+            return True
+        apart = sum((a - b) ** 2 for a, b in zip(old, new, strict=True))
+        moved = sum((a - b) ** 2 for a, b in zip(old, now, strict=True))
+        return apart == 0 or moved > _SAME * apart
 
     def move_(self, model: nn.Module, *, back: bool = False) -> None:
         """Permutes the tensors of the model, or with `back` restores their order. The record of the model does not change."""
         indices = [order.inverse for order in reversed(self.orders)] if back else [order.indices for order in self.orders]
+        sums = None if back else [number for pair in channel_sums(model, self.orders) for number in pair]
         move_(model, indices)
-        set_order_(model, self.key, not back)
+        set_order_(model, self.key, sums)
 
     def metrics(self) -> dict[str, Any]:
         """The numbers of groups, orders and skipped weights, and the share of the scores that is kept, before and after."""

@@ -117,9 +117,10 @@ class Chain:
         """Returns the reason where the blocks do not simply feed each other. `keep` may move the arguments that are kept.
 
         Only the first block is run for this, where possible: the others return tensors without values. Where it returns
-        tensors of the shape of its input, it is run on the first batch only. Where blocks get one object, such as a cache, the
-        model also runs as a whole on the first batch, to see whether they read from it what others have left there. Without
-        the weights of the other blocks (`present` is False), these run on the meta device for that.
+        tensors of the shape of its input, it is run on the first batch only. Where blocks get one object, such as a cache, or
+        a tensor that the first one writes to, the model also runs as a whole on the first batch, to see whether they read from
+        it what others have left there. Without the weights of the other blocks (`present` is False), these run on the meta
+        device for that.
         """
         if len(modules) < 2:
             return "there are fewer than two blocks"
@@ -132,7 +133,9 @@ class Chain:
                 watch = Watch()
                 _linked(model, modules, batch, None if present else _Template(), watch)
                 for owner, reader in sorted((int(a), int(b)) for a, b in watch.found if a and b):
-                    return f"block {reader} reads tensors that block {owner} left in an object, such as a cache, that both get"
+                    return (
+                        f"block {reader} reads tensors that block {owner} left in an argument, such as a cache, that both get"
+                    )
             kept = keep([(call.args, call.kwargs) for call in calls])
             links.append([_Call(args, kwargs, call.uses) for (args, kwargs), call in zip(kept, calls, strict=True)])
         return cls(links)
@@ -182,7 +185,7 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     uses: list[_Use] = field(default_factory=list)
-    objects: frozenset[int] = frozenset()  # the ids of the objects among them
+    objects: frozenset[int] = frozenset()  # the ids of the objects among them, and of tensors that blocks write to
 
     def filled(self, made: Mapping[int, Sequence[Tensor]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with the tensors that earlier blocks now return."""
@@ -235,6 +238,8 @@ def _linked(
     returned: dict[int, tuple[int, int]] = {}  # tensor -> (block, number of the tensor in its output)
     alive: list[Any] = []  # holds what was seen, so that no id is used twice
     memo: dict[Any, Any] = {}
+    versions: dict[int, tuple[Tensor, int]] = {}  # of the arguments of the block that runs
+    written: set[int] = set()  # arguments that a block wrote to and did not return
     in_order = True
     first: list[Any] = []
     touched = _Touched()
@@ -252,7 +257,10 @@ def _linked(
         alive.append((args, kwargs))
         with touched.aside():
             own_args, own_kwargs = held if watch is not None else copied(held, memo)  # a watch would see the copies as reads
-        objects = frozenset(id(one) for one in objects_of((args, *kwargs.values())))
+        known = {id(t) for t in tensors_of((args, kwargs))} & written
+        objects = frozenset(id(one) for one in objects_of((args, *kwargs.values()))) | known
+        versions.clear()
+        versions.update({id(t): (t, t._version) for t in tensors_of((args, kwargs)) if not t.is_inference()})
         calls.append(_Call(own_args, own_kwargs, uses, objects))
         if len(calls) == len(modules) and watch is None:
             raise _Enough
@@ -262,6 +270,9 @@ def _linked(
             like.learn((args, kwargs), output)
         first.append(output)
         alive.append(output)
+        new = {key for key, (t, version) in versions.items() if t._version != version} - {id(t) for t in tensors_of(output)}
+        written.update(new)
+        calls[-1].objects |= new
         returned.update({id(t): (len(calls) - 1, number) for number, t in enumerate(tensors_of(output))})
 
     def stub(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

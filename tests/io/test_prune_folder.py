@@ -15,7 +15,7 @@ from torch import nn
 
 import secateur as sc
 from secateur import prune_folder
-from secateur.io import Folder
+from secateur.io import Folder, Journal
 
 OPERATIONS = {
     "tensor": {"sparsity": 0.5},
@@ -125,6 +125,40 @@ def test_a_target_that_holds_a_model_is_refused_and_stays_as_it_was(tmp_path, fi
     assert {file.name: file.read_bytes() for file in (tmp_path / "sparse").iterdir()} == before
     prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.9, into=build, overwrite=True)
     assert {file.name: file.read_bytes() for file in (tmp_path / "sparse").iterdir()} != before
+
+
+def test_a_target_with_a_model_that_transformers_cannot_read_is_refused_too(tmp_path):
+    write(tmp_path / "dense", made(), 1)
+    sc.save(made(), tmp_path / "saved")
+    # The name of the weights of a cut model of Hugging Face that no config describes.
+    (tmp_path / "saved" / "model.safetensors").rename(tmp_path / "saved" / "secateur.safetensors")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()}
+    with pytest.raises(FileExistsError, match=r"holds a model already \(secateur.json\)"):
+        prune_folder(tmp_path / "dense", tmp_path / "saved", sparsity=0.5, into=build)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()} == before
+    prune_folder(tmp_path / "dense", tmp_path / "saved", sparsity=0.5, into=build, overwrite=True)
+    assert {file.name for file in (tmp_path / "saved").iterdir()} == {"model.safetensors", "config.json"}
+
+
+@pytest.mark.parametrize("when", ["before the journal", "after the journal"])
+def test_a_run_that_stops_around_its_journal_goes_on(tmp_path, monkeypatch, when):
+    write(tmp_path / "dense", made(), 1)
+    call = lambda target: prune_folder(tmp_path / "dense", tmp_path / target, sparsity=0.5, into=build)  # noqa: E731
+    own = Journal.write
+
+    def stop(self, **known):
+        if when == "after the journal":
+            own(self, **known)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Journal, "write", stop)
+    with pytest.raises(KeyboardInterrupt):
+        call("sparse")
+    monkeypatch.undo()
+    call("sparse")
+    call("whole")
+    for file in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "sparse" / file.name).read_bytes() == file.read_bytes()
 
 
 def test_save_takes_an_old_index_away(tmp_path):

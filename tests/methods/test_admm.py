@@ -661,6 +661,20 @@ def test_a_plan_that_is_applied_again_after_training_without_its_zeros_moves_no_
 
 
 @torch.no_grad()
+def test_a_plan_moves_channels_again_after_the_dense_weights_were_loaded():
+    model, data = decoder()
+    dense = copy.deepcopy(model.state_dict())
+    plan = sc.plan(model, method="loss", pattern="2:4", data=data, exclude="head").apply_(model)
+    after = bits(model)
+    for one in (model, copy.deepcopy(model)):
+        one.load_state_dict(dense)
+        plan.apply_(one)
+        assert same(bits(one), after)
+        plan.apply_(one)
+        assert same(bits(one), after)
+
+
+@torch.no_grad()
 def test_curvature_follows_the_order_of_channels():
     model, data = decoder()
     model, data = model.double(), [x.double() for x in data]

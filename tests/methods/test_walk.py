@@ -11,6 +11,7 @@ import secateur as sc
 from secateur.methods import Solution, solve_all
 from secateur.methods.walk import _Block
 from secateur.moments import Moments, layer_inputs
+from secateur.stream import Chain
 from secateur.targeting import targets
 
 ALL = frozenset({"gram", "cross", "residual"})
@@ -527,6 +528,20 @@ def test_the_dense_model_runs_only_after_a_layer_has_changed(monkeypatch, kept):
     assert set(ran) == {f"model.layers.{number}" for number in range(len(kept), 2)}
 
 
+@torch.no_grad()
+def test_rounding_of_the_dense_run_does_not_reach_models_that_are_pruned_a_little(monkeypatch):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)) for _ in range(4)]
+    model, data = nn.Sequential(*layers), [torch.randn(256, 64) for _ in range(4)]
+    errors = []
+    for able in (False, True):
+        monkeypatch.setattr("secateur.products.has_bfloat16", lambda kind, able=able: able)
+        pruned = copy.deepcopy(model)
+        sc.prune_(pruned, method="flow", sparsity=0.01, data=data)
+        errors.append(float((pruned(data[0]) - model(data[0])).norm()))
+    assert errors[1] <= 1.05 * errors[0]
+
+
 class Held:
     """A hidden state in an object that is no tree of tensors."""
 
@@ -596,6 +611,49 @@ class Left3(nn.Module):
 def test_what_a_block_leaves_in_an_object_reaches_the_blocks_that_read_it():
     torch.manual_seed(0)
     model, batches = Left3().eval(), [torch.randn(20, 8) for _ in range(3)]
+    seen, _, _ = walked(model, batches)
+    wanted = slow(model, batches, "blocks", [["up"], ["down"]], {"down": ""})
+    for name, evidence in wanted.items():
+        for kind in ("gram", "cross", "residual"):
+            if kind in evidence:
+                close(seen[name][kind], evidence[kind][0], f"{kind} of {name}", rtol=1e-4)
+
+
+class Writing(nn.Module):
+    """Writes to a tensor that all blocks get, and reads a part of it: what the block before wrote, or its own part."""
+
+    def __init__(self, number, back):
+        super().__init__()
+        self.number, self.read = number, max(number - back, 0)
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, held):
+        room = held.x if isinstance(held, Held) else held
+        y = torch.relu(self.up(x))
+        room[..., self.number] = y
+        return x + self.down(y + room[..., self.read])
+
+
+class Written3(nn.Module):
+    def __init__(self, back, plain):
+        super().__init__()
+        self.plain, self.blocks = plain, nn.ModuleList(Writing(number, back) for number in range(3))
+
+    def forward(self, x):
+        room = x.new_zeros(*x.shape, 3)
+        held = room if self.plain else Held(room)
+        for block in self.blocks:
+            x = block(x, held)
+        return x
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("plain", [False, True], ids=["in an object", "tensor"])
+@pytest.mark.parametrize("back", [0, 1], ids=["its own", "of another block"])
+def test_what_a_block_writes_to_a_tensor_reaches_the_blocks_that_read_it(back, plain):
+    torch.manual_seed(0)
+    model, batches = Written3(back, plain).eval(), [torch.randn(20, 8) for _ in range(3)]
+    assert isinstance(Chain.of(model, list(model.blocks), batches), str) == bool(back)
     seen, _, _ = walked(model, batches)
     wanted = slow(model, batches, "blocks", [["up"], ["down"]], {"down": ""})
     for name, evidence in wanted.items():

@@ -183,10 +183,15 @@ def _from_transformers(path: Path, config: Path, *, empty: bool) -> nn.Module:
         raise Failure(f"{path} is a Hugging Face folder; install transformers to open it") from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    named = (json.loads(config.read_text(encoding="utf-8")).get("architectures") or [""])[0]
+    try:
+        named = str((json.loads(config.read_text(encoding="utf-8")).get("architectures") or [""])[0])
+    except (ValueError, AttributeError, LookupError) as error:
+        raise Failure(f"{config} is no config of Hugging Face: {error}") from None
     kind: Any = getattr(transformers, named, None) or transformers.AutoModel
     if empty:
-        return kind._from_config(transformers.AutoConfig.from_pretrained(config))
+        if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+            raise Failure(f"{config} names {named!r} as its architecture, which is no model of transformers")
+        return kind._from_config(transformers.AutoConfig.from_pretrained(config, trust_remote_code=False))
     return kind.from_pretrained(path, local_files_only=True)
 
 

@@ -76,17 +76,22 @@ def restore_record_(model: nn.Module, record: Sequence[tuple[Step, Arguments]]) 
     _put(model, record)
 
 
-def has_order(model: nn.Module, key: str) -> bool:
-    """Whether the channels of the model were put into the order with this key. Copies of the model have it too."""
-    return key in vars(_saved_module(model)).get(_ORDERS, ())
+def order_of(model: nn.Module, key: str) -> tuple[float, ...] | None:
+    """The numbers that `set_order_` stored for an order of channels; None if the model does not have this order.
+
+    Copies of the model have it too.
+    """
+    return dict(vars(_saved_module(model)).get(_ORDERS, ())).get(key)
 
 
-def set_order_(model: nn.Module, key: str, present: bool) -> None:
-    """Remembers in the model that its channels have the order with this key, or no longer have it."""
+def set_order_(model: nn.Module, key: str, seen: Sequence[float] | None) -> None:
+    """Remembers in the model that its channels have the order with this key, with numbers; with None, that they do not."""
     space = vars(_saved_module(model))
-    keys = [other for other in space.pop(_ORDERS, ()) if other != key] + [key] * present
-    if keys:
-        space[_ORDERS] = tuple(keys)
+    orders = {other: numbers for other, numbers in space.pop(_ORDERS, ()) if other != key}
+    if seen is not None:
+        orders[key] = tuple(seen)
+    if orders:
+        space[_ORDERS] = tuple(orders.items())
 
 
 def _saved_module(model: nn.Module) -> nn.Module:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .files import BESIDE, DTYPES, MANIFEST, BadFile, read_json, rename, replacing
+from .manifest import TENSOR_FILES
 
 SINGLE, INDEX, JOURNAL = "model.safetensors", "model.safetensors.index.json", "secateur.journal"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack")  # endings of files that hold weights
@@ -154,7 +155,7 @@ class Journal:
         """
         self.target.mkdir(parents=True, exist_ok=True)
         if not self.read():
-            for old in {*stale_weights(self.target), MANIFEST}:
+            for old in {*stale_weights(self.target), MANIFEST, TENSOR_FILES[1]}:
                 (self.target / old).unlink(missing_ok=True)
 
     def write(self, **known: Any) -> None:
@@ -188,7 +189,7 @@ def stale_weights(folder: Path) -> set[str]:
 
 def finished_in(folder: Path) -> list[str]:
     """The files by which readers take a folder for a whole model; none in the folder of an unfinished run."""
-    return [name for name in (SINGLE, INDEX) if (folder / name).is_file() and not any(folder.glob(f"{JOURNAL}.*"))]
+    return [name for name in (SINGLE, INDEX, MANIFEST) if (folder / name).is_file() and not any(folder.glob(f"{JOURNAL}.*"))]
 
 
 def _listed(folder: Path) -> dict[str, str]:

@@ -41,6 +41,7 @@ STREAMED = frozenset({"gram", "cross", "residual"})  # evidence that is taken bl
 Solve = Callable[[Target, Mapping[str, Any]], Solution]
 Enter = Callable[[str, nn.Module, Sequence[Call], Sequence[Target]], None]
 Evidence = dict[str, dict[str, Any]]
+_ROUGH = 0.05  # the relative difference of the inputs of a block from which on the dense one is run with rounded products
 _log = logging.getLogger("secateur")
 
 
@@ -291,6 +292,7 @@ class _Block:
     targets: list[Target]
     calls: list[Call]
     dense_calls: list[Call] | None
+    dense: Parts | None = None
 
     def evidence(self) -> Iterator[tuple[list[Target], Evidence]]:
         by_name = {target.name: target for target in self.targets}
@@ -299,8 +301,10 @@ class _Block:
         self.walk.ranks.comm.check_same(f"{self.name}: {[dict(stage.leaders) for stage in stages]}")
         device = self.walk.residence.device
         self.pruned = Parts(self.module, self.calls, tapes, device)
-        # Of the dense model, only the difference from the pruned one counts, which is large against rounding.
-        self.dense = None if self.dense_calls is None else Parts(self.module, self.dense_calls, tapes, device, rough=True)
+        if self.dense_calls is not None:
+            # Only the difference from the pruned model counts. Products are rounded where it is large against that.
+            rough = _distance(self.calls, self.dense_calls) > _ROUGH
+            self.dense = Parts(self.module, self.dense_calls, tapes, device, rough)
         for number, stage in enumerate(stages):
             table = self._collect(number, stage, [own[number] for own in windows], by_name)
             yield [by_name[name] for name in stage.names], table
@@ -425,6 +429,16 @@ class _Block:
 def _size(call: Call) -> int:
     """The number of values in the arguments of a call."""
     return sum(tensor.numel() for tensor in tensors_of(call))
+
+
+def _distance(calls: Sequence[Call], others: Sequence[Call]) -> float:
+    """The relative distance between the tensors of calls in the pruned model and in the dense one."""
+    away = size = 0.0
+    for one, other in zip(tensors_of(list(calls)), tensors_of(list(others)), strict=False):
+        if one is not other and one.is_floating_point() and one.shape == other.shape:
+            away += float((one.float() - other.float()).square().sum())
+            size += float(other.float().square().sum())
+    return (away / size) ** 0.5 if size > 0 else 0.0
 
 
 def _detached(seen: Seen, streams: Mapping[str, Tensor]) -> Seen:
