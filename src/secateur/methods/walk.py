@@ -302,8 +302,8 @@ class _Block:
         device = self.walk.residence.device
         self.pruned = Parts(self.module, self.calls, tapes, device)
         if self.dense_calls is not None:
-            # Only the difference from the pruned model counts. Products are rounded where it is large against that.
-            rough = _distance(self.calls, self.dense_calls) > _ROUGH
+            # Only the difference from the pruned model counts. Products are rounded where it is large against that, on a CPU.
+            rough = (device is None or device.type == "cpu") and _distance(self.calls[0], self.dense_calls[0]) > _ROUGH
             self.dense = Parts(self.module, self.dense_calls, tapes, device, rough)
         for number, stage in enumerate(stages):
             table = self._collect(number, stage, [own[number] for own in windows], by_name)
@@ -431,10 +431,10 @@ def _size(call: Call) -> int:
     return sum(tensor.numel() for tensor in tensors_of(call))
 
 
-def _distance(calls: Sequence[Call], others: Sequence[Call]) -> float:
-    """The relative distance between the tensors of calls in the pruned model and in the dense one."""
+def _distance(call: Call, dense: Call) -> float:
+    """The relative distance between the tensors of a call in the pruned model and in the dense one."""
     away = size = 0.0
-    for one, other in zip(tensors_of(list(calls)), tensors_of(list(others)), strict=False):
+    for one, other in zip(tensors_of(call), tensors_of(dense), strict=False):
         if one is not other and one.is_floating_point() and one.shape == other.shape:
             away += float((one.float() - other.float()).square().sum())
             size += float(other.float().square().sum())
