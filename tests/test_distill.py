@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import secateur as sc
 from secateur.distill import Distilled, _order, distill_
+from secateur.progress import Progress
 from secateur.teaching import can_write, write
 from secateur.teaching import divergence as divergence_and_gradient
 
@@ -297,6 +298,27 @@ def test_the_teacher_writes_text_for_the_steps_after_the_first_pass():
     assert distill_(again, dense, data, steps=7, lr=1e-3).looks == done.looks
     assert distill_(copy.deepcopy(before), dense, data, steps=3, lr=1e-3).written == 0
     assert distill_(copy.deepcopy(before), dense, data, steps=7, lr=1e-3, generate=False).written == 0
+
+
+def test_progress_counts_the_steps_and_the_batches_that_are_written(monkeypatch):
+    dense, counts = llama(), {}
+
+    class Counted(Progress):
+        def __init__(self, task, total=None, **options):
+            super().__init__(task, total, **options)
+            self.task, counts[task] = task, [total, 0]
+
+        def __call__(self, what):
+            counts[self.task][1] += 1
+            super().__call__(what)
+
+    for module in ("secateur.distill", "secateur.progress"):
+        monkeypatch.setattr(f"{module}.Progress", Counted)
+    model = copy.deepcopy(dense)
+    sc.prune_(model, sparsity=0.5, exclude="lm_head")
+    distill_(model, dense, texts(), steps=7)
+    assert counts["distill"] == [7, 7]
+    assert counts["distill, writing text"] == [4, 4]
 
 
 def test_written_text_goes_on_from_the_beginnings_of_sequences():

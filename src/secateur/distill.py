@@ -18,7 +18,7 @@ from .arguments import plain_arguments
 from .display import Reported, Table
 from .edit import IN_TRAINING, forget_, preserve_rng, record_
 from .masks import Masks
-from .progress import Progress
+from .progress import Progress, track
 from .pruner import Pruner
 from .stats import as_it_was, check_evidence
 from .targeting import Globs, all_match, globs_of, under
@@ -182,12 +182,12 @@ def distill_(
         old = best = student.values()
         looks = {math.ceil(part * steps) for part in _LOOKS}
         try:
+            if generate and can_write(teacher, training):
+                torch.manual_seed(seed)
+                missing = list(_order(training, max(steps - len(training), 0), draw))
+                training = [*training, *write(teacher, track(missing, "distill, writing text"))]
+                result.written = len(missing)
             with Progress("distill", steps) as progress:
-                if generate and can_write(teacher, training):
-                    torch.manual_seed(seed)
-                    missing = list(_order(training, max(steps - len(training), 0), draw))
-                    progress(f"writing {len(missing)} batches")
-                    training, result.written = [*training, *write(teacher, missing)], len(missing)
                 for step, batch in enumerate(_order(training, steps, draw), 1):
                     progress(f"step {step}")
                     result.training.append(student.step(lambda batch=batch: backward(model, teacher, batch, loss)))
