@@ -36,6 +36,10 @@ def batches():
     torch.manual_seed(1)
     return [(torch.randn(4, 3, 8, 8), torch.randint(4, (4,))) for _ in range(3)]
 
+def endless():
+    while True:
+        yield from batches()
+
 def narrow():
     return [torch.randn(4, 2, 8, 8)]
 
@@ -305,6 +309,13 @@ def test_the_demo_keeps_a_model_and_a_report(here, monkeypatch):
     assert len(found["rows"]) == 4
     assert (here / "made" / "report.html").exists()
     assert sc.load(here / "made" / "model", demo._network)
+
+
+def test_batches_that_are_left_out_are_named(here):
+    words = ["prune", "cli_nets:net", "--criterion", "wanda", "--sparsity", "0.5", "--dry-run"]
+    said = CliRunner().invoke(main, [*words, "--data", "cli_nets:endless"]).stderr
+    assert said == "secateur: used 16 of the batches of cli_nets:endless; --batches takes more\n"
+    assert not CliRunner().invoke(main, [*words, "--data", "cli_nets:batches", "--batches", "3"]).stderr
 
 
 def test_recipes_are_listed_shown_checked_and_run(here):
