@@ -36,8 +36,11 @@ def test_another_model_is_refused(tmp_path):
             io.load(tmp_path, into)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="as_="):
         io.load(tmp_path, build, as_="dens")
-    with pytest.raises(FileNotFoundError, match=r"holds no secateur\.json"):
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist; pass a folder that"):
         io.load(tmp_path / "nowhere", build)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"holds no secateur\.json"):
+        io.load(tmp_path / "empty", build)
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors is a file: it is not a folder"):
         io.load(tmp_path / "model.safetensors", build)
     with pytest.raises(TypeError, match="'a' is a int; a mapping of names to tensors"):
