@@ -34,6 +34,10 @@ def test_another_model_is_refused(tmp_path):
     for into in (lambda: 3, None):
         with pytest.raises(TypeError, match="a function that builds one"):
             io.load(tmp_path, into)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"a function without arguments .* such as lambda: Linear\(\.\.\.\): missing .* 'in_features'"
+    ):
+        io.load(tmp_path, nn.Linear)
     with pytest.raises(ValueError, match="as_="):
         io.load(tmp_path, build, as_="dens")
     with pytest.raises(FileNotFoundError, match="nowhere does not exist; pass a folder that"):
