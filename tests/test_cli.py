@@ -380,6 +380,8 @@ def test_hugging_face_folders_with_a_text_file(here, llama):
 def test_a_folder_that_no_config_describes_is_opened_again_without_a_factory(here, llama):
     small = answer("shrink", llama, "--params 0.8 --inputs 1x8 -o small")
     assert "only sc.load" in small["from_pretrained"]
+    printed = run("shrink", llama, "--params 0.8 --inputs 1x8 -o small --force")
+    assert "bytes\nfrom_pretrained does not load it, sc.load does: the model " in printed
     sparse = answer("prune small --sparsity 0.5 -o sparse")
     assert sparse["results"][0]["sparsity"] == pytest.approx(0.5, abs=0.01)
     answer("compress sparse --objective size --inputs 1x8 -o packed")
