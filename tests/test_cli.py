@@ -320,6 +320,7 @@ def test_batches_that_are_left_out_are_named(here):
 
 def test_recipes_are_listed_shown_checked_and_run(here):
     assert set(answer("recipes list")["recipes"]) >= {"wanda-2-4", "magnitude-80"}
+    assert run("recipes") == run("recipes list")
     assert "pattern: '2:4'" in run("recipes show wanda-2-4")
     run("recipes show magnitude-80 -o mine.yaml")
     assert "no mistakes" in run("recipes check mine.yaml")
