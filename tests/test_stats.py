@@ -196,6 +196,11 @@ def test_data_that_is_no_iterable_of_batches_is_refused(given):
         sc.plan(Net(), sc.wanda, sparsity=0.5, data=given)
 
 
+def test_a_function_as_data_is_to_be_called():
+    with pytest.raises(TypeError, match="not function; call it and pass what it returns"):
+        sc.plan(Net(), sc.wanda, sparsity=0.5, data=lambda: iter(data()))
+
+
 @pytest.mark.parametrize("batch", [5, "x", (1, 2, 3), None])
 def test_a_batch_that_is_none_of_the_three_is_refused(batch):
     with pytest.raises(TypeError, match="a batch is a tensor, a mapping or a pair"):

@@ -87,7 +87,8 @@ def check_evidence(needs: frozenset[str], data: object, loss: object, of: str = 
             "torch.utils.data.DataLoader(dataset, batch_size=32)"
         )
     if not isinstance(data, Iterable):
-        raise TypeError(f"data= is an iterable of batches, not {type(data).__name__}")
+        call = "; call it and pass what it returns" if callable(data) else ""
+        raise TypeError(f"data= is an iterable of batches, not {type(data).__name__}{call}")
     if isinstance(data, tuple | list) and _is_one_pair(data):
         shapes = " and ".join(str(tuple(tensor.shape)) for tensor in data)
         raise TypeError(
