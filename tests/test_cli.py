@@ -36,6 +36,10 @@ def batches():
     torch.manual_seed(1)
     return [(torch.randn(4, 3, 8, 8), torch.randint(4, (4,))) for _ in range(3)]
 
+def endless():
+    while True:
+        yield from batches()
+
 def narrow():
     return [torch.randn(4, 2, 8, 8)]
 
@@ -307,8 +311,16 @@ def test_the_demo_keeps_a_model_and_a_report(here, monkeypatch):
     assert sc.load(here / "made" / "model", demo._network)
 
 
+def test_batches_that_are_left_out_are_named(here):
+    words = ["prune", "cli_nets:net", "--criterion", "wanda", "--sparsity", "0.5", "--dry-run"]
+    said = CliRunner().invoke(main, [*words, "--data", "cli_nets:endless"]).stderr
+    assert said == "secateur: used 16 of the batches of cli_nets:endless; --batches takes more\n"
+    assert not CliRunner().invoke(main, [*words, "--data", "cli_nets:batches", "--batches", "3"]).stderr
+
+
 def test_recipes_are_listed_shown_checked_and_run(here):
     assert set(answer("recipes list")["recipes"]) >= {"wanda-2-4", "magnitude-80"}
+    assert run("recipes") == run("recipes list")
     assert "pattern: '2:4'" in run("recipes show wanda-2-4")
     run("recipes show magnitude-80 -o mine.yaml")
     assert "no mistakes" in run("recipes check mine.yaml")
@@ -369,6 +381,8 @@ def test_hugging_face_folders_with_a_text_file(here, llama):
 def test_a_folder_that_no_config_describes_is_opened_again_without_a_factory(here, llama):
     small = answer("shrink", llama, "--params 0.8 --inputs 1x8 -o small")
     assert "only sc.load" in small["from_pretrained"]
+    printed = run("shrink", llama, "--params 0.8 --inputs 1x8 -o small --force")
+    assert "bytes\nfrom_pretrained does not load it, sc.load does: the model " in printed
     sparse = answer("prune small --sparsity 0.5 -o sparse")
     assert sparse["results"][0]["sparsity"] == pytest.approx(0.5, abs=0.01)
     answer("compress sparse --objective size --inputs 1x8 -o packed")

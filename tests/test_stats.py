@@ -183,10 +183,22 @@ def test_an_iterator_that_is_used_up_is_an_error_that_says_so(criterion):
         sc.plan(Net(), criterion, sparsity=0.5, data=iter([]), loss=F.cross_entropy)
 
 
+@pytest.mark.parametrize(("shape", "hinted"), [((16,), True), ((2, 1, 4), False)])
+def test_a_batch_of_one_axis_that_does_not_run_gets_a_hint(shape, hinted):
+    with pytest.raises(ValueError, match=r"does not run on a batch .*The model is unchanged") as caught:
+        sc.plan(Net(), sc.wanda, sparsity=0.5, data=[torch.randn(shape)])
+    assert ("The batch axis may be missing" in str(caught.value)) == hinted
+
+
 @pytest.mark.parametrize("given", [torch.randn(2, 1, 4, 4), {"x": 1}, "data", 5, data])
 def test_data_that_is_no_iterable_of_batches_is_refused(given):
     with pytest.raises(TypeError, match=r"data= is an iterable of batches"):
         sc.plan(Net(), sc.wanda, sparsity=0.5, data=given)
+
+
+def test_a_function_as_data_is_to_be_called():
+    with pytest.raises(TypeError, match="not function; call it and pass what it returns"):
+        sc.plan(Net(), sc.wanda, sparsity=0.5, data=lambda: iter(data()))
 
 
 @pytest.mark.parametrize("batch", [5, "x", (1, 2, 3), None])

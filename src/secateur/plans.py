@@ -139,7 +139,9 @@ class Plan(Reported):
         Pass `model` for a plan that was loaded or copied: it does not remember the model.
         """
         if self.masks and not self.dense:
-            raise ValueError("this plan kept no dense values; apply it with keep_dense=True to be able to undo it")
+            raise ValueError(
+                "this plan kept no dense values, or was undone already; apply it with keep_dense=True to be able to undo it"
+            )
         model = self._changed if model is None else model
         if model is None:
             raise ValueError("this plan is a copy and does not remember its model; call undo_(model)")

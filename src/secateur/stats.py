@@ -87,7 +87,8 @@ def check_evidence(needs: frozenset[str], data: object, loss: object, of: str = 
             "torch.utils.data.DataLoader(dataset, batch_size=32)"
         )
     if not isinstance(data, Iterable):
-        raise TypeError(f"data= is an iterable of batches, not {type(data).__name__}")
+        call = "; call it and pass what it returns" if callable(data) else ""
+        raise TypeError(f"data= is an iterable of batches, not {type(data).__name__}{call}")
     if isinstance(data, tuple | list) and _is_one_pair(data):
         shapes = " and ".join(str(tuple(tensor.shape)) for tensor in data)
         raise TypeError(
@@ -172,10 +173,11 @@ def on_batch(
     except Exception as error:
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
         shapes = [tuple(tensor.shape) for tensor in tensors]
+        flat = "The batch axis may be missing: the first axis counts samples. " if max(map(len, shapes), default=2) < 2 else ""
         raise ValueError(
             f"{type(model).__name__} does not run on a batch of data= (tensors of shape {shapes}): "
             f"{why_failed(error, model, tensors)}. data= is an iterable of batches. A batch is a tensor, a mapping of keyword "
-            "arguments, or a pair (inputs, target). The model is unchanged."
+            f"arguments, or a pair (inputs, target). {flat}The model is unchanged."
         ) from error
 
 

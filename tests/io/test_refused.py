@@ -34,10 +34,17 @@ def test_another_model_is_refused(tmp_path):
     for into in (lambda: 3, None):
         with pytest.raises(TypeError, match="a function that builds one"):
             io.load(tmp_path, into)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"a function without arguments .* such as lambda: Linear\(\.\.\.\): missing .* 'in_features'"
+    ):
+        io.load(tmp_path, nn.Linear)
     with pytest.raises(ValueError, match="as_="):
         io.load(tmp_path, build, as_="dens")
-    with pytest.raises(FileNotFoundError, match=r"holds no secateur\.json"):
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist; pass a folder that"):
         io.load(tmp_path / "nowhere", build)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"holds no secateur\.json"):
+        io.load(tmp_path / "empty", build)
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors is a file: it is not a folder"):
         io.load(tmp_path / "model.safetensors", build)
     with pytest.raises(TypeError, match="'a' is a int; a mapping of names to tensors"):

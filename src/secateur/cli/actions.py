@@ -213,8 +213,9 @@ def _run(recipe: Recipe, options: dict[str, Any], what: str, loss: Any = None) -
     if before is not None:
         lines.append(f"{options['evaluate']}: {before:g} before, {after:g} after")
     if output is not None:
-        loads = f"; {said['from_pretrained']}" if isinstance(said.get("from_pretrained"), str) else ""
-        lines.append(f"written to {output}, {_on_disk(str(output)):,} bytes{loads}")
+        lines.append(f"written to {output}, {_on_disk(str(output)):,} bytes")
+        if isinstance(why := said.get("from_pretrained"), str):
+            lines.append(f"from_pretrained does not load it, sc.load does: {why.removeprefix('no, only sc.load: ')}")
     return Answer("\n".join(lines), data)
 
 

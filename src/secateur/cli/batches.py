@@ -54,9 +54,12 @@ def open_data(asked: Asked, source: Source) -> list[Any] | None:
         found = made
     else:
         raise click.UsageError(f"{asked.data}: no such file or folder, and not of the form module:factory")
-    batches = list(islice(found, asked.batches))
+    left = iter(found)
+    batches = list(islice(left, asked.batches))
     if not batches:
         raise Failure(f"{asked.data} gave no batch")
+    if next(left, left) is not left:
+        click.echo(f"secateur: used {asked.batches} of the batches of {asked.data}; --batches takes more", err=True)
     args, kwargs, _ = split_batch(batches[0])
     if not any(parameter.is_meta for parameter in source.module.parameters()):
         _check_runs(source.module, args, kwargs, asked.data)

@@ -268,9 +268,12 @@ def report(**options: Any) -> running.Answer:
     return actions.report(**options)
 
 
-@main.group(cls=Commands)
-def recipes() -> None:
-    """List, show, check and run recipe files."""
+@main.group(cls=Commands, invoke_without_command=True)
+@click.pass_context
+def recipes(ctx: click.Context) -> None:
+    """List, show, check and run recipe files. Without a command, list them."""
+    if ctx.invoked_subcommand is None:
+        ctx.invoke(list_recipes)
 
 
 @command(recipes, "list")

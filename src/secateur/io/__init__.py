@@ -18,6 +18,7 @@ A saved model is a folder with a safetensors file, which any reader of that form
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -172,7 +173,7 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
     """
     if as_ not in (None, "dense"):
         raise ValueError(f"as_={as_!r} must be 'dense' or left out.{nearest(str(as_), ['dense'])}")
-    given = into if isinstance(into, nn.Module) or not callable(into) else into()
+    given = into if isinstance(into, nn.Module) or not callable(into) else _built(into)
     model = getattr(given, "_orig_mod", given)  # the module under torch.compile
     if not isinstance(given, nn.Module) or not isinstance(model, nn.Module):
         raise TypeError(f"into= must be a model or a function that builds one; this gave a {type(given).__name__}")
@@ -198,6 +199,20 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
                 fill_(model, manifest, file, {} if as_ == "dense" else manifest.layers)
             restore_record_(model, [one for one in manifest.record if as_ is None or one[0][0] != "compress"])
     return given
+
+
+def _built(into: Callable[[], nn.Module]) -> nn.Module:
+    """The model that `into` builds. Raises TypeError if it needs arguments."""
+    try:
+        inspect.signature(into).bind()
+    except TypeError as error:
+        name = getattr(into, "__name__", type(into).__name__).replace("<lambda>", "build")
+        raise TypeError(
+            f"into= is a function without arguments that builds the model, such as lambda: {name}(...): {error}"
+        ) from None
+    except ValueError:  # some functions written in C have no signature
+        pass
+    return into()
 
 
 def dense_state_dict(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> dict[str, Tensor]:

@@ -80,6 +80,8 @@ def _checked(folder: Path, stack: ExitStack, comm: Comm) -> tuple[Manifest, Tens
     sizes = {file.name: file.stat().st_size for file in folder.glob("*.safetensors") if FILE_NAME.fullmatch(file.name)}
     if not names and ((folder / INDEX).is_file() or (folder / TENSOR_FILES[0]).is_file()):
         return _plain(folder, stack)
+    if not folder.exists():
+        raise FileNotFoundError(f"{folder} does not exist; pass a folder that sc.save wrote")
     if not names or not sizes:
         missing = "is a file" if folder.is_file() else f"holds no {TENSOR_FILES[0] if names else MANIFEST}"
         raise FileNotFoundError(f"{folder} {missing}: it is not a folder that sc.save wrote")
