@@ -398,3 +398,17 @@ def test_bench_times_models_in_turns():
 
 def test_times_are_spelled_with_three_digits():
     assert [format_seconds(t) for t in (2.5, 0.0123, 0.9e-3, 12.34e-6)] == ["2.50 s", "12.3 ms", "900 µs", "12.3 µs"]
+
+
+def test_pruned_experts_are_listed_as_dense():
+    """Their matrices are one tensor of three axes, and the total looked like that of the whole model."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_local_experts": 2}
+    config = transformers.MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    model = transformers.MixtralForCausalLM(config).eval()
+    prune_(model, pattern="2:4", exclude="lm_head")
+    table = compress_(model, torch.randint(32, (1, 4)), objective="size")
+    row = table["model.layers.0.mlp.experts.down_proj"]
+    assert (row.pattern, row.format, row.before, row.after) == ("2:4", None, 2 * 16 * 16 * 4, 2 * 16 * 16 * 4)
+    assert "MixtralExperts is not a layer type" in row.reason
+    assert table.before == sum(row.before for row in table.rows)

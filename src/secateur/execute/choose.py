@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .._hints import hints
 from .._layers import DEFAULT_TYPES, is_kind, layout_of
-from .._tree import nearest
+from .._tree import nearest, slots
 from ..arguments import plain_arguments
 from ..edit import record_
 from ..progress import track
@@ -29,6 +29,7 @@ from .timing import call, check_threads, cold_for, for_inference, in_graphs, tim
 MARGIN = 0.95  # a format is used only if it takes at most this fraction of the dense time (or bytes)
 SHAPES = 4  # distinct input shapes of one layer that are measured
 LARGE = 24 << 20  # bytes of weights above which layers read their weights from memory, not from the cache
+_PRUNED = 0.1  # tensors of other types with this fraction of zeros are listed in the table
 
 
 @dataclass
@@ -163,11 +164,24 @@ def _result(
     earlier = [
         _earlier_row(name, layer) for name, layer in model.named_modules() if isinstance(layer, Compressed) and name not in used
     ]
-    kept = sum(row.after for row in earlier)
+    other = list(_other_rows(model, layers.values()))
+    kept = sum(row.after for row in (*earlier, *other))
     before = _bytes(layers.values()) + kept
     after = _bytes(layers.values(), model) + sum(new.bytes() for new in used.values()) + kept
-    rows = [*earlier, *(choice.row for choice in choices.values())]
+    rows = [*earlier, *(choice.row for choice in choices.values()), *other]
     return Compression(rows, objective, threads, before, after, tuple(used), model)
+
+
+def _other_rows(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[LayerResult]:
+    """Rows for pruned tensors that are the weight of no layer in the table, such as matrices of experts: they stay dense."""
+    known = {id(layer._parameters.get("weight")) for layer in layers}
+    for slot in slots(model):
+        tensor = slot.tensor.detach()
+        if id(slot.tensor) in known or tensor.squeeze().ndim < 2 or float((tensor == 0).float().mean()) < _PRUNED:
+            continue
+        kind, layout = type(slot.module).__name__, layout_of(slot.module, tuple(tensor.shape), slot.attribute)
+        row = LayerResult(slot.name, kind, before=tensor.nbytes).found(zeros_of(layout.matrix(tensor)))
+        yield row.left(f"{kind} is not a layer type that can be compressed")
 
 
 def _check(model: Any, objective: str, threads: Any, store: Any) -> None:
