@@ -54,6 +54,7 @@ from .files import (
     CODES,
     DTYPES,
     MANIFEST,
+    TENSOR_FILES,
     BadFile,
     Entry,
     Tensors,
@@ -78,7 +79,7 @@ from .folder import (
     write_index,
     writing_behind,
 )
-from .manifest import TENSOR_FILES, File, Manifest, about, shapes_of, to_text
+from .manifest import File, Manifest, about, shapes_of, to_text
 from .opening import NEXT, UNCUT, earlier_files, opened
 from .shared import write_shared
 

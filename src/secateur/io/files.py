@@ -48,6 +48,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 MANIFEST = "secateur.json"
+TENSOR_FILES = ("model.safetensors", "secateur.safetensors")  # the second: a name that transformers does not look for
 _CHUNK = 1 << 20
 BESIDE = re.compile(r".+\.secateur-[0-9a-f]{8}\.tmp")  # the names that `replacing` gives its files
 

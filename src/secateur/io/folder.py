@@ -19,8 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .files import BESIDE, DTYPES, MANIFEST, BadFile, read_json, rename, replacing
-from .manifest import TENSOR_FILES
+from .files import BESIDE, DTYPES, MANIFEST, TENSOR_FILES, BadFile, read_json, rename, replacing
 
 SINGLE, INDEX, JOURNAL = "model.safetensors", "model.safetensors.index.json", "secateur.journal"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack")  # endings of files that hold weights

@@ -24,7 +24,6 @@ from .scaled import ALL as SCALED_PARTS
 from .scaled import read as read_scaled
 
 VERSION = 1
-TENSOR_FILES = ("model.safetensors", "secateur.safetensors")  # the second: a name that transformers does not look for
 FILE_NAME = re.compile(r"(model|secateur)(-[0-9a-f]{8})?(-[0-9]{5}-of-[0-9]{5})?\.safetensors")  # one file, or one of several
 MAX = 100_000_000  # bytes
 _PARTS_OF = {"dense": ("",), "bitmask": PARTS, "scaled": SCALED_PARTS}  # what is appended to the name of a tensor

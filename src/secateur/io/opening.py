@@ -7,9 +7,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from .._dist import Comm
-from .files import CODES, MANIFEST, BadFile, TensorFiles, Tensors, read_json
+from .files import CODES, MANIFEST, TENSOR_FILES, BadFile, TensorFiles, Tensors, read_json
 from .folder import INDEX, Folder
-from .manifest import FILE_NAME, MAX, TENSOR_FILES, Manifest, Stored, check_files, from_text, listed_files
+from .manifest import FILE_NAME, MAX, Manifest, Stored, check_files, from_text, listed_files
 from .scaled import ALL as PARTS
 
 CONFIG, NEXT = "config.json", f"{MANIFEST}.next"
