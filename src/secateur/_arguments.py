@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._transfers import to_device
+
 
 def copied(value: Any, memo: dict[Any, Any]) -> Any:
     """A copy of arguments that a call can write to. Modules, functions and numbers are not copied.
@@ -67,7 +69,7 @@ def moved(value: Any, device: torch.device | None) -> Any:
     here: dict[int, Tensor] = {}
     for tensor in tensors_of(value):
         if id(tensor) not in here:
-            here[id(tensor)] = tensor.to(device, non_blocking=True)
+            here[id(tensor)] = to_device(tensor, device)
     return replaced(value, {i: here[id(tensor)] for i, tensor in enumerate(tensors_of(value))}, [0])
 
 

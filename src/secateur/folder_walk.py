@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from ._dist import Comm, DataRanks, digest, together
+from ._transfers import finish
 from .blocks import repeated_blocks
 from .evidence import TensorEvidence
 from .io import JOURNAL, Entry, Folder, Journal, Tensors, as_bytes, rename, replacing, write_index, write_tensors
 from .measuring import ChannelOrders
-from .methods import LayerProblem, Method, OnDevice, Solution, as_mapping, from_mapping, solve_all, solve_checked
+from .methods import LayerProblem, Method, OnDevice, Solution, as_mapping, from_mapping, on_cpu, solve_all, solve_checked
 from .owners import scores_of
 from .settings import Settings
 from .stream import Feed
@@ -118,12 +119,13 @@ class FromFolder(OnDevice):
                 self._tied.setdefault(id(tensor), []).append(own)
         blocks = repeated_blocks(model, [t.name for t in found], lists=(nn.ModuleList, nn.Sequential))
         inner = [block.module for block in blocks if block.module is not model]
-        self._number = {id(module): i for i, module in enumerate(inner)}
+        self._blocks, self._number = inner, {id(module): i for i, module in enumerate(inner)}
         self._of_blocks = {name for block in inner for name in self._stored(block)}
         self._changed: dict[str, Tensor] = {}  # solved tensors outside of blocks
         self._written: dict[str, str] = {}
         self._saved = time.monotonic()
-        self._writer = ThreadPoolExecutor(1)
+        self._writer, self._reader = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._ahead: dict[str, Future[Tensor]] = {}  # tensors of the next block
         self._writing: Future[None] | None = None
         self._check_names(model)
         self._check_apart(found, inner)
@@ -133,6 +135,7 @@ class FromFolder(OnDevice):
 
     def __exit__(self, *exception: object) -> None:
         self._writer.shutdown()
+        self._reader.shutdown(cancel_futures=True)
 
     def _check_names(self, model: nn.Module) -> None:
         there = {name for names in self._names.values() if self._in_folder(names) for name in names}
@@ -164,16 +167,26 @@ class FromFolder(OnDevice):
         if self.folder.entries[name][1] != tuple(tensor.shape):
             shape = self.folder.entries[name][1]
             raise ValueError(f"{name!r} is {shape} in {self.folder.path} and {tuple(tensor.shape)} in the model of into=")
-        return self.folder.read(name).to(self.device)
+        ahead = self._ahead.pop(name, None)
+        return (self.folder.read(name) if ahead is None else ahead.result()).to(self.device)
+
+    def _read_ahead(self, number: int) -> None:
+        """Reads the tensors of a block from the disk while a GPU solves the block before it."""
+        if self.device is None or self.device.type == "cpu" or number >= len(self._blocks):
+            return
+        self._ahead = {name: self._reader.submit(self.folder.read, name) for name in self._stored(self._blocks[number])}
 
     @contextlib.contextmanager
     def inside(self, name: str, block: nn.Module) -> Iterator[None]:
         with self.brought(list(block.modules())) as there:
+            self._read_ahead(self._number[id(block)] + 1)
             yield
             by_name = {own: t for (m, attribute), t in there.items() for own in self._names[id(m), attribute]}
-            tensors = {n: by_name[n].detach().cpu() for n in self._stored(block)}
+            tensors = {n: by_name[n].detach() for n in self._stored(block)}
             for order in self.orders.take() if self.orders is not None else ():
                 tensors = order.permuted(tensors)
+            tensors = on_cpu(tensors)
+            finish(self.device)
             self._check_same(name, tensors)
             self._wait()  # so that at most one block waits for the disk
             self._writing = self._writer.submit(self._write, self._number[id(block)], tensors)
@@ -251,8 +264,7 @@ class FromFolder(OnDevice):
         self._saved = time.monotonic()
 
     def _save_streams(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        if self.device is not None and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        finish(self.device)
         streams = self.target / self._streams(number)
         with replacing(streams) as beside:
             entries = {name: Entry(t.dtype, tuple(t.shape), lambda t=t: t) for name, t in tensors.items()}

@@ -91,7 +91,7 @@ def test_nan_is_named_on_the_gpu(budget):
 def test_pruner_on_the_gpu_holds_zeros():
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    pruner = sc.Pruner(model, sparsity=sc.cubic(0.9, end=10), scope="global").attach(optimizer)
+    pruner = sc.Pruner(model, sparsity=sc.cubic(0.9, end=10), scope="global", floor=0.01).attach(optimizer)
     for _ in range(15):
         optimizer.zero_grad()
         model(torch.randn(32, 64, device="cuda")).square().mean().backward()

@@ -105,6 +105,16 @@ def test_products_with_strides_and_a_bias(driver, kind):
     assert driver.launches == 8
 
 
+@pytest.mark.parametrize("tiles", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["", "int8", "int4/64"])
+def test_every_number_of_tiles_gives_the_same_product(driver, monkeypatch, kind, tiles):
+    monkeypatch.setattr(staged_kernels, "choice", lambda *given: (tiles, 255))
+    form, options, buffers, weight = packed(kind, two_of_four(128, 512))
+    for tokens in (8, 9) if tiles > 1 else (8,):
+        x = torch.randn(tokens, 512, dtype=BF16)
+        assert near(multiply(form, x, buffers, 128, options), x, weight)
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_the_other_kernels(driver, dtype):
     matrix, x = two_of_four(40, 1100, dtype), torch.randn(11, 1100).to(dtype)

@@ -16,7 +16,7 @@ from torch import nn
 
 import secateur as sc
 from secateur.methods import Amount, LayerProblem
-from secateur.methods.scaled import RIDGE, ScaledProblem, factor, finish, refit
+from secateur.methods.scaled import RIDGE, ScaledProblem, factor, finish, inverted, refit
 from secateur.patterns import Pattern
 from secateur.scores import Scores
 
@@ -782,3 +782,11 @@ def test_flow_reorders_channels_for_n_of_m_unless_told_not_to():
     for name, weight in plan.weights.items():
         torch.testing.assert_close(weight, wanted.weights[name], rtol=1e-5, atol=1e-7)
     assert sc.plan(model, method="flow", sparsity=0.5, data=data, exclude="head").order is None
+
+
+@pytest.mark.parametrize(("size", "leaf"), [(1, 1), (7, 2), (64, 64), (100, 9), (129, 32)])
+def test_a_matrix_is_inverted_by_halves(size, leaf):
+    torch.manual_seed(size)
+    x = torch.randn(2, size, 2 * size, dtype=torch.float64)
+    matrix = x @ x.mT / size + 0.65 * torch.eye(size, dtype=torch.float64)
+    torch.testing.assert_close(inverted(matrix, leaf) @ matrix, torch.eye(size, dtype=torch.float64).expand(2, -1, -1))

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO
 
 import torch
@@ -32,6 +33,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._open: dict[str, Any] = {}
+        self._reading = Lock()  # two threads may read, and a file has one position
         self.file_of = _listed(path)
         self.files = sorted(set(self.file_of.values()))
         self.entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -96,15 +98,16 @@ class Folder:
         if number == 0:
             return torch.empty(0, dtype=dtype)
         found = torch.empty(number, dtype=dtype)
-        if file not in self._open:
-            self._open[file] = (self.path / file).open("rb", buffering=0)
-        self._open[file].seek(len(head) + entries[name]["data_offsets"][0] + begin * dtype.itemsize)
         room: Any = found.view(torch.uint8).numpy()
-        while len(room):
-            count = self._open[file].readinto(room)
-            if not count:
-                raise BadFile(f"{self.path / file} ends within {name!r}; it was cut short")
-            room = room[count:]
+        with self._reading:
+            if file not in self._open:
+                self._open[file] = (self.path / file).open("rb", buffering=0)
+            self._open[file].seek(len(head) + entries[name]["data_offsets"][0] + begin * dtype.itemsize)
+            while len(room):
+                count = self._open[file].readinto(room)
+                if not count:
+                    raise BadFile(f"{self.path / file} ends within {name!r}; it was cut short")
+                room = room[count:]
         return found
 
     def chunks(self, name: str) -> Iterator[bytes]:

@@ -23,7 +23,7 @@ from .dropgrow import drop_and_grow
 from .gates import METHODS, Gate, Seen
 from .measure import Measured, Probe, mean, ratio
 from .ranking import rank
-from .residence import OnDevice, as_mapping, from_mapping
+from .residence import OnDevice, as_mapping, from_mapping, on_cpu
 from .seam import Amount, LayerProblem, Method, Solution
 from .sparsegpt import sparsegpt
 from .straight_through import SoftMasks, without_soft_masks
@@ -36,7 +36,7 @@ __all__ = [
     "admm", "drop_and_grow", "flow", "own", "rank", "sparsegpt", "topk",
     "as_method", "names_method", "check_needs", "solve_checked",  # for plans and recipes
     "STREAMED", "error_curves", "solve_all", "write_",
-    "OnDevice", "as_mapping", "from_mapping",  # for folders
+    "OnDevice", "as_mapping", "from_mapping", "on_cpu",  # for folders
     "SoftMasks", "without_soft_masks",  # for pruning and io
     "METHODS", "Gate", "Seen", "Measured", "Probe", "greedy_sparsities", "mean", "ratio", "squares",  # for activations
 ]  # fmt: skip

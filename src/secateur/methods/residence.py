@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import moved, replaced, tensors_of
+from .._transfers import to_host
 from ..stream import Feed, instead
 from .seam import Solution
 
@@ -130,12 +131,8 @@ def without_blocks(blocks: Sequence[nn.Module], last: Callable[[], Any], device:
 
 
 def on_cpu(value: Any) -> Any:
-    """A tree with its tensors on the host, pinned where that makes the way back faster."""
-    new = {}
-    for i, tensor in enumerate(tensors_of(value)):
-        if tensor.device.type == "cuda":
-            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            new[i] = host.copy_(tensor, non_blocking=True)
+    """A tree with its tensors on the host."""
+    new = {i: to_host(tensor) for i, tensor in enumerate(tensors_of(value)) if tensor.device.type != "cpu"}
     return replaced(value, new, [0]) if new else value
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .._arguments import copied, first_row, moved, same, signature, tensors_of
 from .._dist import DataRanks, data_ranks_of, run_of, together
+from .._transfers import finish
 from .._tree import Loose
 from ..blocks import repeated_blocks
 from ..display import format_seconds
@@ -314,6 +315,7 @@ class _Block:
         """Whether the pruned model and the dense one pass the same values to the block."""
         if self.module is self.walk.model and self.walk.residence.device is not None:
             return False  # its blocks return what was stored of them, pruned and dense
+        finish(self.walk.residence.device)
         return same(self.calls, self.dense_calls)
 
     @property

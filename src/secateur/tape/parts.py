@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .._arguments import copied, moved
+from .._transfers import keep_pace
 from ..stats import on_batch
 from .runs import Again, Call, Enough, Run, State, Tape
 
@@ -55,6 +56,7 @@ class Parts:
             finally:
                 self.run = None
             run.commit()
+            keep_pace(self.device)
             return output
         state.reset()
         state.tape = None  # this call cannot be followed, so it is run as a whole

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._arguments import fresh, replaced, tensors_of
+from .._transfers import to_device, to_host
 from ..products import matmul, rough_matmul
 
 _SMALL = 1 << 18  # integer tensors up to so many bytes are always kept: Python code may read them (`tolist` is no operator)
@@ -187,7 +188,7 @@ class Run(TorchDispatchMode):
         here: dict[int, Tensor] = {}
         for tensor in given:
             if id(tensor) not in here:
-                moved = tensor if self.device is None else tensor.to(self.device, non_blocking=True)
+                moved = tensor if self.device is None else to_device(tensor, self.device)
                 here[id(tensor)] = moved.detach().clone() if self.state.copies and moved is tensor else moved
         return [here[id(tensor)] for tensor in given]
 
@@ -346,16 +347,17 @@ _PICKS = (torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default)
 
 
 def on_host(storage: UntypedStorage) -> UntypedStorage:
-    """A copy of memory on the host, pinned where that makes the way back faster."""
-    there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    host = torch.empty(there.numel(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-    return host.copy_(there, non_blocking=True).untyped_storage()
+    """A copy of memory on the host."""
+    return to_host(_bytes(storage)).untyped_storage()
 
 
 def on_device(storage: UntypedStorage, device: torch.device) -> UntypedStorage:
     """A copy of memory on a device."""
-    there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return there.to(device, non_blocking=True, copy=True).untyped_storage()
+    return to_device(_bytes(storage), device, copy=True).untyped_storage()
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _on(storage: UntypedStorage, made: Made) -> Tensor:

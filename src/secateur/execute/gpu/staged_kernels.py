@@ -30,7 +30,7 @@ _PLACES = _load(1, 0, _ONCE, 4, _NO_PLACES)
 _SCALES_1, _SCALES_2 = _load(1, 0, ".u32", 1), _load(1, 0, ".v2.u32", 2)
 _OUT_1, _OUT_2, _OUT_4, _OUT_8, _OUT_16, _OUT_32 = (tl.constexpr("=&r," * n + "l,r") for n in (1, 2, 4, 8, 16, 32))
 _INT_2, _INT_4, _INT_8, _INT_16, _INT_32 = (tl.constexpr((tl.int32,) * n) for n in (2, 4, 8, 16, 32))
-_F1, _F2, _F4, _F8, _F16 = (tl.constexpr((tl.float32,) * n) for n in (1, 2, 4, 8, 16))
+_F1, _F2, _F4, _F8, _F16, _F32 = (tl.constexpr((tl.float32,) * n) for n in (1, 2, 4, 8, 16, 32))
 _WARP_SYNC = tl.constexpr("bar.warp.sync 0xffffffff; mov.u32 $0, 0;")
 _MMA = "mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.bf16.bf16.f32"
 
@@ -182,7 +182,7 @@ def _multiply(
     PER: tl.constexpr = BITS // 4
     STEPS: tl.constexpr = 4 if GROUP == 0 else GROUP // 32
     COUNT: tl.constexpr = 4 * WIDE * TILES
-    GIVES: tl.constexpr = _F4 if COUNT == 4 else _F8 if COUNT == 8 else _F16
+    GIVES: tl.constexpr = _F4 if COUNT == 4 else _F8 if COUNT == 8 else _F16 if COUNT == 16 else _F32
     for g in tl.static_range(8 // STEPS):
         given = ()
         for t in tl.static_range(TILES):
@@ -243,7 +243,7 @@ def _staged_kernel(
         )
         sums = _multiply(now, place, sums, TEXT, NEEDS, BITS, GROUP, TILES, WIDE)
     EACH: tl.constexpr = COUNT // WARPS
-    GIVE: tl.constexpr = _F1 if EACH == 1 else _F2 if EACH == 2 else _F4
+    GIVE: tl.constexpr = _F1 if EACH == 1 else _F2 if EACH == 2 else _F4 if EACH == 4 else _F8
     to = shared + lane * 4 + warp * (128 * COUNT)
     back = shared + lane * 4 + warp * (128 * EACH)
     total = tl.inline_asm_elementwise(REDUCE, REDUCE_NEEDS, sums + (to, back), GIVE, is_pure=False, pack=1)  # noqa: RUF005
