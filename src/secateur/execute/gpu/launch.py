@@ -22,6 +22,13 @@ _current_device = torch.cuda.current_device
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
+class Constants(tuple):
+    """Constexprs that are made once and told apart by identity, so that a launch does not hash them."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, int],
@@ -38,9 +45,10 @@ def launch(
         return
     pointers = [tensor.data_ptr() for tensor in tensors]
     # What Triton compiles for: dtypes, addresses and integers that 16 divides, integers that are one.
-    kinds = [(tensor.dtype, pointer % 16 == 0) for tensor, pointer in zip(tensors, pointers)]
-    sizes = [1 if n == 1 else 0 if n % 16 == 0 else 2 for n in numbers]
-    key = (id(kernel), device, constants, *options.values(), *kinds, *sizes)
+    key = (
+        id(kernel), device, constants, *options.values(), *[tensor.dtype for tensor in tensors],
+        *[pointer & 15 == 0 for pointer in pointers], *[(n == 1) + (n & 15 > 0) for n in numbers],
+    )  # fmt: skip
     ready = _READY.get(key)
     if ready is None or _hooked(kernel):
         # The default of fusing products with sums depends on the version of Triton.
@@ -55,5 +63,5 @@ def launch(
 def _hooked(kernel: Any) -> bool:
     """Returns True if someone wants to be told of launches, such as a profiler."""
     told = triton.knobs.runtime
-    chains = [getattr(hook, "calls", hook) for hook in (told.launch_enter_hook, told.launch_exit_hook)]  # or None, a function
-    return bool(kernel.pre_run_hooks) or any(chains)
+    first, last = told.launch_enter_hook, told.launch_exit_hook  # lists of functions, a function, or None
+    return bool(kernel.pre_run_hooks or getattr(first, "calls", first) or getattr(last, "calls", last))

@@ -118,7 +118,7 @@ def _linear(
     x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions, scales: Scales | None = None
 ) -> Tensor | None:
     values, words = buffers
-    if len(x) > TOKENS or not (runs(x, values) if scales is None else _runs_scaled(x, values, rows)):
+    if x.shape[0] > TOKENS or not (runs(x, values) if scales is None else _runs_scaled(x, values, rows)):
         return None
     if not options:
         return kernels().sparse24_mma(x.contiguous(), values, words, bias, rows)

@@ -18,12 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
+from .launch import Constants, launch
 from .triton_kernels import _NO_PLACES, _ONCE, _early, _load
 
 WARPS = 4
 AT_ONCE = 16  # tokens of a program
-LARGE = 1 << 26  # weights above which starting before the previous kernel has finished does not pay off
 
 _VALUES_2, _VALUES_4, _VALUES_8 = (_load(n, 512, _ONCE, 4) for n in (2, 4, 8))
 _PLACES = _load(1, 0, _ONCE, 4, _NO_PLACES)
@@ -116,11 +115,12 @@ def reduce_ptx(count: int) -> tuple[str, str]:
 
 
 @cache
-def texts(bits: int, group: int, tiles: int, wide: int) -> tuple[str, ...]:
-    """Returns the PTX of a kernel: shared memory, staging, products and their constraints, the sum and its constraints."""
+def constants(bits: int, group: int, scaled: bool, biased: bool, tiles: int, wide: int, chain: bool) -> Constants:
+    """Returns the constexprs of a kernel; first its PTX: shared memory, staging, products, the sum, and their constraints."""
     shared = f"{{ .shared .align 1024 .b8 shared[{4096 * wide * WARPS}]; mov.u32 $0, shared; }}"
     main = multiply_ptx(bits, group // 32 if group else 4, wide, tiles, group == 0)
-    return shared, stage_ptx(wide), *main, *reduce_ptx(4 * wide * tiles)
+    texts = shared, stage_ptx(wide), *main, *reduce_ptx(4 * wide * tiles)
+    return Constants((*texts, bits, group, scaled, biased, tiles, wide, chain, WARPS))
 
 
 # ---------------------------------------------------------------- kernel
@@ -263,28 +263,32 @@ def _staged_kernel(
 
 def choice(tokens: int, bits: int, group: int) -> tuple[int, int]:
     """Returns the tiles of a program and the limit on registers, which changes the schedule too (measured on an H200)."""
-    if tokens <= (4 if bits == 4 else 8):
-        return 1, 128 if bits == 16 else 80 if (bits, group) in ((4, 128), (8, 0)) else 64
-    return 2, 168 if bits == 16 else 128
+    if tokens > 8:
+        return 2, 168 if bits == 16 or (bits, group) == (4, 128) else 128
+    if bits == 16 or group == 0:
+        return 1, 128 if bits == 16 else 80
+    if (bits, group) == (8, 128) or tokens > 4:
+        return 2, 128
+    return 1, 64 if bits == 8 else 80
 
 
 def staged(
     x: Tensor, values: Tensor, words: Tensor, scales: Tensor | None, bias: Tensor | None, rows: int, bits: int, group: int
 ) -> Tensor:
     """Returns x @ matrix.T + bias in bfloat16. `scales` are the bits of bfloat16 [rows, groups], or None for plain values."""
-    (tokens, columns), (down, across) = x.shape, values.shape[:2]
+    (tokens, columns), (down, across, *_) = x.shape, values.shape
     if columns != across * 256:
         x = F.pad(x, (0, across * 256 - columns))
     if not x.is_contiguous() or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     wide = 2 if tokens > 8 else 1
     tiles, registers = choice(tokens, bits, group)
-    chain = _early(x.device) and down * across <= LARGE // 4096
+    chain = _early(x.device)
     y = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
     held, extra = words if scales is None else scales, words if bias is None else bias
-    sizes = bits, group, scales is not None, bias is not None, tiles, wide, chain, WARPS
     launch(
         _staged_kernel, (down // tiles, -(-tokens // AT_ONCE)), (values, words, held, x, extra, y), (tokens, rows, across),
-        (*texts(bits, group, tiles, wide), *sizes), num_warps=WARPS, launch_pdl=chain, maxnreg=registers,
+        constants(bits, group, scales is not None, bias is not None, tiles, wide, chain),
+        num_warps=WARPS, launch_pdl=chain, maxnreg=registers,
     )  # fmt: skip
     return y
