@@ -105,13 +105,14 @@ def test_products_with_strides_and_a_bias(driver, kind):
     assert driver.launches == 8
 
 
+@pytest.mark.parametrize("sides", [1, 2])
 @pytest.mark.parametrize("tiles", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["", "int8", "int4/64"])
-def test_every_number_of_tiles_gives_the_same_product(driver, monkeypatch, kind, tiles):
-    monkeypatch.setattr(staged_kernels, "choice", lambda *given: (tiles, 255))
-    form, options, buffers, weight = packed(kind, two_of_four(128, 512))
-    for tokens in (8, 9) if tiles > 1 else (8,):
-        x = torch.randn(tokens, 512, dtype=BF16)
+def test_every_number_of_tiles_and_sides_gives_the_same_product(driver, monkeypatch, kind, tiles, sides):
+    monkeypatch.setattr(staged_kernels, "choice", lambda *given: (tiles, sides, 255))
+    form, options, buffers, weight = packed(kind, two_of_four(128, 1280))
+    for tokens in (3, 8, 9, 16, 17):
+        x = torch.randn(tokens, 1280, dtype=BF16)
         assert near(multiply(form, x, buffers, 128, options), x, weight)
 
 

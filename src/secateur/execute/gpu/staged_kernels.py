@@ -87,18 +87,19 @@ def multiply_ptx(bits: int, steps: int, wide: int, tiles: int, chain: bool) -> t
     return text + "}", ",".join(["=&f"] * count + ["r"] * inputs + ["f"] * (count if chain else 0))
 
 
-def stage_ptx(wide: int) -> str:
-    """Returns PTX that copies the inputs of one tile to the warp's shared memory, 512 bytes for each token.
+def stage_ptx(wide: int, sides: int) -> str:
+    """Returns PTX that copies a warp's share of the inputs of one tile to shared memory, 512 bytes for each token.
 
     They are in pieces of 16 bytes whose number is exclusive-ored with the token, so that ldmatrix meets no bank twice.
     Operands: $1 the place, $2 the inputs, $3 their stride, $4 the tokens, $5 is 16, or 0 to write zeros: a warp without a tile
-    multiplies these, and what was in the memory before might be NaN.
+    multiplies these, and what was in the memory before might be NaN. $6 is the number of the barrier of the warps that share it.
     """
-    text = "{ .reg .pred p; .reg .b32 t; .reg .b64 a; mov.b64 a, $2; bar.warp.sync 0xffffffff; "
-    for r in range(8 * wide):
+    wait = "bar.warp.sync 0xffffffff; " if sides == 1 else f"bar.sync $6, {32 * sides}; "
+    text = f"{{ .reg .pred p; .reg .b32 t; .reg .b64 a; mov.b64 a, $2; {wait}"
+    for r in range(8 * wide // sides):
         text += f"setp.gt.s32 p, $4, {r}; xor.b32 t, $1, {16 * (r % 8)}; "
         text += f"@p cp.async.ca.shared.global [t + {512 * r}], [a], 16, $5; add.s64 a, a, $3; "
-    return text + "cp.async.commit_group; cp.async.wait_all; bar.warp.sync 0xffffffff; mov.u32 $0, 0; }"
+    return text + f"cp.async.commit_group; cp.async.wait_all; {wait}mov.u32 $0, 0; }}"
 
 
 def reduce_ptx(count: int) -> tuple[str, str]:
@@ -115,12 +116,12 @@ def reduce_ptx(count: int) -> tuple[str, str]:
 
 
 @cache
-def constants(bits: int, group: int, scaled: bool, biased: bool, tiles: int, wide: int, chain: bool) -> Constants:
+def constants(bits: int, group: int, scaled: bool, biased: bool, tiles: int, sides: int, wide: int, chain: bool) -> Constants:
     """Returns the constexprs of a kernel; first its PTX: shared memory, staging, products, the sum, and their constraints."""
     shared = f"{{ .shared .align 1024 .b8 shared[{4096 * wide * WARPS}]; mov.u32 $0, shared; }}"
     main = multiply_ptx(bits, group // 32 if group else 4, wide, tiles, group == 0)
-    texts = shared, stage_ptx(wide), *main, *reduce_ptx(4 * wide * tiles)
-    return Constants((*texts, bits, group, scaled, biased, tiles, wide, chain, WARPS))
+    texts = shared, stage_ptx(wide, sides), *main, *reduce_ptx(4 * wide * tiles)
+    return Constants((*texts, bits, group, scaled, biased, tiles, sides, wide, chain, WARPS))
 
 
 # ---------------------------------------------------------------- kernel
@@ -207,27 +208,30 @@ def _staged_kernel(
     values, words, scales, x, bias, y, tokens, rows, across,
     SHARED: tl.constexpr, STAGE: tl.constexpr, TEXT: tl.constexpr, NEEDS: tl.constexpr, REDUCE: tl.constexpr,
     REDUCE_NEEDS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
-    TILES: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr, WARPS: tl.constexpr,
+    TILES: tl.constexpr, SIDES: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Computes TILES tiles of 16 rows by 8 * WIDE tokens. Each tensor has one element per thread.
+    """Computes SIDES times TILES tiles of 16 rows by 8 * WIDE tokens. Each tensor has one element per thread.
 
-    Every warp has its own part of the shared memory, so that no warp waits for another before the sums are added.
+    WARPS warps share the columns. The SIDES warps with the same columns and other rows share a part of the shared memory and
+    wait for each other; no other warps wait before the sums are added.
     """
     if CHAIN:
         tl.extra.cuda.gdc_launch_dependents()
-    thread = tl.arange(0, 32 * WARPS)
-    lane, warp = thread % 32, thread // 32
-    tile = tl.program_id(0) * TILES
+    thread = tl.arange(0, 32 * WARPS * SIDES)
+    lane, warp, side = thread % 32, thread // 32 % WARPS, thread // (32 * WARPS)
+    tile = (tl.program_id(0) * SIDES + side) * TILES
     first = tl.program_id(1) * 16
     shared = tl.inline_asm_elementwise(SHARED, "=r,r", [thread], tl.int32, is_pure=False, pack=1)
     part = shared + warp * (4096 * WIDE)
     place = part + lane % 8 * 512 + ((lane // 8) ^ (lane % 8)) * 16
-    stride = (tl.zeros([32 * WARPS], tl.int64) + across) * 512
-    left = (tl.zeros([32 * WARPS], tl.int32) + tokens) - first
+    SHARE: tl.constexpr = 8 * WIDE // SIDES  # tokens that a warp copies
+    stride = (side.to(tl.int64) * 0 + across) * 512
+    left = side * -SHARE + tokens - first
+    put = part + side * (SHARE * 512) + ((lane * 16) ^ (side * SHARE % 8 * 16))
     COUNT: tl.constexpr = 4 * WIDE * TILES
     sums = ()
     for i in tl.static_range(COUNT):  # noqa: B007 - Triton needs a name
-        sums = sums + (tl.zeros([32 * WARPS], tl.float32),)  # noqa: RUF005
+        sums = sums + (tl.zeros([32 * WARPS * SIDES], tl.float32),)  # noqa: RUF005
     for step in range(0, across, WARPS):
         column_tile = step + warp
         now = ()
@@ -236,16 +240,16 @@ def _staged_kernel(
         tl.inline_asm_elementwise(_WARP_SYNC, "=r,r", [lane], tl.int32, is_pure=False, pack=1)  # keeps the loads up here
         if CHAIN:
             tl.extra.cuda.gdc_wait()  # until the inputs are written
-        near_x = x.to(tl.int64) + ((first * across + column_tile) * 32 + lane).to(tl.int64) * 16
+        near_x = x.to(tl.int64) + (((first + side * SHARE) * across + column_tile) * 32 + lane).to(tl.int64) * 16
         size = tl.where(column_tile < across, 16, 0)
         tl.inline_asm_elementwise(
-            STAGE, "=&r,r,l,l,r,r", [part + lane * 16, near_x, stride, left, size], tl.int32, is_pure=False, pack=1
+            STAGE, "=&r,r,l,l,r,r,r", [put, near_x, stride, left, size, warp + 1], tl.int32, is_pure=False, pack=1
         )
         sums = _multiply(now, place, sums, TEXT, NEEDS, BITS, GROUP, TILES, WIDE)
     EACH: tl.constexpr = COUNT // WARPS
     GIVE: tl.constexpr = _F1 if EACH == 1 else _F2 if EACH == 2 else _F4 if EACH == 4 else _F8
-    to = shared + lane * 4 + warp * (128 * COUNT)
-    back = shared + lane * 4 + warp * (128 * EACH)
+    own = shared + lane * 4 + side * (128 * COUNT * WARPS)
+    to, back = own + warp * (128 * COUNT), own + warp * (128 * EACH)
     total = tl.inline_asm_elementwise(REDUCE, REDUCE_NEEDS, sums + (to, back), GIVE, is_pure=False, pack=1)  # noqa: RUF005
     for i in tl.static_range(EACH):
         which = warp * EACH + i
@@ -261,15 +265,18 @@ def _staged_kernel(
         tl.store(y + token.to(tl.int64) * rows + row, out.to(y.dtype.element_ty), mask=inside)
 
 
-def choice(tokens: int, bits: int, group: int) -> tuple[int, int]:
-    """Returns the tiles of a program and the limit on registers, which changes the schedule too (measured on an H200)."""
+def choice(tokens: int, bits: int, group: int) -> tuple[int, int, int]:
+    """Returns the tiles of a warp, the warps that share inputs, and the limit on registers, which changes the schedule too.
+
+    Measured on an H200.
+    """
     if tokens > 8:
-        return 2, 168 if bits == 16 or (bits, group) == (4, 128) else 128
+        return 2, 1, 168 if bits == 16 or (bits, group) == (4, 128) else 128
     if bits == 16 or group == 0:
-        return 1, 128 if bits == 16 else 80
+        return 1, 1, 128 if bits == 16 else 80
     if (bits, group) == (8, 128) or tokens > 4:
-        return 2, 128
-    return 1, 64 if bits == 8 else 80
+        return 2, 1, 128
+    return 1, 1, 64 if bits == 8 else 80
 
 
 def staged(
@@ -282,13 +289,15 @@ def staged(
     if not x.is_contiguous() or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     wide = 2 if tokens > 8 else 1
-    tiles, registers = choice(tokens, bits, group)
+    tiles, sides, registers = choice(tokens, bits, group)
+    sides = sides if down % (tiles * sides) == 0 else 1
     chain = _early(x.device)
     y = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
     held, extra = words if scales is None else scales, words if bias is None else bias
     launch(
-        _staged_kernel, (down // tiles, -(-tokens // AT_ONCE)), (values, words, held, x, extra, y), (tokens, rows, across),
-        constants(bits, group, scales is not None, bias is not None, tiles, wide, chain),
-        num_warps=WARPS, launch_pdl=chain, maxnreg=registers,
+        _staged_kernel, (down // (tiles * sides), -(-tokens // AT_ONCE)),
+        (values, words, held, x, extra, y), (tokens, rows, across),
+        constants(bits, group, scales is not None, bias is not None, tiles, sides, wide, chain),
+        num_warps=WARPS * sides, launch_pdl=chain, maxnreg=registers,
     )  # fmt: skip
     return y
