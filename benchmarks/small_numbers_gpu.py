@@ -1,8 +1,10 @@
-"""2:4 weights with int8 or int4 values on a GPU, against dense bfloat16, dense int4, dense fp8 and 2:4 in bfloat16.
+"""2:4 weights with int8, int4 or float8 values on a GPU, against dense bfloat16, int4 and fp8, and 2:4 in bfloat16.
 
 First every format is checked against float64. Times are microseconds in a CUDA graph, with weights read from memory: the calls
 take several copies in turn. `reading` is a kernel that only reads the bytes of the packed weight, the practical floor.
-Then the host's time of an eager call, next to `F.linear`.
+Then float8 weights and inputs (`inputs="float8_e4m3fn"`) for many tokens: the product of given float8 numbers, and the whole
+call, which rounds bfloat16 inputs. The dense peers round them by the same kernels, or by one that gives each token a scale.
+Last the host's time of an eager call, next to `F.linear`.
 """
 
 from __future__ import annotations
@@ -21,12 +23,15 @@ from _bench import show, verdict
 from torch import Tensor
 
 from secateur.execute.formats import FORMATS
+from secateur.execute.gpu.cusparselt_api import product
+from secateur.execute.gpu.float8_kernels import rounded
 
-HALF = torch.bfloat16
+HALF, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
 SCALED = ("int8", "int8/128", "int8/64", "int4/128", "int4/64")
 TOKENS = (1, 4, 8, 16)
 GOALS = {"int8": (2.5, 2.2), "int4": (3.3, 2.9), "": (1.0, 1.5)}  # over dense: up to 8 tokens, and 16
 COPIES = 8
+MANY, FLOAT8_GOAL = (1024, 2048, 4096, 8192), 1.25  # the product over the faster dense one in fp8
 
 
 def two_of_four(rows: int, columns: int) -> Tensor:
@@ -136,6 +141,67 @@ def layer(rows: int, columns: int) -> None:
     show(f"{rows}x{columns}, in a CUDA graph, weights from memory", header, lines)
 
 
+@triton.jit
+def _round_rows(x, out, scales, columns, WIDE: tl.constexpr):
+    """Rounds each row to float8 with a scale of its own."""
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    seen = tl.load(x + row * columns + at, mask=at < columns, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(seen), 0) / 448.0, 1e-12)
+    tl.store(out + row * columns + at, (seen / scale).to(out.dtype.element_ty), mask=at < columns)
+    tl.store(scales + row, scale)
+
+
+def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    out, scales = torch.empty_like(x, dtype=FLOAT8), torch.empty(len(x), 1, device="cuda")
+    _round_rows[(len(x),)](x, out, scales, x.shape[1], triton.next_power_of_2(x.shape[1]), num_warps=8)
+    return out, scales
+
+
+def dense_fp8(x: Tensor, weight: Tensor, own: Tensor, scales: Tensor) -> Tensor:
+    return torch._scaled_mm(x, weight.t(), scale_a=own, scale_b=scales, out_dtype=HALF, use_fast_accum=True)
+
+
+def by_rows(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    small, own = rounded_rows(x)
+    return dense_fp8(small, weight, own, scales)
+
+
+def many(rows: int, columns: int) -> None:
+    """Float8 weights and inputs for many tokens."""
+    form, plain = FORMATS["cusparselt8 float8_e4m3fn"], FORMATS["cusparselt"]
+    matrix = two_of_four(rows, columns)
+    weights, half = [form.pack(matrix, ()) for _ in range(COPIES)], [plain.pack(matrix, ()) for _ in range(COPIES)]
+    dense, eights = [matrix.clone() for _ in range(COPIES)], [(60 * matrix).to(FLOAT8) for _ in range(COPIES)]
+    one, ones, scales = torch.ones((), device="cuda"), torch.ones(1, rows, device="cuda"), weights[0][-1]
+    lines = []
+    for tokens in MANY:
+        x = torch.randn(tokens, columns, device="cuda", dtype=HALF)
+        (small, factors), own = rounded(x, scales, tokens), torch.ones(tokens, 1, device="cuda")
+        sums = small.double() @ form.unpack(weights[0], rows, columns, ()).double().t()
+        sums *= float(factors[0].double() / scales.view(HALF)[0].double())
+        error = float((form.linear(x, weights[0], None, rows, ()).double() - sums).norm() / sums.norm())
+        del sums
+        times = {
+            "bfloat16": in_graph(lambda x=x: [F.linear(x, w) for w in dense]),
+            "2:4 bfloat16": in_graph(lambda x=x: [plain.linear(x, w, None, rows, ()) for w in half]),
+            "one": in_graph(lambda x=small: [dense_fp8(x, w, one, one) for w in eights]),
+            "rows": in_graph(lambda x=small, own=own: [dense_fp8(x, w, own, ones) for w in eights]),
+            "ours": in_graph(lambda x=small, f=factors: [product(x, w[2], None, rows, f) for w in weights]),
+            "call one": in_graph(lambda x=x: [dense_fp8(rounded(x, scales, len(x))[0], w, one, one) for w in eights]),
+            "call rows": in_graph(lambda x=x: [by_rows(x, w, ones) for w in eights]),
+            "call ours": in_graph(lambda x=x: [form.linear(x, w, None, rows, ()) for w in weights]),
+        }
+        over = min(times["one"], times["rows"]) / times["ours"]
+        whole = min(times["call one"], times["call rows"]) / times["call ours"]
+        cells = [f"{times[name]:.1f}" for name in times]
+        ratios = [f"{over:.2f}x", f"{FLOAT8_GOAL}x", verdict(over >= FLOAT8_GOAL), f"{whole:.2f}x"]
+        lines.append([str(tokens), *cells, *ratios, f"{times['bfloat16'] / times['call ours']:.2f}x", f"{error:.1e}"])
+    names = ("dense bf16", "2:4 bf16", "fp8, one scale", "fp8, row scales", "2:4 fp8")
+    calls = ("call: fp8, one scale", "fp8, row scales", "2:4 fp8")
+    header = ("tokens", *names, *calls, "product over fp8", "goal", "", "call over fp8", "over bf16", "error")
+    show(f"{rows}x{columns}, us in a CUDA graph, weights from memory", header, lines)
+
+
 def host(calls: int = 300) -> None:
     """The host's microseconds for an eager call, the best of seven rounds."""
     x, weight = torch.randn(1, 1024, device="cuda", dtype=HALF), two_of_four(1024, 1024)
@@ -161,6 +227,7 @@ def host(calls: int = 300) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--shapes", nargs="*", default=["14336x4096", "28672x8192"])
+    parser.add_argument("--many", nargs="*", default=["4096x4096", "14336x4096"], help="shapes for many tokens in float8")
     args = parser.parse_args()
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}")
@@ -168,6 +235,8 @@ def main() -> None:
         check()
         for shape in args.shapes:
             layer(*map(int, shape.split("x")))
+        for shape in args.many:
+            many(*map(int, shape.split("x")))
         host()
 
 

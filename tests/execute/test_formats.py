@@ -12,7 +12,8 @@ from .patterns import pruned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PATTERNS = ("1x1", "4x1", "16x1", "1x8", "1x16", "16x16", "2:4", "4:8")
-ROUNDED = {"expand", "quads", "quads8", "windows"}  # formats of rounded weights alone; test_values.py has their laws
+# Formats of rounded weights alone; test_values.py has their laws.
+ROUNDED = {"cusparselt8", "expand", "quads", "quads8", "windows"}
 LAWS = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 

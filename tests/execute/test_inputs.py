@@ -1,4 +1,7 @@
-"""Inputs in 8 bits (`inputs="int8"`): the error that theory allows, and that nobody gets them without asking."""
+"""Inputs in 8 bits (`inputs=`): the error that theory allows, and that nobody gets them without asking.
+
+Float8 inputs need a GPU: tests/gpu/test_values_gpu.py has their products.
+"""
 
 import copy
 import math
@@ -13,7 +16,10 @@ from torch import nn
 
 import secateur as sc
 from secateur.execute import Compressed, compress_, decompress_
-from secateur.execute.formats import FORMATS
+from secateur.execute.find import zeros_of
+from secateur.execute.formats import FORMATS, Use
+from secateur.execute.gpu.cusparselt import why_not_float8
+from secateur.execute.gpu.sparse24_mma import two_of_four
 from secateur.execute.native import build
 from secateur.values import Values
 
@@ -171,12 +177,63 @@ def test_other_formats_are_considered_where_none_takes_inputs_in_8_bits(rows, gr
     assert all(row.format and "quads8" not in row.format for row in result.rows)
 
 
+# ---------------------------------------------------------------- float8
+
+
+def test_a_layer_without_a_gpu_stays_dense_and_says_that_float8_inputs_need_one():
+    model = nn.Sequential(nn.Linear(256, 256)).eval()
+    result = compress_(model, X[:, :256], values="float8_e4m3fn", inputs="float8_e4m3fn")
+    assert result["0"].reason == "no format fits: float8 inputs are for NVIDIA GPUs, and the layer is on the device cpu"
+    plain = compress_(model, X[:, :256], values="float8_e4m3fn")
+    assert plain["0"].reason == "no format fits"
+
+
+@vnni
+def test_other_formats_are_considered_where_float8_inputs_have_none():
+    model = model_of()
+    result = compress_(model, X[:1], values="float8_e4m3fn", inputs="float8_e4m3fn", objective="size")
+    assert all(row.format and row.format.split()[1] == "float8_e4m3fn" for row in result.rows)
+
+
+def test_what_float8_inputs_do_not_suit_is_named():
+    matrix = pruned(256, 256, "2:4", 0.5, torch.bfloat16)
+    assert "linear layers" in str(why_not_float8(matrix, zeros_of(matrix), Use("conv", "cuda", (64,))))
+    assert "device mps" in str(why_not_float8(matrix, zeros_of(matrix), Use("linear", "mps", (64,))))
+    if not torch.cuda.is_available():
+        assert why_not_float8(matrix, zeros_of(matrix), Use("linear", "cuda", (64,))) == "torch sees no CUDA device"
+
+
+def test_packed_on_a_gpu_float8_weights_unpack_on_a_cpu():
+    """The library's packed form starts with the values, row by row; what follows is not read."""
+    torch.manual_seed(0)
+    matrix = pruned(256, 320, "2:4", 0.5)
+    small, scales = Values("float8_e4m3fn").quantize(matrix)
+    values, places = two_of_four(small)
+    codes = (places[..., 0] | places[..., 1] << 2).to(torch.uint8)
+    packed = torch.cat([values.flatten(), torch.full((256 * 320 // 8,), 77, dtype=torch.uint8)])
+    buffers = [torch.ones(1, dtype=torch.uint8), codes[:, 0::2] | codes[:, 1::2] << 4, packed, scales]
+    name = "cusparselt8 float8_e4m3fn"
+    weight = Values("float8_e4m3fn").dequantize(small, scales)
+    assert torch.equal(FORMATS[name].unpack(buffers, 256, 320, ()), weight)
+    x = X[:5, :320]
+    assert torch.equal(torch.ops.secateur.linear(x, buffers, None, name, 256, 320, ()), F.linear(x, weight))
+    with pytest.raises(ValueError, match="packs float8 matrices on a GPU with at least 256 rows"):
+        FORMATS[name].pack(matrix, ())
+
+
+# ---------------------------------------------------------------- arguments
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"inputs": "int4", "values": "int8"}, "inputs must be 'int8', or None .*not 'int4'"),
+        ({"inputs": "int4", "values": "int8"}, "inputs must be 'int8' or 'float8_e4m3fn', or None .*not 'int4'"),
+        ({"inputs": "float8", "values": "int8"}, "not 'float8'.*float8_e4m3fn"),
         ({"inputs": "int8"}, "give values='int8' as well"),
         ({"inputs": "int8", "values": "int4"}, "give values='int8' as well"),
+        ({"inputs": "float8_e4m3fn"}, "give values='float8_e4m3fn' as well"),
+        ({"inputs": "float8_e4m3fn", "values": "int8"}, "give values='float8_e4m3fn' as well"),
+        ({"inputs": "int8", "values": "float8_e4m3fn"}, "give values='int8' as well"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, words):

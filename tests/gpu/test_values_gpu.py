@@ -1,8 +1,12 @@
-"""2:4 weights in fewer bits on a GPU: every column of the weight exactly, products against float64, and compressed models."""
+"""2:4 weights in fewer bits on a GPU: every column of the weight exactly, products against float64, and compressed models.
+
+The last part is about float8 weights with float8 inputs.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -10,8 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur.execute import Compressed, compress_
-from secateur.execute.formats import FORMATS
+from secateur.execute import Compressed, compress_, decompress_
+from secateur.execute.find import zeros_of
+from secateur.execute.formats import FORMATS, Use
+from secateur.execute.gpu.cusparselt import why_not_float8
+from secateur.values import Values
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -128,3 +135,213 @@ def test_models_are_compressed_saved_and_replayed_in_graphs(values, tmp_path):
             x.normal_()
             graph.replay()
             assert torch.equal(held, model(x))
+
+
+# ---------------------------------------------------------------- float8 weights and inputs
+
+FLOAT8 = "float8_e4m3fn"
+old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9)
+float8 = pytest.mark.skipif(old, reason="this GPU does not multiply float8 numbers")
+ASKED = {"values": FLOAT8, "inputs": FLOAT8}
+
+
+def scale_of(x: Tensor) -> float:
+    """The smallest power of two by which the largest finite input may be divided to be at most 448."""
+    mantissa, exponent = math.frexp(float(x.float().abs().nan_to_num(0, 0, 0).max()))  # 448 is 0.875 * 2**9
+    return 2.0 ** max(exponent - 9 + (mantissa > 0.875), -103)
+
+
+def in_float8(x: Tensor) -> tuple[Tensor, float]:
+    scale = scale_of(x)
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+def held8(matrix: Tensor):
+    form = FORMATS[f"cusparselt8 {FLOAT8}"]
+    buffers = form.pack(matrix, ())
+    return form, buffers, form.unpack(buffers, *matrix.shape, ())
+
+
+@float8
+@pytest.mark.parametrize("size", [0.0, 1e-38, 1e-20, 1.0, 447.0, 449.0, 1e30, 3e38])
+@pytest.mark.parametrize(("tokens", "columns", "padded"), [(1, 256, 16), (5, 320, 16), (100, 576, 112), (3000, 1024, 3008)])
+def test_inputs_are_rounded_to_float8_by_a_power_of_two(tokens, columns, padded, size):
+    from secateur.execute.gpu.float8_kernels import rounded
+
+    torch.manual_seed(tokens)
+    x = (torch.randn(tokens, columns, device="cuda").clamp(-1, 1) * size).to(BF16)
+    scales = torch.rand(700, 1, device="cuda").to(BF16)
+    for odd in (False, True):
+        if odd:
+            x[0, 3], x[-1, 7], x[tokens // 2, 9] = math.inf, -math.inf, math.nan
+        small, factors = rounded(x, scales.view(torch.int16), padded)
+        expected, scale = in_float8(x)
+        assert small.shape == (padded, columns)
+        torch.testing.assert_close(small[:tokens].float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+        assert not small[tokens:].float().any()
+        assert torch.equal(factors, scales.float().flatten() * scale)
+
+
+@float8
+def test_a_much_larger_token_does_not_change_how_the_others_are_rounded():
+    from secateur.execute.gpu.float8_kernels import rounded
+
+    x = (1 + torch.rand(64, 256, device="cuda")).to(BF16)
+    ones = torch.ones(16, 1, device="cuda", dtype=BF16).view(torch.int16)
+    small, factors = rounded(x, ones, 64)
+    x[5] *= 1000
+    again, other = rounded(x, ones, 64)
+    rest = [i for i in range(64) if i != 5]
+    assert float(other[0]) >= 512 * float(factors[0])
+    assert torch.equal(small[rest].float() * factors[0], again[rest].float() * other[0])
+
+
+@float8
+@pytest.mark.parametrize(("rows", "columns"), [(256, 256), (320, 1280), (1024, 576)])
+def test_unit_vectors_give_every_column_of_a_float8_weight_exactly(rows, columns):
+    torch.manual_seed(0)
+    matrix = two_of_four(rows, columns)
+    matrix[torch.rand(rows, columns, device="cuda") < 0.1] = 0  # some groups hold one weight, or none
+    form, buffers, weight = held8(matrix)
+    assert torch.equal(weight, Values(FLOAT8).dequantize(*Values(FLOAT8).quantize(matrix)))
+    assert torch.equal(form.unpack([each.cpu() for each in buffers], rows, columns, ()), weight.cpu())
+    ones = torch.eye(columns, device="cuda", dtype=BF16)
+    for first in range(0, columns, 100):
+        y = form.linear(ones[first : first + 100], buffers, None, rows, ())
+        assert torch.equal(y, weight[:, first : first + 100].t().to(BF16))
+
+
+@float8
+@pytest.mark.parametrize("tokens", [1, 5, 16, 64, 100, 700, 2048])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_float8_products_equal_those_in_float64(tokens, with_bias):
+    """Tensor cores add float8 products with fewer bits than float32 has, hence the larger term for the sum."""
+    torch.manual_seed(tokens)
+    rows, columns = 320, 1280
+    form, buffers, weight = held8(two_of_four(rows, columns))
+    wide = torch.randn(tokens, 2 * columns, device="cuda", dtype=BF16)
+    bias = torch.randn(rows, device="cuda", dtype=BF16) if with_bias else None
+    for x in (wide[:, columns:], wide[:, ::2], wide[:, :columns] * 1e4):
+        y = form.linear(x, buffers, bias, rows, ())
+        small, scale = in_float8(x)
+        seen = small.double() * scale
+        exact = F.linear(seen, weight.double()) + (0 if bias is None else bias.double())
+        size = F.linear(seen.abs(), weight.double().abs())
+        assert y.shape == exact.shape
+        assert bool(((y.double() - exact).abs() <= 2**-8 * exact.abs() + 2**-11 * size).all())
+
+
+@float8
+def test_a_token_that_is_not_finite_leaves_the_others_alone():
+    torch.manual_seed(0)
+    form, buffers, _ = held8(two_of_four(256, 512))
+    x = torch.randn(64, 512, device="cuda", dtype=BF16)
+    plain = form.linear(x, buffers, None, 256, ())
+    x[3, 5], x[9, 0] = math.inf, math.nan
+    y, rest = form.linear(x, buffers, None, 256, ()), [i for i in range(64) if i not in (3, 9)]
+    assert bool(y[[3, 9]].isnan().all())
+    assert float((y[rest] - plain[rest]).abs().max()) < 0.05 * float(plain.abs().max())
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024, bias=False)).to("cuda", BF16).eval()
+
+
+@pytest.fixture
+def small8():
+    """A model with float8 weights and inputs in both layers, the dense model, inputs, and the result."""
+    torch.manual_seed(0)
+    model = two_layers()
+    for i in (0, 2):
+        model[i].weight.data.copy_(two_of_four(*model[i].weight.shape) / 32)
+    x, dense = torch.randn(256, 1024, device="cuda", dtype=BF16), copy.deepcopy(model)
+    return model, dense, x, compress_(model, x, objective="size", **ASKED)
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@float8
+def test_float8_models_are_saved_compiled_and_replayed_in_graphs(small8, tmp_path):
+    model, dense, x, result = small8
+    assert all(row.format == f"cusparselt8 {FLOAT8}" and 0.01 < row.error < 0.06 for row in result.rows), str(result)
+    with torch.no_grad():
+        y = model(x)
+        assert apart(y, dense(x)) < 0.08
+        assert torch.equal(torch.compile(model, fullgraph=True)(x), y)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            held = model(x)
+        for size in (1.0, 30.0, 1e-3):  # the scale of the inputs is computed at each replay
+            x.normal_().mul_(size)
+            graph.replay()
+            assert torch.equal(held, model(x))
+        assert apart(model(x[:33]), dense(x[:33])) < 0.08  # a shape that was not measured
+        sc.save(model, tmp_path)
+        again = sc.load(tmp_path, two_layers)
+        assert [again[i].form for i in (0, 2)] == [f"cusparselt8 {FLOAT8}"] * 2
+        assert all(torch.equal(again[i].weight, model[i].weight) for i in (0, 2))
+        assert apart(again(x), model(x)) < 1e-2
+        other = copy.deepcopy(model)
+        other.load_state_dict(model.state_dict())
+        assert apart(other(x), model(x)) < 1e-2
+
+
+@float8
+def test_decompressed_float8_layers_have_the_rounded_weights(small8, tmp_path):
+    model, dense, _, _ = small8
+    sc.save(model, tmp_path)
+    stored = sc.load(tmp_path, two_layers, as_="dense")
+    decompress_(model)
+    for i in (0, 2):
+        rounded = Values(FLOAT8).dequantize(*Values(FLOAT8).quantize(dense[i].weight.detach())).to(BF16)
+        assert type(model[i]) is nn.Linear
+        assert torch.equal(model[i].weight, rounded)
+        assert torch.equal(stored[i].weight, rounded)
+
+
+@float8
+def test_nobody_gets_float8_inputs_without_asking(small8):
+    _, dense, x, _ = small8
+    for arguments in ({}, {"values": FLOAT8}):
+        result = compress_(copy.deepcopy(dense), x, **arguments)
+        assert not any("cusparselt8" in str(row.format) + row.reason for row in result.rows)
+
+
+@float8
+def test_float8_inputs_are_chosen_where_they_are_faster():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4096, 8192), nn.ReLU(), nn.Linear(8192, 4096, bias=False)).to("cuda", BF16).eval()
+    for i in (0, 2):
+        model[i].weight.data.copy_(two_of_four(*model[i].weight.shape) / 64)
+    result = compress_(model, torch.randn(2048, 4096, device="cuda", dtype=BF16), **ASKED)
+    print(result)
+    assert [row.format for row in result.rows if row.format] == [f"cusparselt8 {FLOAT8}"] * 2
+    assert result.speedup > 1.5
+
+
+@float8
+@pytest.mark.parametrize(
+    ("columns", "dtype", "tokens", "group", "words"),
+    [
+        (512, torch.float32, 64, 0, "for layers in bfloat16, not float32"),
+        (512, BF16, 8, 0, "for 64 or more input rows, not 8"),
+        (500, BF16, 64, 0, "at least 256 rows and columns, in multiples of 64"),
+        (512, BF16, 64, 64, "one scale for each row, not group=64"),
+        (512, BF16, 64, 0, "need 2:4 zeros"),
+    ],
+)
+def test_what_float8_inputs_do_not_suit_is_named(columns, dtype, tokens, group, words):
+    matrix = two_of_four(512, columns).to(dtype)
+    if words == "need 2:4 zeros":
+        matrix = matrix.roll(1, 1)
+    reason = why_not_float8(matrix, zeros_of(matrix), Use("linear", "cuda", (tokens,), values=Values(FLOAT8, group)))
+    assert words in str(reason)
+
+
+@float8
+def test_a_layer_in_float32_stays_dense_and_says_why():
+    model = nn.Sequential(nn.Linear(512, 512)).cuda().eval()
+    result = compress_(model, torch.randn(64, 512, device="cuda"), **ASKED)
+    assert "float8 inputs are for layers in bfloat16, not float32" in result.rows[0].reason

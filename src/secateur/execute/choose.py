@@ -19,6 +19,7 @@ from ..progress import track
 from ..values import Values, requested
 from .find import Zeros, zeros_of
 from .formats import FORMATS, PLAIN, Format, Use, as_matrix, with_values
+from .gpu.cusparselt import why_not_float8
 from .gpu.present import why_none
 from .layers import KINDS, Compressed, arguments_of, why_not
 from .restore import ties
@@ -29,6 +30,8 @@ from .timing import call, check_threads, cold_for, for_inference, in_graphs, tim
 MARGIN = 0.95  # a format is used only if it takes at most this fraction of the dense time (or bytes)
 SHAPES = 4  # distinct input shapes of one layer that are measured
 LARGE = 24 << 20  # bytes of weights above which layers read their weights from memory, not from the cache
+# By what the kernels of rounded weights round inputs to: how far an output may move, as a fraction of the largest output.
+_MOVES: dict[str | None, float] = {None: 1e-3, "int8": 3e-2, "float8_e4m3fn": 2.0**-4}
 _PRUNED = 0.1  # tensors of other types with this fraction of zeros are listed in the table
 
 
@@ -77,7 +80,7 @@ def compress_(
     store: torch.dtype | None = None,
     values: Literal["int8", "int4", "float8_e4m3fn"] | None = None,
     group: Literal[64, 128] | None = None,
-    inputs: Literal["int8"] | None = None,
+    inputs: Literal["int8", "float8_e4m3fn"] | None = None,
 ) -> Compression:
     """Replaces pruned layers, in place, by layers in the sparse format that measures fastest (or smallest) on these inputs.
 
@@ -95,9 +98,10 @@ def compress_(
             numbers, rounded, with scales. The table shows the relative error of each such layer's output on the example
             inputs. Layers without zeros are candidates too. Default: weights are not rounded.
         group: the number of columns that share a scale, 64 or 128. Default: one scale for each row.
-        inputs: "int8", together with `values="int8"`, also measures the format `quads8`, which rounds the inputs of linear
-            layers to 8 bits at each call, with one scale for each input row. Default: only formats that keep at least 14 bits
-            of each input.
+        inputs: "int8", together with `values="int8"`, also measures the format `quads8` on a CPU, which rounds the inputs of
+            linear layers to 8 bits at each call, with one scale for each input row. "float8_e4m3fn", together with
+            `values="float8_e4m3fn"`, also measures `cusparselt8` on a GPU, for 2:4 and many input rows, which rounds them to
+            float8, with one scale for all rows of a call. Default: only formats that keep at least 14 bits of each input.
 
     Returns:
         A `Compression` with one row per layer: `print` it, or read `metrics()`. `undo_()` puts the dense layers back.
@@ -201,11 +205,12 @@ def _check(model: Any, objective: str, threads: Any, store: Any) -> None:
 
 
 def _check_inputs(inputs: Any, values: Any) -> None:
-    if inputs not in (None, "int8"):
-        hint = nearest(str(inputs), ["int8"])
-        raise ValueError(f"inputs must be 'int8', or None to keep the precision of the inputs, not {inputs!r}.{hint}")
-    if inputs is not None and values != "int8":
-        raise ValueError(f"inputs={inputs!r} multiplies inputs in 8 bits with weights in 8 bits; give values='int8' as well")
+    kinds = [kind for kind in _MOVES if kind is not None]
+    if inputs not in (None, *kinds):
+        names, hint = " or ".join(map(repr, kinds)), nearest(str(inputs), kinds)
+        raise ValueError(f"inputs must be {names}, or None to keep the precision of the inputs, not {inputs!r}.{hint}")
+    if inputs is not None and values != inputs:
+        raise ValueError(f"inputs={inputs!r} multiplies inputs and weights in the same 8 bits; give values={inputs!r} as well")
 
 
 def _record(model: nn.Module, example_inputs: Any, layers: dict[str, nn.Module]) -> dict[str, RecordedInputs]:
@@ -283,8 +288,10 @@ def _measure(
 ) -> FormatChoice:
     """Times the candidates in alternation with the dense layer and chooses the best."""
     candidates = _candidates(layer, matrix, found, use, seen, request)
+    lacks = why_not_float8(matrix, found, replace(use, values=request.values)) if request.inputs == "float8_e4m3fn" else None
     if not candidates:
-        return FormatChoice(row.left("no format fits" + (why_none(matrix.dtype) if use.device == "cuda" else "")))
+        why = f": {lacks}" if lacks else why_none(matrix.dtype) if use.device == "cuda" else ""
+        return FormatChoice(row.left("no format fits" + why))
     fast = request.objective == "speed"
     if fast and len(candidates) > 2:
         candidates = _without_slow(layer, candidates, seen, request.cold)
@@ -297,9 +304,9 @@ def _measure(
         row = replace(row, error=_error(layer, candidates[best], seen))
     if fast and times[best] > MARGIN * dense:
         why = "dense is faster here" if times[best] >= dense else f"no format is {1 - MARGIN:.0%} faster here"
-        return FormatChoice(row.left(why))
+        return FormatChoice(row.left(why + (f"; {lacks}" if lacks else "")))
     if not fast and sizes[best] > MARGIN * row.before:
-        return FormatChoice(row.left("dense is smaller here"))
+        return FormatChoice(row.left("dense is smaller here" + (f"; {lacks}" if lacks else "")))
     return FormatChoice(row, form, options)
 
 
@@ -364,12 +371,12 @@ def _agrees(layer: nn.Module, candidate: Compressed, seen: RecordedInputs, store
 
     Rounded weights (`values=`) are compared with a dense layer of the same rounded weights. Their kernels may round the inputs,
     which moves outputs by less than the rounding of the weights does, unless some inputs are much larger than the others.
-    Inputs in 8 bits (`inputs=`) may move outputs as much as half precision may.
+    Inputs in 8 bits (`inputs=`) may move outputs further: float8 may change each input by a sixteenth.
     """
     allowed = 3e-2 if store is not None or candidate.dtype != torch.float32 else 1e-4
     form = FORMATS[candidate.form]
     if form.values is not None:
-        layer, allowed = candidate.restored().eval(), max(allowed, 1e-3 if form.inputs is None else 3e-2)
+        layer, allowed = candidate.restored().eval(), max(allowed, _MOVES[form.inputs])
     for x in seen.inputs.values():
         expected, got = _without_hooks(layer, x).float(), _without_hooks(candidate, x).float()
         if expected.shape != got.shape:

@@ -72,8 +72,8 @@ class Format:
 
     `takes` names the kinds of values that the kernels of `linear` multiply with: `PLAIN`, and the text of `Values` that are
     stored in fewer bits. For the latter, `linear` gets a `Scales` as its last argument. `numbers` names further buffers that
-    depend on the values, not only on where they are. `inputs` is "int8" if the kernels round inputs to 8 bits; such a format is
-    used only if the user asks for it. `base` and `values` are set by `with_values`.
+    depend on the values, not only on where they are. `inputs` is "int8" or "float8_e4m3fn" if the kernels round inputs to
+    that; such a format is used only if the user asks for it. `base` and `values` are set by `with_values`.
     """
 
     name: str

@@ -16,8 +16,8 @@ from torch import Tensor
 
 FIRST_VERSION = 600
 _ROW, _COLUMN, _PLAIN, _TRANSPOSED, _SUMS_FLOAT32 = 2, 1, 0, 1, 2
-_BFLOAT16 = 14
-_BIAS = 8  # the matmul attribute that holds the address of the bias
+_KINDS = {torch.bfloat16: 14, torch.float8_e4m3fn: 28}  # of the numbers in a matrix
+_FACTORS, _BIAS = 5, 8  # attributes of a product: whether alpha is a vector on the device; the address of the bias
 _PLANS: dict[tuple[Any, ...], MatmulPlan] = {}
 _WORKSPACES: dict[tuple[int, int], Tensor] = {}
 
@@ -52,10 +52,14 @@ def _handle(device: int) -> Opaque:
 
 
 class MatmulPlan:
-    """The library's plan for one product of given sizes: y [tokens, rows] = x [tokens, columns] @ matrix.T + bias."""
+    """The library's plan for one product of given sizes: y [tokens, rows] = x [tokens, columns] @ matrix.T * factors + bias.
 
-    def __init__(self, rows: int, columns: int, tokens: int, bias: Tensor | None, device: int):
-        lib, kind = library(), _BFLOAT16
+    `kind` is the dtype of x and of the matrix; y and the bias are bfloat16. Factors, if `scaled`, are float32, one for each
+    row of the matrix.
+    """
+
+    def __init__(self, rows: int, columns: int, tokens: int, bias: Tensor | None, device: int, kind: torch.dtype, scaled: bool):
+        lib, given, made = library(), _KINDS[kind], _KINDS[torch.bfloat16]
         self.handle, self.plan = _handle(device), Opaque()
         self.sparse, self.dense, self.out, self.product, self.choice = (Opaque() for _ in range(5))
         h, sizes = byref(self.handle), (c_int64, c_int64, c_int64)
@@ -64,16 +68,19 @@ class MatmulPlan:
         result = [of(size) for of, size in zip(sizes, (rows, tokens, rows))]
         align = c_uint32(16)
         _check(
-            lib.cusparseLtStructuredDescriptorInit(h, byref(self.sparse), *matrix, align, kind, _ROW, 0),
+            lib.cusparseLtStructuredDescriptorInit(h, byref(self.sparse), *matrix, align, given, _ROW, 0),
             "describing the weight",
         )
-        _check(lib.cusparseLtDenseDescriptorInit(h, byref(self.dense), *inputs, align, kind, _ROW), "describing the inputs")
-        _check(lib.cusparseLtDenseDescriptorInit(h, byref(self.out), *result, align, kind, _COLUMN), "describing the result")
+        _check(lib.cusparseLtDenseDescriptorInit(h, byref(self.dense), *inputs, align, given, _ROW), "describing the inputs")
+        _check(lib.cusparseLtDenseDescriptorInit(h, byref(self.out), *result, align, made, _COLUMN), "describing the result")
         parts = (byref(self.sparse), byref(self.dense), byref(self.out), byref(self.out))
         _check(
             lib.cusparseLtMatmulDescriptorInit(h, byref(self.product), _PLAIN, _TRANSPOSED, *parts, _SUMS_FLOAT32),
             "describing the product",
         )
+        if scaled:
+            args = (h, byref(self.product), c_int(_FACTORS), byref(c_int(1)), c_size_t(4))
+            _check(lib.cusparseLtMatmulDescSetAttribute(*args), "asking for a factor for each row")
         if bias is not None:
             address = c_void_p(bias.data_ptr())
             args = (h, byref(self.product), c_int(_BIAS), byref(address), c_size_t(8))
@@ -84,8 +91,8 @@ class MatmulPlan:
         self._query_workspace()
         # Addresses are computed once, to keep the host's work per call small.
         self.stream = c_void_p()
-        self.before = tuple(ctypes.addressof(each) for each in (self.handle, self.plan, self.one))
-        self.after, self.where = ctypes.addressof(self.zero), ctypes.addressof(self.stream)
+        self.before = ctypes.addressof(self.handle), ctypes.addressof(self.plan)
+        self.alpha, self.after, self.where = map(ctypes.addressof, (self.one, self.zero, self.stream))
         self.matmul = lib.cusparseLtMatmul
         self.matmul.argtypes = lib.cusparseLtMatmulSearch.argtypes = [c_void_p] * 10 + [c_int]
 
@@ -95,19 +102,20 @@ class MatmulPlan:
             "sizing the workspace",
         )
 
-    def search(self, x: Tensor, packed: Tensor, y: Tensor) -> None:
+    def search(self, x: Tensor, packed: Tensor, y: Tensor, factors: Tensor | None) -> None:
         """Lets the library measure its kernels on these tensors and choose the fastest."""
-        self._call(library().cusparseLtMatmulSearch, x, packed, y)
+        self._call(library().cusparseLtMatmulSearch, x, packed, y, factors)
         self._query_workspace()
 
-    def run(self, x: Tensor, packed: Tensor, y: Tensor) -> None:
-        self._call(self.matmul, x, packed, y)
+    def run(self, x: Tensor, packed: Tensor, y: Tensor, factors: Tensor | None) -> None:
+        self._call(self.matmul, x, packed, y, factors)
 
-    def _call(self, function: Any, x: Tensor, packed: Tensor, y: Tensor) -> None:
+    def _call(self, function: Any, x: Tensor, packed: Tensor, y: Tensor, factors: Tensor | None) -> None:
         self.stream.value = stream = torch._C._cuda_getCurrentRawStream(x.device.index)
         memory, out = self._workspace(x, stream), y.data_ptr()
         workspace = None if memory is None else memory.data_ptr()
-        status = function(*self.before, packed.data_ptr(), x.data_ptr(), self.after, out, out, workspace, self.where, 1)
+        alpha = self.alpha if factors is None else factors.data_ptr()
+        status = function(*self.before, alpha, packed.data_ptr(), x.data_ptr(), self.after, out, out, workspace, self.where, 1)
         _check(status, "computing the product")
 
     def _workspace(self, x: Tensor, stream: int) -> Tensor | None:
@@ -121,28 +129,32 @@ class MatmulPlan:
         return held
 
 
-def needed(rows: int, columns: int) -> int:
-    """Returns how many bytes the library needs for a packed matrix of this size."""
+def needed(rows: int, columns: int, kind: torch.dtype) -> int:
+    """Returns how many bytes the library needs for a packed matrix of this size and dtype."""
     lib, matrix, size, more = library(), Opaque(), c_size_t(0), c_size_t(0)
     h = byref(_handle(torch.cuda.current_device()))
     sizes = (c_int64(rows), c_int64(columns), c_int64(columns), c_uint32(16))
-    _check(lib.cusparseLtStructuredDescriptorInit(h, byref(matrix), *sizes, _BFLOAT16, _ROW, 0), "describing the weight")
+    _check(lib.cusparseLtStructuredDescriptorInit(h, byref(matrix), *sizes, _KINDS[kind], _ROW, 0), "describing the weight")
     _check(lib.cusparseLtSpMMACompressedSize2(h, byref(matrix), byref(size), byref(more)), "querying the packed size")
     return size.value
 
 
-def product(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """Returns x @ matrix.T + bias for a contiguous bfloat16 x [tokens, columns] and the result of `torch._cslt_compress`."""
+def product(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int, factors: Tensor | None = None) -> Tensor:
+    """Returns x @ matrix.T * factors + bias in bfloat16, for a contiguous x [tokens, columns] in bfloat16 or float8.
+
+    `packed` is the result of `torch._cslt_compress` for a matrix in the dtype of x. The factors, float32, are multiplied before
+    the result is rounded.
+    """
     tokens, columns = x.shape
-    y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
-    key = (rows, columns, tokens, x.device.index, 0 if bias is None else bias.data_ptr())
+    y = torch.empty(tokens, rows, dtype=torch.bfloat16, device=x.device)
+    key = (rows, columns, tokens, x.device.index, 0 if bias is None else bias.data_ptr(), x.dtype, factors is not None)
     plan = _PLANS.get(key)
     if plan is None:
         if len(_PLANS) >= 512:
             _PLANS.clear()
-        plan = MatmulPlan(rows, columns, tokens, bias, x.device.index or 0)
+        plan = MatmulPlan(rows, columns, tokens, bias, x.device.index or 0, x.dtype, factors is not None)
         if not torch.cuda.is_current_stream_capturing():
-            plan.search(x, packed, y)
+            plan.search(x, packed, y, factors)
             _PLANS[key] = plan
-    plan.run(x, packed, y)
+    plan.run(x, packed, y, factors)
     return y
