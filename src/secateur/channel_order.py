@@ -7,6 +7,7 @@ from torch import Tensor
 
 _ROUNDS = 1  # how often every place of the pools is filled anew; four times keep 0.1 % more of the score
 _PRECISION = 0.1  # of assignments: the least bid, over the largest gain and times the root of their number
+_SMALL = 512  # pools up to which bidding is done on the CPU
 _BIDS = 100  # rounds of bidding; the few rows that have no column by then take what is left
 _ELEMENTS = 1 << 17  # gains are computed for parts of about this size, which fit the cache; larger ones on a GPU
 _MOST_ROWS = 1 << 31  # elements of all gains of a place; larger problems look at a part of the rows
@@ -44,7 +45,9 @@ def best_order(scores: Tensor, n: int, m: int) -> Tensor:
         rest = seats[:, [other for other in range(m) if other != place]]
         beaten = seen[:, rest].topk(n, -1).values[..., -1]
         who = seats[:, place]
-        seats[:, place] = who[_assigned(_gains(seen[:, who], beaten))]
+        gains = _gains(seen[:, who], beaten)
+        gains = gains.cpu() if count <= _SMALL else gains  # the steps of a small auction are shorter than a launch
+        seats[:, place] = who[_assigned(gains).to(who.device)]
     return seats.reshape(-1).cpu()
 
 

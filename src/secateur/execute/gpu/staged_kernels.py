@@ -265,18 +265,22 @@ def _staged_kernel(
         tl.store(y + token.to(tl.int64) * rows + row, out.to(y.dtype.element_ty), mask=inside)
 
 
-def choice(tokens: int, bits: int, group: int) -> tuple[int, int, int]:
-    """Returns the tiles of a warp, the warps that share inputs, and the limit on registers, which changes the schedule too.
+# By bits of a value and columns that share a scale: the most tokens for which a setting is used, and the tiles of a warp, the
+# warps that share inputs, and the limit on registers, which changes the schedule too. Measured on an H200.
+SETTINGS = {
+    (16, 0): ((8, (1, 1, 128)), (16, (2, 2, 128))),
+    (8, 0): ((2, (1, 1, 128)), (8, (1, 2, 128)), (16, (2, 1, 128))),
+    (8, 128): ((16, (2, 1, 128)),),
+    (8, 64): ((4, (1, 1, 64)), (8, (2, 2, 128)), (16, (2, 1, 128))),
+    (4, 128): ((2, (1, 1, 128)), (4, (1, 2, 64)), (8, (2, 2, 128)), (16, (2, 2, 168))),
+    (4, 64): ((8, (2, 1, 128)), (16, (2, 2, 128))),
+}
 
-    Measured on an H200.
-    """
-    if tokens > 8:
-        return 2, 1, 168 if bits == 16 or (bits, group) == (4, 128) else 128
-    if bits == 16 or group == 0:
-        return 1, 1, 128 if bits == 16 else 80
-    if (bits, group) == (8, 128) or tokens > 4:
-        return 2, 1, 128
-    return 1, 1, 64 if bits == 8 else 80
+
+@cache
+def choice(tokens: int, bits: int, group: int) -> tuple[int, int, int]:
+    """Returns the tiles of a warp, the warps that share inputs, and the limit on registers."""
+    return next(setting for most, setting in SETTINGS[bits, group] if min(tokens, AT_ONCE) <= most)
 
 
 def staged(
