@@ -4,8 +4,9 @@
 
 Weights are random. `solver`: Gram matrices are made before the clock starts, one for each distinct input of a block, as the
 walk passes them. `walk`: 128 x 2,048 tokens, from a folder of safetensors files to another one; a few blocks of 32, and the
-time of one block says what 32 would take; the first two, which compile kernels and allocate pinned memory, count once. `generate`: that of Hugging Face, static cache, dense against 2:4 by "flow" in
-compressed layers, bfloat16 and in fewer bits, in turns; `same tokens` compares 16 tokens with the decompressed model.
+time of one block says what 32 would take; the first two, which compile kernels and allocate pinned memory, count once.
+`generate`: that of Hugging Face, static cache, dense against 2:4 by "flow" in compressed layers, bfloat16 and in fewer bits,
+in turns; `same tokens` compares 16 tokens with the decompressed model.
 """
 
 from __future__ import annotations

@@ -412,3 +412,11 @@ def test_pruned_experts_are_listed_as_dense():
     assert (row.pattern, row.format, row.before, row.after) == ("2:4", None, 2 * 16 * 16 * 4, 2 * 16 * 16 * 4)
     assert "MixtralExperts is not a layer type" in row.reason
     assert table.before == sum(row.before for row in table.rows)
+
+
+@pytest.mark.parametrize(("now", "hint"), [(0.5e-3, False), (0.96e-3, True), (1.1e-3, True)])
+def test_the_result_says_what_a_call_outside_of_a_graph_takes(now, hint):
+    row = LayerResult("0", "Linear", format="padded_rows", dense_seconds=2e-5, sparse_seconds=1e-5)
+    text = str(Compression([row], "speed", 1, 8, 4, calls=(1e-3, now)))
+    assert "one call of the model without a CUDA graph: 1.00 ms dense, " in text
+    assert ("a CUDA graph saves" in text) == hint

@@ -70,6 +70,9 @@ class Format:
     call (for example on another device); the caller then unpacks the matrix and uses torch's dense operator. `allowed` lists
     every tuple that `fits` may yield, so that options read from a file can be checked.
 
+    `any_rank`: `linear` takes inputs of any number of dimensions and returns as many; other formats get matrices. It saves the
+    host two views in a call, which take as long as the rest of its work on a GPU.
+
     `takes` names the kinds of values that the kernels of `linear` multiply with: `PLAIN`, and the text of `Values` that are
     stored in fewer bits. For the latter, `linear` gets a `Scales` as its last argument. `numbers` names further buffers that
     depend on the values, not only on where they are. `inputs` is "int8" or "float8_e4m3fn" if the kernels round inputs to
@@ -88,6 +91,7 @@ class Format:
     takes: tuple[str, ...] = (PLAIN,)
     numbers: tuple[str, ...] = ()
     inputs: str | None = None
+    any_rank: bool = False
     base: Format | None = None
     values: Values | None = None
 
@@ -121,7 +125,14 @@ FORMATS: dict[str, Format] = _Formats()
 def register(form: Format) -> Format:
     """Adds a format to the table and returns it."""
     FORMATS[form.name] = form
+    _format.cache_clear()
     return form
+
+
+@lru_cache(maxsize=256)
+def _format(name: str) -> Format:
+    """The format with this name, found without hashing a `Format` at every call."""
+    return FORMATS[name]
 
 
 def find_format(name: str) -> Format | None:
@@ -188,11 +199,12 @@ def linear(
         )
     if bias is not None and (bias.numel() != rows or not bias.is_contiguous()):  # kernels read `rows` neighbouring elements
         bias = bias.expand(rows).contiguous()
-    flat = x if len(shape) == 2 else x.reshape(-1, columns)
-    y = None if 0 in shape else FORMATS[form].linear(flat, buffers, bias, rows, options)
+    found = _format(form)
+    flat = x if len(shape) == 2 or found.any_rank else x.reshape(-1, columns)
+    y = None if 0 in shape else found.linear(flat, buffers, bias, rows, options)
     if y is None:
-        y = F.linear(flat, *_in_input_dtype(x, FORMATS[form].unpack(buffers, rows, columns, options), bias))
-    return y if len(shape) == 2 else y.reshape(*shape[:-1], rows)
+        y = F.linear(flat, *_in_input_dtype(x, found.unpack(buffers, rows, columns, options), bias))
+    return y if y.dim() == len(shape) else y.reshape(*shape[:-1], rows)
 
 
 def _in_input_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -61,6 +61,7 @@ class Compression(Reported):
     after: int
     replaced: tuple[str, ...] = ()  # names of the layers that this call compressed
     model: nn.Module | None = field(default=None, repr=False, compare=False)
+    calls: tuple[float, float] | None = None  # on a GPU: seconds of one call of the model before and after, not in a graph
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "model": None}  # a copy or a file holds no model
@@ -96,7 +97,8 @@ class Compression(Reported):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain Python values that `json.dumps` accepts."""
-        return {"objective": self.objective, **self.metrics(), "rows": [asdict(row) for row in self.rows]}
+        calls = {} if self.calls is None else {"calls": list(self.calls)}
+        return {"objective": self.objective, **self.metrics(), **calls, "rows": [asdict(row) for row in self.rows]}
 
     def undo_(self, model: nn.Module | None = None) -> nn.Module:
         """Puts the dense layers back in place of the layers that this call compressed, and returns the model.
@@ -130,12 +132,18 @@ class Compression(Reported):
         )
 
     def _notes(self) -> list[str]:
-        """A note while the model is in train mode, in which its compressed layers raise."""
+        """Notes on calls without a CUDA graph, and on train mode, in which compressed layers raise."""
+        notes = []
+        if self.calls is not None and self.compressed:
+            dense, now = self.calls
+            line = f"one call of the model without a CUDA graph: {format_seconds(dense)} dense, {format_seconds(now)} now"
+            slow = now > 0.95 * dense
+            notes.append(line + ("; most of it is time of the host, which a CUDA graph saves" if slow else ""))
         modules = dict(self.model.named_modules()) if self.model is not None else {}
         training = any(name in modules and modules[name].training for name in self.compressed)
-        return (
-            ["the model is in train mode, and compressed layers run in eval mode only: call model.eval()"] if training else []
-        )
+        if training:
+            notes.append("the model is in train mode, and compressed layers run in eval mode only: call model.eval()")
+        return notes
 
     def __str__(self) -> str:
         notes, (header, rows) = [self._summary(), *self._notes()], self._table()

@@ -118,10 +118,11 @@ def _linear(
     x: Tensor, buffers: Buffers, bias: Tensor | None, rows: int, options: FormatOptions, scales: Scales | None = None
 ) -> Tensor | None:
     values, words = buffers
-    if x.shape[0] > TOKENS or not (runs(x, values) if scales is None else _runs_scaled(x, values, rows)):
+    if x.numel() > TOKENS * x.shape[-1] or not (runs(x, values) if scales is None else _runs_scaled(x, values, rows)):
         return None
     if not options:
-        return kernels().sparse24_mma(x.contiguous(), values, words, bias, rows)
+        y = kernels().sparse24_mma(x.reshape(-1, x.shape[-1]).contiguous(), values, words, bias, rows)
+        return y.view(*x.shape[:-1], rows)
     if x.dtype != torch.bfloat16:
         return None
     held, group = (None, 0) if scales is None else (scales.bits, scales.values.group)
@@ -130,13 +131,13 @@ def _linear(
 
 def _runs_scaled(x: Tensor, values: Tensor, rows: int) -> bool:
     """Returns True if the kernel can multiply bfloat16 inputs with these values, whose rows and columns fill whole tiles."""
-    whole = rows % TOGETHER == 0 and x.shape[1] % COLUMNS == 0
+    whole = rows % TOGETHER == 0 and x.shape[-1] % COLUMNS == 0
     return whole and x.dtype == torch.bfloat16 and x.is_cuda and x.device == values.device and missing() is None
 
 
 SPARSE24_MMA = register(
     Format(
         "sparse24_mma", ("values", "words"), _fits, _pack, _unpack, _linear, allowed=((), (16,), (8,), (4,)),
-        takes=(PLAIN, "int8", "int8/64", "int8/128", "int4/64", "int4/128"),
+        takes=(PLAIN, "int8", "int8/64", "int8/128", "int4/64", "int4/128"), any_rank=True,
     )
 )  # fmt: skip

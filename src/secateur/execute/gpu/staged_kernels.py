@@ -92,7 +92,7 @@ def stage_ptx(wide: int, sides: int) -> str:
 
     They are in pieces of 16 bytes whose number is exclusive-ored with the token, so that ldmatrix meets no bank twice.
     Operands: $1 the place, $2 the inputs, $3 their stride, $4 the tokens, $5 is 16, or 0 to write zeros: a warp without a tile
-    multiplies these, and what was in the memory before might be NaN. $6 is the number of the barrier of the warps that share it.
+    multiplies these, and what was in the memory before might be NaN. $6 is the barrier of the warps that share the memory.
     """
     wait = "bar.warp.sync 0xffffffff; " if sides == 1 else f"bar.sync $6, {32 * sides}; "
     text = f"{{ .reg .pred p; .reg .b32 t; .reg .b64 a; mov.b64 a, $2; {wait}"
@@ -286,8 +286,13 @@ def choice(tokens: int, bits: int, group: int) -> tuple[int, int, int]:
 def staged(
     x: Tensor, values: Tensor, words: Tensor, scales: Tensor | None, bias: Tensor | None, rows: int, bits: int, group: int
 ) -> Tensor:
-    """Returns x @ matrix.T + bias in bfloat16. `scales` are the bits of bfloat16 [rows, groups], or None for plain values."""
-    (tokens, columns), (down, across, *_) = x.shape, values.shape
+    """Returns x @ matrix.T + bias in bfloat16, for x of any rank.
+
+    `scales` are the bits of bfloat16 [rows, groups], or None for plain values.
+    """
+    shape, (down, across, *_) = x.shape, values.shape
+    columns = shape[-1]
+    tokens = x.numel() // columns
     if columns != across * 256:
         x = F.pad(x, (0, across * 256 - columns))
     if not x.is_contiguous() or x.data_ptr() % 16:
@@ -296,7 +301,7 @@ def staged(
     tiles, sides, registers = choice(tokens, bits, group)
     sides = sides if down % (tiles * sides) == 0 else 1
     chain = _early(x.device)
-    y = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
+    y = torch.empty((tokens, rows) if len(shape) == 2 else (*shape[:-1], rows), dtype=x.dtype, device=x.device)
     held, extra = words if scales is None else scales, words if bias is None else bias
     launch(
         _staged_kernel, (down // (tiles * sides), -(-tokens // AT_ONCE)),
