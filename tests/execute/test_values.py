@@ -24,6 +24,7 @@ LAWS = settings(max_examples=40, deadline=None, derandomize=True, suppress_healt
 OPTIONS = {
     "panels": [(8,)], "quads": [(1,), (4,)], "quads8": [(1,), (4,)], "windows": [(16,), (64,), (128,)],
     "sparse24_mma": [()],  # depends on the values
+    "padded_rows": [(8,)],
 }  # fmt: skip
 TAKEN = [(form.name, text) for form in FORMATS.values() for text in form.takes if text and form.name != "cusparselt8"]
 EVERY = [(name, text, options) for name, text in TAKEN for options in OPTIONS.get(name, [()])]
@@ -377,7 +378,10 @@ def test_rounded_inputs_are_accepted_unless_one_is_much_larger_than_the_others(m
             assert _agrees(layer, candidate, seen, None) == accepted
 
 
-ONE_ROW = [("windows int8", (16,)), ("windows int8", (128,)), ("expand int8/64", ()), ("expand int4/64", ())]
+ONE_ROW = [
+    ("windows int8", (16,)), ("windows int8", (128,)), ("expand int8/64", ()), ("expand int4/64", ()),
+    ("padded_rows int8", (8,)),
+]  # fmt: skip
 
 
 @kernels
@@ -413,6 +417,27 @@ def test_damaged_buffers_of_layers_for_one_row_are_refused(name, options):
             state[buffer] = damage(state[buffer])
             with pytest.raises(ValueError, match="do not match the model"):
                 layer.load_state_dict(state)
+
+
+def test_runs_of_padded_rows_take_about_two_bytes_for_each_weight():
+    """The largest differences of columns, rows that need an even number of lanes, and rows without weights."""
+    form = FORMATS["padded_rows int8"]
+    for columns in ([0, 255], [0, 256], [7, 262, 518], [0, 510, 511], [0, 511, 1021], [2999], [0, 2999], []):
+        matrix = torch.zeros(3, 3000)
+        matrix[1, columns] = torch.randn(len(columns))
+        assert torch.equal(form.unpack(form.pack(matrix, (8,)), 3, 3000, (8,)), rounded_to(form.values, matrix)[0])
+    matrix = torch.zeros(64, 4096).scatter_(1, torch.rand(64, 4096).argsort(1)[:, :819], torch.randn(64, 819))
+    values, index, scales = form.pack(matrix, (8,))
+    assert values.shape == (64, 2, 1, 26, 16)
+    assert values.nbytes + index.nbytes <= 2.17 * 64 * 819
+    assert scales.shape == (64, 1)
+
+
+def test_padded_rows_are_not_offered_on_a_cpu():
+    model = model_of().bfloat16()
+    result = compress_(model, X[:1].bfloat16(), values="int8", objective="size")
+    assert result.compressed
+    assert not any(row.format.startswith("padded_rows") for row in result.rows)
 
 
 @LAWS

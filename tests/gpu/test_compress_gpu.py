@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 HALVES = (torch.bfloat16, torch.float16)
 FORMATS_OF = {
     "sparse24_mma": [()],
-    "padded_rows": [()],
+    "padded_rows": [(), (16,)],
     "input_sparse": [()],
     "dense_blocks": [(64,), (128,)],
     "cusparselt": [()],

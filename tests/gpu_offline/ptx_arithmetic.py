@@ -63,13 +63,18 @@ def _lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
     return out
 
 
+def _dot(a: Array, b: Array, c: Array) -> Array:
+    """dp4a: the sum of the products of four bytes, added to c."""
+    return c + (a[:, None].view(np.uint8).astype(c.dtype) * b[:, None].view(np.uint8)).sum(1, dtype=c.dtype)
+
+
 PLAIN: dict[str, Callable[..., Array]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "neg": np.negative, "abs": np.abs,
     "min": np.fmin, "max": np.fmax, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
     "mov": lambda a: a, "cvta": lambda a: a, "shl": _shift(True), "shr": _shift(False), "bfe": _extract, "prmt": _permute,
     "lop3": _lop3, "mad": lambda a, b, c: a * b + c, "popc": lambda a: np.bitwise_count(a).astype(np.uint32),
     "fma": lambda a, b, c: (a.astype(np.float64) * b + c).astype(a.dtype),
-    "rem": lambda a, b: a - divide(a, b) * b,
+    "dp4a": _dot, "rem": lambda a, b: a - divide(a, b) * b,
 }  # fmt: skip
 COMPARE: dict[str, Callable[..., Array]] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,

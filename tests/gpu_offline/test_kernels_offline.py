@@ -16,7 +16,7 @@ from offline import Driver  # noqa: E402
 from ptx_memory import Fault  # noqa: E402
 
 from secateur.execute.formats import FORMATS, linear  # noqa: E402
-from secateur.execute.gpu import input_sparse, launch, padded_rows, sparse24_mma, staged_kernels, triton_kernels  # noqa: E402
+from secateur.execute.gpu import input_sparse, launch, padded_rows, row_kernels, sparse24_mma, staged_kernels, triton_kernels  # noqa: E402
 
 BF16, HALVES = torch.bfloat16, (torch.bfloat16, torch.float16)
 DRIVER = Driver()  # one for all tests, since compiled kernels keep it
@@ -44,10 +44,12 @@ def driver(monkeypatch):
     for module in (sparse24_mma, padded_rows, input_sparse):
         monkeypatch.setattr(module, "runs", lambda x, values: x.dtype == values.dtype)
     monkeypatch.setattr(sparse24_mma, "_runs_scaled", lambda x, values, rows: x.dtype == BF16)
-    for module in (staged_kernels, triton_kernels):
+    monkeypatch.setattr(padded_rows, "_runs_scaled", lambda x, values: True)
+    for module in (row_kernels, staged_kernels, triton_kernels):
         monkeypatch.setattr(module, "_early", lambda device: True)
         monkeypatch.setattr(module, "launch", told)
-    monkeypatch.setattr(triton_kernels, "_multiprocessors", lambda device: 132)
+    for module in (row_kernels, triton_kernels):
+        monkeypatch.setattr(module, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch, "_READY", {})
     monkeypatch.setattr(launch, "_current_device", lambda: -1)
     monkeypatch.setattr(launch, "_current_stream", lambda device: 0)
@@ -163,6 +165,105 @@ def test_a_broken_kernel_is_found(driver, name):
     assert places
     driver.change = str
     assert near(multiply(form, x, buffers, 32, options), x, weight)
+
+
+def in_runs(kind: str, matrix: Tensor):
+    """The format's name, its options, its buffers, and the weight that they stand for."""
+    form = FORMATS[f"padded_rows {kind}".rstrip()]
+    options = (16,) if form.values is None else (8,)
+    buffers = form.pack(matrix, options)
+    return form.name, options, buffers, form.unpack(buffers, *matrix.shape, options)
+
+
+def sparse(rows: int, columns: int, sparsity: float, dtype: torch.dtype = BF16) -> Tensor:
+    """Random places, a row of zeros, and a last row with twice the zeros."""
+    kept = torch.rand(rows, columns) >= sparsity
+    kept[-1] &= (torch.rand(columns) < 0.5) | (rows == 1)
+    kept[rows // 2] &= rows == 1
+    return torch.randn(rows, columns).masked_fill(~kept, 0).to(dtype)
+
+
+@pytest.mark.parametrize("kind", ["", "int8"])
+def test_unit_vectors_give_every_column_of_padded_rows_exactly(driver, kind):
+    matrix = sparse(19, 1090, 0.3)  # three turns
+    form, options, buffers, weight = in_runs(kind, matrix)
+    ones = torch.eye(1090, dtype=BF16)
+    for first in (0, 1, 2, 3, *range(4, 1090, 36), 1086):
+        y = multiply(form, ones[first : first + 4], buffers, 19, options)
+        assert torch.equal(y, weight[:, first : first + 4].t().to(BF16))
+    assert driver.launches == 36
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("kind", ["", "int8"])
+@pytest.mark.parametrize("setting", [None, (2, 2, 2, 1, 96, False)], ids=str)
+def test_products_of_padded_rows(driver, monkeypatch, kind, dtype, setting):
+    """One to nine turns, inputs kept in float32 and in half precision, several rounds of a program, strides and a bias."""
+    if setting is not None:
+        monkeypatch.setattr(row_kernels, "choice", lambda *_: setting)
+        monkeypatch.setattr(row_kernels, "_multiprocessors", lambda device: 2)
+    sizes = [(1, 1, 0.0), (1, 40, 0.0), (3, 17, 0.5), (41, 1100, 0.8), (9, 1536, 0.0), (5, 4096, 0.95), (3, 9000, 0.5)]
+    for i, (rows, columns, sparsity) in enumerate(sizes):
+        form, options, buffers, weight = in_runs(kind, sparse(rows, columns, sparsity, dtype))
+        x = torch.randn(i % 4 + 1, 2 * columns + 1).to(dtype)[:, i % 2 :: 1 + i % 2][:, :columns]
+        bias = torch.randn(rows, 2)[:, 0].to(dtype) if i % 3 else None
+        assert near(multiply(form, x, buffers, rows, options, bias), x, weight, bias)
+    assert driver.launches == len(sizes)
+
+
+@pytest.mark.parametrize("kind", ["", "int8"])
+def test_gaps_of_any_size(driver, kind):
+    matrix = torch.zeros(9, 16384, dtype=BF16)
+    for row, columns in enumerate(
+        ([0, 255], [0, 256], [3, 258, 513], [0, 510, 511], [0, 511, 1021], [16383], [0, 16383], [5, 9000])
+    ):
+        matrix[row, columns] = torch.randn(len(columns)).to(BF16)
+    form, options, buffers, weight = in_runs(kind, matrix)
+    x = torch.randn(2, 16384, dtype=BF16)
+    assert near(multiply(form, x, buffers, 9, options), x, weight)
+    assert torch.equal(multiply(form, torch.ones_like(x), buffers, 9, options)[0], weight.double().sum(1).to(BF16))
+    wide = F.pad(matrix, (0, 8))  # inputs that the shared memory cannot hold
+    assert FORMATS[form].linear(F.pad(x, (0, 8)), FORMATS[form].pack(wide, options), None, 9, options) is None
+
+
+@pytest.mark.parametrize(("kind", "options"), [("int8", (16,)), ("int8", ()), ("", (8,))])
+def test_padded_rows_with_the_option_of_another_kind_are_unpacked(driver, kind, options):
+    form, matrix = FORMATS[f"padded_rows {kind}".rstrip()], sparse(19, 300, 0.5)
+    buffers, x = form.pack(matrix, options), torch.randn(2, 300, dtype=BF16)
+    weight = form.unpack(buffers, 19, 300, options)
+    assert near(multiply(form.name, x, buffers, 19, options), x, weight.to(BF16))
+    assert driver.launches == 0
+
+
+BREAKS_OF_ROWS = {
+    "no barrier after the inputs are stored": (r"(st\.shared[^;]*;(?s:.)*?)bar(rier)?\.(cta\.)?sync[^;]*;", r"\1"),
+    "inputs are read before they are written": (r"griddepcontrol\.wait\s*;", ""),
+    "runs that are not there count": (r"setp\.lt\.u32 p, (%r\d+), (%r\d+); mov\.f32", r"setp.le.u32 p, 0, \2; mov.f32"),
+    "another byte of the differences": ("0x808080,", "0x800080,"),
+    "unsigned values": (r"cvt\.rn\.f32\.s(8|32) (%?w)", r"cvt.rn.f32.u\1 \2"),
+    "another place of the inputs": (r"(st\.shared\.f32 \[[^]]*\+) ?384\]", r"\1 512]"),
+    "one lane too few": (r"(shfl\.sync\.bfly\.b32[^,]*,[^,]*,) 16,", r"\1 8,"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS_OF_ROWS)
+def test_a_broken_kernel_of_padded_rows_is_found(driver, name):
+    form, options, buffers, weight = in_runs("int8", sparse(19, 1100, 0.5))
+    x = torch.randn(2, 1100, dtype=BF16)
+    places = 0
+
+    def broken(text: str) -> str:
+        nonlocal places
+        text, number = re.subn(*BREAKS_OF_ROWS[name], text)
+        places += number
+        return text
+
+    driver.change = broken
+    with contextlib.suppress(Fault):
+        assert not near(multiply(form, x, buffers, 19, options), x, weight)
+    assert places
+    driver.change = str
+    assert near(multiply(form, x, buffers, 19, options), x, weight)
 
 
 def test_a_kernel_is_launched_by_triton_once(driver, monkeypatch):

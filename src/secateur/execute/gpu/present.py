@@ -63,6 +63,13 @@ def float8_kernels() -> Any:
     return found
 
 
+@cache
+def row_kernels() -> Any:
+    from . import row_kernels as found
+
+    return found
+
+
 def runs(x: Tensor, values: Tensor) -> bool:
     """Returns True if the kernels can compute with these tensors: both on one GPU and in the same half precision."""
     return x.device.type == "cuda" and x.device == values.device and x.dtype == values.dtype in HALVES and missing() is None
