@@ -159,7 +159,11 @@ def _linear8(
     return y[:tokens] if more else y
 
 
-CUSPARSELT = register(Format("cusparselt", ("one", "places", "packed"), _fits, _pack, _unpack, _linear))
+def _stored(buffers: Buffers) -> int:
+    return 4 * buffers[1].numel()  # a byte holds the places of four values
+
+
+CUSPARSELT = register(Format("cusparselt", ("one", "places", "packed"), _fits, _pack, _unpack, _linear, stored=_stored))
 CUSPARSELT8 = register(
     replace(
         CUSPARSELT, name="cusparselt8", fits=_fits8, linear=_linear8, takes=("float8_e4m3fn",), inputs="float8_e4m3fn"
