@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import secateur as sc
 from secateur.execute import Compressed, compress_, decompress_
@@ -203,15 +204,20 @@ def test_what_float8_inputs_do_not_suit_is_named():
         assert why_not_float8(matrix, zeros_of(matrix), Use("linear", "cuda", (64,))) == "torch sees no CUDA device"
 
 
-def test_packed_on_a_gpu_float8_weights_unpack_on_a_cpu():
+def packed_by_the_library(matrix: torch.Tensor) -> list[torch.Tensor]:
     """The library's packed form starts with the values, row by row; what follows is not read."""
+    values, places = two_of_four(matrix)
+    codes = (places[..., 0] | places[..., 1] << 2).to(torch.uint8)
+    bits = values.flatten().view(torch.uint8 if matrix.dtype == torch.uint8 else torch.int16)
+    packed = torch.cat([bits, torch.full((matrix.numel() // 8,), 77, dtype=bits.dtype)])
+    return [torch.ones(1, dtype=matrix.dtype), codes[:, 0::2] | codes[:, 1::2] << 4, packed]
+
+
+def test_packed_on_a_gpu_float8_weights_unpack_on_a_cpu():
     torch.manual_seed(0)
     matrix = pruned(256, 320, "2:4", 0.5)
     small, scales = Values("float8_e4m3fn").quantize(matrix)
-    values, places = two_of_four(small)
-    codes = (places[..., 0] | places[..., 1] << 2).to(torch.uint8)
-    packed = torch.cat([values.flatten(), torch.full((256 * 320 // 8,), 77, dtype=torch.uint8)])
-    buffers = [torch.ones(1, dtype=torch.uint8), codes[:, 0::2] | codes[:, 1::2] << 4, packed, scales]
+    buffers = [*packed_by_the_library(small), scales]
     name = "cusparselt8 float8_e4m3fn"
     weight = Values("float8_e4m3fn").dequantize(small, scales)
     assert torch.equal(FORMATS[name].unpack(buffers, 256, 320, ()), weight)
@@ -219,6 +225,19 @@ def test_packed_on_a_gpu_float8_weights_unpack_on_a_cpu():
     assert torch.equal(torch.ops.secateur.linear(x, buffers, None, name, 256, 320, ()), F.linear(x, weight))
     with pytest.raises(ValueError, match="packs float8 matrices on a GPU with at least 256 rows"):
         FORMATS[name].pack(matrix, ())
+
+
+def test_flops_count_the_values_that_the_library_stores():
+    torch.manual_seed(0)
+    matrix = pruned(256, 320, "2:4", 0.5, torch.bfloat16)
+    small, scales = Values("float8_e4m3fn").quantize(matrix)
+    for name, buffers in (
+        ("cusparselt", packed_by_the_library(matrix)),
+        ("cusparselt8 float8_e4m3fn", [*packed_by_the_library(small), scales]),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            torch.ops.secateur.linear(X[:5, :320].bfloat16(), buffers, None, name, 256, 320, ())
+        assert counter.get_total_flops() == 2 * 5 * 256 * 320 // 2
 
 
 # ---------------------------------------------------------------- arguments

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
 DEVICE = "offline"  # the key under which Triton keeps compiled kernels
-LATE = ("x", "y", "out", "parts")  # parameters that the preceding kernel may still write or read
+LATE = ("x", "y", "out", "parts", "token_scales")  # parameters that the preceding kernel may still write or read
 
 
 @cache

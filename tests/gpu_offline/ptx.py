@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from ptx_arithmetic import COMPARE, PLAIN, bf16_to_float, divide, float_to_bf16
+from ptx_arithmetic import COMPARE, PLAIN, bf16_to_float, divide, float_to_bf16, float_to_e4m3
 from ptx_memory import Array, Fault, Shared, Tensors
 from ptx_program import TYPES, UNSIGNED, Instruction, Place, Program
 
@@ -225,6 +225,8 @@ class Launch:
         if into in ("bf16x2", "f16x2"):
             halves = [float_to_bf16(v) if into == "bf16x2" else v.astype(np.float16).view(np.uint16) for v in values]
             result = halves[0].astype(np.uint32) << np.uint32(16) | halves[1]
+        elif into == "e4m3x2":
+            result = float_to_e4m3(values[0]).astype(np.uint16) << np.uint16(8) | float_to_e4m3(values[1])
         elif into == "bf16":
             result = float_to_bf16(values[0])
         elif TYPES[into].kind in "iu" and values[0].dtype.kind == "f":
@@ -357,6 +359,16 @@ class Launch:
             at = (rows + self.lane % 4 * 4)[on]
             own[on] = self.shared.load(self.block[on], at, 4, self.thread[on], each.text, written=False)
             self.put(register, own.view(np.uint32)[:, 0], mask)
+
+    def _stmatrix(self, each: Instruction, parts: list[str], mask: Array | None) -> None:
+        place, given = each.operands
+        address = self._warps(each, self._address(place, ["shared"]), mask)
+        on = np.ones(self.total, bool) if mask is None else mask
+        for i, register in enumerate(given if isinstance(given, list) else [given]):
+            rows = np.repeat(address[:, 8 * i : 8 * i + 8], 4, 1).reshape(-1)  # lane l holds a part of row l // 4
+            self.shared.places(self.block[on], rows[on], 16, each.text)
+            own = np.ascontiguousarray(self.value(register, "b32")[on]).view(np.uint8).reshape(-1, 4)
+            self.shared.store(self.block[on], (rows + self.lane % 4 * 4)[on], own, self.thread[on], each.text)
 
     def _mma(self, each: Instruction, parts: list[str], mask: Array | None) -> None:
         """mma.sp.m16n8k32 in half precision: 16 rows by 32 columns, of which two of four are stored, times 32 by 8."""

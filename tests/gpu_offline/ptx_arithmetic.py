@@ -21,6 +21,14 @@ def float_to_bf16(value: Array) -> Array:
     return np.where(np.isnan(value), np.uint16(0x7FFF), rounded)
 
 
+def float_to_e4m3(value: Array) -> Array:
+    """Rounds to the nearest float8_e4m3fn, ties to even; larger numbers than 448 become 448."""
+    size = np.minimum(np.abs(value.astype(np.float64)), 448.0)
+    exponent = np.maximum(np.where(size > 0, np.frexp(size)[1] - 1, -6), -6)
+    code = (exponent + 6) * 8 + np.rint(np.ldexp(np.nan_to_num(size), 3 - exponent))
+    return np.where(np.isnan(value), 0x7F, code.astype(np.uint8) | np.signbit(value).astype(np.uint8) << 7).astype(np.uint8)
+
+
 def _shift(left: bool) -> Callable[..., Array]:
     def run(a: Array, b: Array) -> Array:
         size = 8 * a.dtype.itemsize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 
 import pytest
@@ -16,7 +17,16 @@ from offline import Driver  # noqa: E402
 from ptx_memory import Fault  # noqa: E402
 
 from secateur.execute.formats import FORMATS, linear  # noqa: E402
-from secateur.execute.gpu import input_sparse, launch, padded_rows, row_kernels, sparse24_mma, staged_kernels, triton_kernels  # noqa: E402
+from secateur.execute.gpu import (  # noqa: E402
+    float8_kernels,
+    input_sparse,
+    launch,
+    padded_rows,
+    row_kernels,
+    sparse24_mma,
+    staged_kernels,
+    triton_kernels,
+)
 
 BF16, HALVES = torch.bfloat16, (torch.bfloat16, torch.float16)
 DRIVER = Driver()  # one for all tests, since compiled kernels keep it
@@ -45,7 +55,7 @@ def driver(monkeypatch):
         monkeypatch.setattr(module, "runs", lambda x, values: x.dtype == values.dtype)
     monkeypatch.setattr(sparse24_mma, "_runs_scaled", lambda x, values, rows: x.dtype == BF16)
     monkeypatch.setattr(padded_rows, "_runs_scaled", lambda x, values: True)
-    for module in (row_kernels, staged_kernels, triton_kernels):
+    for module in (float8_kernels, row_kernels, staged_kernels, triton_kernels):
         monkeypatch.setattr(module, "_early", lambda device: True)
         monkeypatch.setattr(module, "launch", told)
     for module in (row_kernels, triton_kernels):
@@ -129,6 +139,74 @@ def test_the_other_kernels(driver, dtype):
     gated = x[:1] * (torch.rand(1, 1100) < 0.5)
     assert near(multiply("input_sparse", gated, FORMATS["input_sparse"].pack(matrix, ()), 40), gated, matrix)
     assert driver.launches == 6
+
+
+def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x in float8, and the smallest power of two for each row with which its largest finite input is at most 448."""
+    largest = x.double().nan_to_num(0, 0, 0).abs().amax(1)
+    mantissa, exponent = torch.frexp(largest)  # 448 is 0.875 * 2**9
+    power = torch.where(largest > 0, exponent - 9 + (mantissa > 0.875).int(), -103).clamp_min(-103)
+    scales = torch.ldexp(torch.ones(len(x)), power)
+    divided = (x.float() / scales.unsqueeze(1)).nan_to_num(math.nan, math.nan, math.nan)
+    return divided.to(torch.float8_e4m3fn), scales
+
+
+@pytest.mark.parametrize(("columns", "padded"), [(256, 16), (576, 16), (4096, 9), (16448, 10)])
+def test_input_rows_are_rounded_to_float8_with_scales_of_their_own(driver, columns, padded):
+    sizes = [0.0, 1e-39, 1e-38, 1e-20, 1.0, 447.0, 449.0, 1e30, 3e38]
+    wide = (torch.randn(len(sizes), 2 * columns).clamp(-1, 1) * torch.tensor(sizes).unsqueeze(1)).to(BF16)
+    for x in (wide[:, columns:], wide[:, ::2]):
+        x[4, 3], x[6, 7], x[6, columns - 1] = math.nan, math.inf, -math.inf
+        small, scales = float8_kernels.rounded(x, padded)
+        expected, own = rounded_rows(x)
+        assert torch.equal(scales, own)
+        torch.testing.assert_close(small[: len(x)].float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+        assert int(small.float().isnan().sum()) == 3
+        assert small.shape == (padded, columns)
+        assert not small[len(x) :].view(torch.uint8).any()
+    assert driver.launches == 2
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("tokens", "rows"), [(5, 256), (32, 320), (33, 576)])
+def test_products_are_multiplied_by_both_scales_and_rounded_once(driver, tokens, rows, with_bias):
+    y, scales = torch.randn(tokens, rows).to(BF16), torch.rand(rows, 1).to(BF16)
+    own = torch.ldexp(torch.ones(tokens), torch.randint(-30, 30, (tokens,)))
+    y[0, 1], y[1, 2], y[2, 3], own[3] = math.inf, math.nan, 0, 2.0**120
+    bias = torch.randn(rows).to(BF16) if with_bias else None
+    exact = y.double() * scales.double().t() * own.double().unsqueeze(1) + (0 if bias is None else bias.double())
+    got = float8_kernels.scaled_(y, own, scales.view(torch.int16), bias)
+    assert got is y
+    assert driver.launches == 1
+    # In float32 first: the sum with the bias is rounded to float32, then to bfloat16.
+    torch.testing.assert_close(got, exact.float().to(BF16), rtol=0, atol=0, equal_nan=True)
+
+
+FLOAT8_BREAKS = {
+    "no barriers around the largest inputs of the warps": (r"bar\.sync\s+0;", ""),
+    "inputs are read before they are written": (r"griddepcontrol\.wait\s*;", ""),
+    "another power of two": ("2097151", "1048575"),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT8_BREAKS)
+def test_a_broken_rounding_is_found(driver, name):
+    x, places = torch.rand(9, 4096).to(BF16), 0
+    x[:, 0] = 1.8  # 460.8 with half the right scale
+
+    def broken(text: str) -> str:
+        nonlocal places
+        text, number = re.subn(*FLOAT8_BREAKS[name], text)
+        places += number
+        return text
+
+    expected, own = rounded_rows(x)
+    for change, right in ((broken, False), (str, True)):
+        driver.change = change
+        with contextlib.suppress(*([] if right else [Fault])):
+            small, scales = float8_kernels.rounded(x, 9)
+            assert right == (torch.equal(scales, own) and torch.equal(small.float(), expected.float()))
+    assert places
 
 
 BREAKS = {

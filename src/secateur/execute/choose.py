@@ -102,7 +102,7 @@ def compress_(
         inputs: "int8", together with `values="int8"`, also measures the format `quads8` on a CPU, which rounds the inputs of
             linear layers to 8 bits at each call, with one scale for each input row. "float8_e4m3fn", together with
             `values="float8_e4m3fn"`, also measures `cusparselt8` on a GPU, for 2:4 and many input rows, which rounds them to
-            float8, with one scale for all rows of a call. Default: only formats that keep at least 14 bits of each input.
+            float8, with one scale for each input row. Default: only formats that keep at least 14 bits of each input.
 
     Returns:
         A `Compression` with one row per layer: `print` it, or read `metrics()`. `undo_()` puts the dense layers back.

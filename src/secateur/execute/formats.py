@@ -76,7 +76,8 @@ class Format:
     `takes` names the kinds of values that the kernels of `linear` multiply with: `PLAIN`, and the text of `Values` that are
     stored in fewer bits. For the latter, `linear` gets a `Scales` as its last argument. `numbers` names further buffers that
     depend on the values, not only on where they are. `inputs` is "int8" or "float8_e4m3fn" if the kernels round inputs to
-    that; such a format is used only if the user asks for it. `base` and `values` are set by `with_values`.
+    that; such a format is used only if the user asks for it. `stored` counts the stored values, for formats whose first buffer
+    does not hold them. `base` and `values` are set by `with_values`.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Format:
     numbers: tuple[str, ...] = ()
     inputs: str | None = None
     any_rank: bool = False
+    stored: Callable[[Buffers], int] | None = None
     base: Format | None = None
     values: Values | None = None
 
@@ -342,9 +344,11 @@ OPERATORS = {
 )
 def _flops(x: Tensor, buffers: Buffers, bias: Any, form: str, rows: int, *_: Any, out_val: Tensor, **__: Any) -> int:
     """FLOPs for torch's counter: two for each stored value and output position."""
-    stored, values = buffers[0], FORMATS[form].values
-    if values is not None:
-        each = 8 * stored.element_size() // values.bits  # `quads` stores four int8 as one int32
+    first, known = buffers[0], FORMATS[form]
+    if known.stored is not None:
+        stored = known.stored(buffers)
+    elif known.values is not None:
+        stored = 8 * first.nbytes // known.values.bits  # `quads` stores four int8 as one int32
     else:
-        each = 1 if stored.is_floating_point() else 2  # integers hold pairs of bfloat16
-    return 2 * each * stored.numel() * (out_val.numel() // rows)
+        stored = first.numel() if first.is_floating_point() else 2 * first.numel()  # integers hold pairs of bfloat16
+    return 2 * stored * (out_val.numel() // rows)

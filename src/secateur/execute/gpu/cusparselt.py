@@ -1,8 +1,8 @@
 """The formats `cusparselt` and `cusparselt8`: 2:4 for many tokens, multiplied by NVIDIA's cuSPARSELt library that torch ships.
 
 `cusparselt` holds bfloat16. `cusparselt8` holds float8_e4m3fn, with a scale for each row, and rounds the inputs to float8 at
-each call, with one scale for all of them. float16 is not offered: searching for the library's fastest float16 kernel has
-crashed the GPU.
+each call, with a scale for each input row. The library cannot multiply float8 products by scales of rows, so that a kernel
+does so afterwards. float16 is not offered: searching for the library's fastest float16 kernel has crashed the GPU.
 
 The library's packed form is opaque, except that the values come first, row by row. The formats therefore also store the place
 of each value, so that the matrix can be unpacked on any device.
@@ -154,12 +154,17 @@ def _linear8(
         return None
     tokens = x.shape[0]
     more = -tokens % (16 if tokens < 512 else 64)
-    small, factors = float8_kernels().rounded(x.contiguous(), scales.bits, tokens + more)
-    y = api.product(small, packed, bias, rows, factors)
-    return y[:tokens] if more else y
+    kernels = float8_kernels()
+    small, own = kernels.rounded(x, tokens + more)
+    y = api.product(small, packed, None, rows)  # at most 448 * 448 * columns, which bfloat16 can hold
+    return kernels.scaled_(y[:tokens], own, scales.bits, bias)
 
 
-CUSPARSELT = register(Format("cusparselt", ("one", "places", "packed"), _fits, _pack, _unpack, _linear))
+def _stored(buffers: Buffers) -> int:
+    return 4 * buffers[1].numel()  # a byte holds the places of four values
+
+
+CUSPARSELT = register(Format("cusparselt", ("one", "places", "packed"), _fits, _pack, _unpack, _linear, stored=_stored))
 CUSPARSELT8 = register(
     replace(
         CUSPARSELT, name="cusparselt8", fits=_fits8, linear=_linear8, takes=("float8_e4m3fn",), inputs="float8_e4m3fn"

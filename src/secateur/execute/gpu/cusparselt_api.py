@@ -17,7 +17,7 @@ from torch import Tensor
 FIRST_VERSION = 600
 _ROW, _COLUMN, _PLAIN, _TRANSPOSED, _SUMS_FLOAT32 = 2, 1, 0, 1, 2
 _KINDS = {torch.bfloat16: 14, torch.float8_e4m3fn: 28}  # of the numbers in a matrix
-_FACTORS, _BIAS = 5, 8  # attributes of a product: whether alpha is a vector on the device; the address of the bias
+_BIAS = 8  # the attribute of a product that holds the address of the bias
 _PLANS: dict[tuple[Any, ...], MatmulPlan] = {}
 _WORKSPACES: dict[tuple[int, int], Tensor] = {}
 
@@ -47,18 +47,18 @@ def _check(status: int, what: str) -> None:
 @cache
 def _handle(device: int) -> Opaque:
     handle = Opaque()
-    _check(library().cusparseLtInit(byref(handle)), "initializing the library")
+    with torch.cuda.device(device):  # the library initializes the current device
+        _check(library().cusparseLtInit(byref(handle)), "initializing the library")
     return handle
 
 
 class MatmulPlan:
-    """The library's plan for one product of given sizes: y [tokens, rows] = x [tokens, columns] @ matrix.T * factors + bias.
+    """The library's plan for one product of given sizes: y [tokens, rows] = x [tokens, columns] @ matrix.T + bias.
 
-    `kind` is the dtype of x and of the matrix; y and the bias are bfloat16. Factors, if `scaled`, are float32, one for each
-    row of the matrix.
+    `kind` is the dtype of x and of the matrix; y and the bias are bfloat16.
     """
 
-    def __init__(self, rows: int, columns: int, tokens: int, bias: Tensor | None, device: int, kind: torch.dtype, scaled: bool):
+    def __init__(self, rows: int, columns: int, tokens: int, bias: Tensor | None, device: int, kind: torch.dtype):
         lib, given, made = library(), _KINDS[kind], _KINDS[torch.bfloat16]
         self.handle, self.plan = _handle(device), Opaque()
         self.sparse, self.dense, self.out, self.product, self.choice = (Opaque() for _ in range(5))
@@ -78,9 +78,6 @@ class MatmulPlan:
             lib.cusparseLtMatmulDescriptorInit(h, byref(self.product), _PLAIN, _TRANSPOSED, *parts, _SUMS_FLOAT32),
             "describing the product",
         )
-        if scaled:
-            args = (h, byref(self.product), c_int(_FACTORS), byref(c_int(1)), c_size_t(4))
-            _check(lib.cusparseLtMatmulDescSetAttribute(*args), "asking for a factor for each row")
         if bias is not None:
             address = c_void_p(bias.data_ptr())
             args = (h, byref(self.product), c_int(_BIAS), byref(address), c_size_t(8))
@@ -102,20 +99,19 @@ class MatmulPlan:
             "sizing the workspace",
         )
 
-    def search(self, x: Tensor, packed: Tensor, y: Tensor, factors: Tensor | None) -> None:
+    def search(self, x: Tensor, packed: Tensor, y: Tensor) -> None:
         """Lets the library measure its kernels on these tensors and choose the fastest."""
-        self._call(library().cusparseLtMatmulSearch, x, packed, y, factors)
+        self._call(library().cusparseLtMatmulSearch, x, packed, y)
         self._query_workspace()
 
-    def run(self, x: Tensor, packed: Tensor, y: Tensor, factors: Tensor | None) -> None:
-        self._call(self.matmul, x, packed, y, factors)
+    def run(self, x: Tensor, packed: Tensor, y: Tensor) -> None:
+        self._call(self.matmul, x, packed, y)
 
-    def _call(self, function: Any, x: Tensor, packed: Tensor, y: Tensor, factors: Tensor | None) -> None:
+    def _call(self, function: Any, x: Tensor, packed: Tensor, y: Tensor) -> None:
         self.stream.value = stream = torch._C._cuda_getCurrentRawStream(x.device.index)
         memory, out = self._workspace(x, stream), y.data_ptr()
-        workspace = None if memory is None else memory.data_ptr()
-        alpha = self.alpha if factors is None else factors.data_ptr()
-        status = function(*self.before, alpha, packed.data_ptr(), x.data_ptr(), self.after, out, out, workspace, self.where, 1)
+        workspace, given = None if memory is None else memory.data_ptr(), (packed.data_ptr(), x.data_ptr())
+        status = function(*self.before, self.alpha, *given, self.after, out, out, workspace, self.where, 1)
         _check(status, "computing the product")
 
     def _workspace(self, x: Tensor, stream: int) -> Tensor | None:
@@ -139,22 +135,24 @@ def needed(rows: int, columns: int, kind: torch.dtype) -> int:
     return size.value
 
 
-def product(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int, factors: Tensor | None = None) -> Tensor:
-    """Returns x @ matrix.T * factors + bias in bfloat16, for a contiguous x [tokens, columns] in bfloat16 or float8.
+def product(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    """Returns x @ matrix.T + bias in bfloat16, for a contiguous x [tokens, columns] in bfloat16 or float8.
 
-    `packed` is the result of `torch._cslt_compress` for a matrix in the dtype of x. The factors, float32, are multiplied before
-    the result is rounded.
+    `packed` is the result of `torch._cslt_compress` for a matrix in the dtype of x.
     """
+    if x.get_device() != torch.cuda.current_device():  # the library uses the current device
+        with torch.cuda.device(x.device):
+            return product(x, packed, bias, rows)
     tokens, columns = x.shape
     y = torch.empty(tokens, rows, dtype=torch.bfloat16, device=x.device)
-    key = (rows, columns, tokens, x.device.index, 0 if bias is None else bias.data_ptr(), x.dtype, factors is not None)
+    key = (rows, columns, tokens, x.device.index, 0 if bias is None else bias.data_ptr(), x.dtype)
     plan = _PLANS.get(key)
     if plan is None:
         if len(_PLANS) >= 512:
             _PLANS.clear()
-        plan = MatmulPlan(rows, columns, tokens, bias, x.device.index or 0, x.dtype, factors is not None)
+        plan = MatmulPlan(rows, columns, tokens, bias, x.device.index or 0, x.dtype)
         if not torch.cuda.is_current_stream_capturing():
-            plan.search(x, packed, y, factors)
+            plan.search(x, packed, y)
             _PLANS[key] = plan
-    plan.run(x, packed, y, factors)
+    plan.run(x, packed, y)
     return y
