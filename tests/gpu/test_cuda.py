@@ -152,3 +152,23 @@ def test_masks_of_weights_on_another_device_than_the_current_one(how):
     want, got = (sc.prune_(each, **how).masks["weight"] for each in (model, there))
     assert torch.equal(got.cpu(), want)
     assert torch.equal(there.weight.cpu(), model.weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("zeros", [0, 1000, 1 << 20])
+def test_zeros_that_were_there_before_are_counted_as_on_the_cpu(dtype, zeros):
+    weight = torch.rand(1500, 1400, generator=torch.Generator().manual_seed(5)).add_(1).to(dtype)
+    weight.view(-1)[weight.numel() - zeros :] = 0
+    tensors = {"large": weight, "small": weight[-100:].contiguous(), "across": weight.t()}
+    plans = [sc.plan({n: t.to(device) for n, t in tensors.items()}, sparsity=0.3) for device in ("cpu", "cuda")]
+    assert plans[0].zeros == plans[1].zeros
+    assert bool(plans[1].zeros) == (zeros > 1000)  # at most 1 % of zeros are taken for chance
+
+
+def test_a_plan_needs_little_memory_besides_its_mask():
+    weight = torch.randn(1 << 13, 1 << 13, device="cuda", dtype=torch.bfloat16)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    plan = sc.plan({"weight": weight}, pattern="2:4")
+    assert plan.masks["weight"].numel() == weight.numel()
+    assert torch.cuda.max_memory_allocated() - before < 1.1 * weight.numel()
