@@ -111,10 +111,18 @@ def test_a_loop_that_is_left_early_closes_the_progress():
     assert not progress._board.rows
 
 
-def test_no_thread_stays_behind():
+def test_one_thread_draws_all_loops_and_ends_after_them(monkeypatch):
+    def drawing():
+        return [thread for thread in threading.enumerate() if thread.name == "secateur progress"]
+
+    monkeypatch.setattr(progress, "AFTER", 0.3)
     work(1)
-    time.sleep(0.2)
-    assert not [thread for thread in threading.enumerate() if thread.name == "secateur progress"]
+    first = drawing()
+    work(1)
+    assert len(first) == 1
+    assert drawing() == first
+    time.sleep(0.6)
+    assert not drawing()
 
 
 class Stream(IterableDataset):

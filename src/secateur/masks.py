@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -116,6 +117,7 @@ class Masks(Mapping[str, Tensor]):
 
 _CHANCE = 0.01  # a smaller fraction of zeros in every tensor is taken for chance
 _SAMPLED = 1 << 20  # elements from which a sample is looked at before all of them
+_SAMPLE = 4096
 
 
 def count_kept(masks: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> tuple[list[int] | None, dict[str, int]]:
@@ -126,36 +128,49 @@ def count_kept(masks: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> tu
     """
     there = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
     split = any(sharded(mask) for mask in masks.values())
-    if not split and all(_zeros_are_rare(tensor) for tensor in there.values()):
+    if not split and _zeros_are_rare(there.values()):
         return None, {}
-    zeros: dict[str, int] = {}
-    for device in {tensor.device for tensor in there.values()}:  # one transfer for each device
-        here = [name for name, tensor in there.items() if tensor.device == device]
-        if device.type == "cpu":
-            zeros |= {name: kernels.count_zeros(there[name]) for name in here}
-            continue
-        filled = torch.stack([torch.count_nonzero(there[name]) for name in here]).tolist()
-        zeros |= {name: there[name].numel() - number for name, number in zip(here, filled, strict=True)}
+    zeros = {name: kernels.count_zeros(tensor) for name, tensor in there.items()}
     found, kept = [zeros.get(name, 0) for name in masks], None
     if split:
         both = add_counts(masks, count_local(masks), found)
         kept, found = both[: len(masks)], both[len(masks) :]
     if not any(number > _CHANCE * mask.numel() for number, mask in zip(found, masks.values(), strict=True)):
         return kept, {}
-    zero = [int(torch.count_nonzero((there[name] == 0) & local(masks[name]))) if zeros.get(name) else 0 for name in masks]
+    zero = [kernels.count_zeros(there[name], local(masks[name])) if zeros.get(name) else 0 for name in masks]
     zero = add_counts(masks, zero) if split else zero
     return kept, {name: number for name, number in zip(masks, zero, strict=True) if number}
 
 
-def _zeros_are_rare(tensor: Tensor) -> bool:
-    """True if there is no zero in a random sample of a large tensor on a CPU, which reads it faster than the tensor.
+def _zeros_are_rare(tensors: Iterable[Tensor]) -> bool:
+    """True if at most 1 % of the elements of each tensor are zero. A random sample of a large tensor must not have any zero.
 
-    For a tensor with more than 1 % of zeros, the probability of this is at most 0.99 ** 4096, or 1e-18.
+    For a tensor with more than 1 % of zeros, the probability of this is at most 0.99 ** 4096, or 1e-18. A GPU is waited for
+    once.
     """
-    if tensor.device.type != "cpu" or tensor.numel() < _SAMPLED or not tensor.is_contiguous():
-        return False
-    places = torch.randint(tensor.numel(), (4096,), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-    return int(torch.count_nonzero(tensor.detach().view(-1)[places])) == len(places)
+    found: dict[torch.device, list[tuple[Tensor, int]]] = {}  # numbers of zeros on a GPU, and their limits
+    for tensor in tensors:
+        whole, limit = tensor.detach(), int(_CHANCE * tensor.numel())
+        if tensor.numel() >= _SAMPLED:
+            if not tensor.is_contiguous():
+                return False
+            whole, limit = whole.view(-1)[_places(tensor.numel(), tensor.device)], 0
+        if tensor.device.type != "cpu":
+            found.setdefault(tensor.device, []).append(((whole == 0).sum(), limit))
+        elif kernels.count_zeros(whole) > limit:
+            return False
+    for pairs in found.values():
+        numbers = torch.stack([zeros for zeros, _ in pairs]).tolist()
+        if any(number > limit for number, (_, limit) in zip(numbers, pairs, strict=True)):
+            return False
+    return True
+
+
+@functools.lru_cache(64)
+def _places(size: int, device: torch.device) -> Tensor:
+    """Returns the places of a random sample, the same every time."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randint(size, (_SAMPLE,), generator=generator, device="cpu").to(device)
 
 
 def _unbits(bits: Tensor, shape: tuple[int, ...], name: str) -> Tensor:

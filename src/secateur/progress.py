@@ -1,7 +1,8 @@
 """Progress of long work: a bar in a terminal or a notebook, or else a plain line every few seconds.
 
-Work that takes less than two seconds shows nothing. Functions report the current item (`Progress`, `track`), and a thread,
-which runs only while a loop is open, draws. Nothing here needs torch.
+Work that takes less than two seconds shows nothing. Functions report the current item (`Progress`, `track`), and a thread
+draws. It ends two seconds after the last loop, because starting one for each loop would take longer than planning a small
+model. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -278,15 +279,15 @@ class _Board:
         self.pauses = 0
         self._lock = threading.RLock()  # the garbage collector may close a row while this thread draws
         self._view: _View | None = None
-        self._ended = threading.Event()
+        self._drawing = False  # whether the thread runs
         self._next = 0.0
 
     def add(self, row: _Row) -> None:
         with self._lock:
             self.rows.append(row)
-            if len(self.rows) == 1:
-                self._ended = threading.Event()
-                threading.Thread(target=self._run, args=(self._ended,), name="secateur progress", daemon=True).start()
+            if not self._drawing:
+                self._drawing = True
+                threading.Thread(target=self._run, name="secateur progress", daemon=True).start()
 
     def remove(self, row: _Row) -> None:
         """Removes a row and those inside it, which an error may have left open."""
@@ -294,14 +295,20 @@ class _Board:
             if row not in self.rows:
                 return
             del self.rows[self.rows.index(row) :]
-            if not self.rows:
-                self._ended.set()
-                if self._view is not None:
-                    self._view.close()
-                    self._view = None
+            if not self.rows and self._view is not None:
+                self._view.close()
+                self._view = None
 
-    def _run(self, ended: threading.Event) -> None:
-        while not ended.wait(FRAME):
+    def _run(self) -> None:
+        busy = time.monotonic()
+        while True:
+            time.sleep(FRAME)
+            with self._lock:
+                if self.rows:
+                    busy = time.monotonic()
+                elif time.monotonic() - busy > AFTER:
+                    self._drawing = False
+                    return
             if not self.pauses:
                 with suppress(OSError, ValueError):  # a stream that was closed meanwhile
                     self.draw()

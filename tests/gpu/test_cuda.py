@@ -152,3 +152,67 @@ def test_masks_of_weights_on_another_device_than_the_current_one(how):
     want, got = (sc.prune_(each, **how).masks["weight"] for each in (model, there))
     assert torch.equal(got.cpu(), want)
     assert torch.equal(there.weight.cpu(), model.weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("zeros", [0, 1000, 1 << 20])
+def test_zeros_that_were_there_before_are_counted_as_on_the_cpu(dtype, zeros):
+    weight = torch.rand(1500, 1400, generator=torch.Generator().manual_seed(5)).add_(1).to(dtype)
+    weight.view(-1)[weight.numel() - zeros :] = 0
+    tensors = {"large": weight, "small": weight[-100:].contiguous(), "across": weight.t()}
+    plans = [sc.plan({n: t.to(device) for n, t in tensors.items()}, sparsity=0.3) for device in ("cpu", "cuda")]
+    assert plans[0].zeros == plans[1].zeros
+    assert bool(plans[1].zeros) == (zeros > 1000)  # at most 1 % of zeros are taken for chance
+
+
+def test_a_plan_needs_little_memory_besides_its_mask():
+    weight = torch.randn(1 << 13, 1 << 13, device="cuda", dtype=torch.bfloat16)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    plan = sc.plan({"weight": weight}, pattern="2:4")
+    assert plan.masks["weight"].numel() == weight.numel()
+    assert torch.cuda.max_memory_allocated() - before < 1.1 * weight.numel()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("kind", ["normal", "few values", "all equal", "concentrated", "half zero"])
+def test_large_pools_equal_the_cpu(dtype, kind):
+    """Pools that take one pass, pools with millions of ties, and one whose candidates are all in a small part of it."""
+    generator = torch.Generator().manual_seed(6)
+    sizes = {"a": (4099, 4097), "b": (1, 1), "c": (8192, 6144), "d": (0, 64), "e": (333, 77)}
+    tensors = {name: torch.randn(size, generator=generator).to(dtype) for name, size in sizes.items()}
+    for tensor in tensors.values():
+        if kind == "few values":
+            tensor.mul_(4).round_().div_(4)
+        elif kind == "all equal":
+            tensor.fill_(-0.75)
+        elif kind == "half zero":
+            tensor[tensor < 0] = 0
+    if kind == "concentrated":
+        tensors["a"].mul_(0.01)
+        tensors["c"].mul_(100)
+        tensors["a"][:200].fill_(3).add_(torch.rand(200, 4097, generator=generator).to(dtype))
+    for sparsity in (0.001, 0.26, 0.5, 0.9):
+        ours, theirs = both(tensors, sparsity=sparsity, scope="global")
+        assert all(torch.equal(ours[n], theirs[n]) for n in tensors), sparsity
+
+
+def test_a_sample_beside_the_threshold_changes_nothing():
+    weight = torch.randn(4096, 8192, generator=torch.Generator().manual_seed(7))
+    stride = max(weight.numel() // (1 << 16), 1) | 1  # every place that the sample is taken from
+    weight.view(-1)[::stride] *= 100
+    ours, theirs = both({"w": weight}, sparsity=0.5)
+    assert torch.equal(ours["w"], theirs["w"])
+
+
+def test_more_than_two_to_the_thirty_one_elements_are_ranked_together():
+    weight = torch.randn(1 << 16, (1 << 15) + 64, device="cuda", dtype=torch.bfloat16)
+    mask = select({"w": Scores.magnitude(weight)}, Pattern(), sparsity=0.5)["w"]
+    kept, gone = weight.abs().masked_fill(~mask, torch.inf).amin(), weight.abs().masked_fill(mask, 0).amax()
+    assert kept >= gone
+    assert sum(int(part.sum()) for part in mask.split(1 << 12)) == weight.numel() - round(0.5 * weight.numel())
+    if kept == gone:  # of the ties the first are pruned
+        ties = (weight == kept).logical_or_(weight == -kept).view(-1)
+        places = torch.cat([part.nonzero().view(-1) + i * (1 << 28) for i, part in enumerate(ties.split(1 << 28))])
+        states = mask.view(-1)[places]
+        assert bool((states[1:] >= states[:-1]).all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -29,10 +30,15 @@ class Utils:
 
 
 class Driver(DriverBase):
-    """`change` is applied to the text of every kernel before it runs."""
+    """`change` is applied to the text of every kernel before it runs.
+
+    Kernels may access `tensors`. If that is None, they may access all tensors that any kernel was given.
+    """
 
     def __init__(self) -> None:
-        self.utils, self.launches, self.tensors, self.change = Utils(), 0, (), str
+        self.utils, self.launches, self.change, self.ran = Utils(), 0, str, []
+        self.tensors: Sequence[torch.Tensor] | None = ()
+        self.seen: list[torch.Tensor] = []
 
         class Launcher:
             def __init__(launcher, src: Any, metadata: Any) -> None:
@@ -49,11 +55,14 @@ class Driver(DriverBase):
         text = next(kernel.asm["ptx"] for kernel in kernels if kernel.metadata is metadata)
         names = src.fn.arg_names
         given = [a for name, a in zip(names, arguments) if src.signature[name] != "constexpr"]
+        self.seen += [a for a in given if isinstance(a, torch.Tensor)] if self.tensors is None else []
+        tensors = self.seen if self.tensors is None else self.tensors
         numbers = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in given]
-        early = [t for name, t in zip(names, self.tensors) if name not in LATE] if metadata.launch_pdl else None
+        early = [t for name, t in zip(names, tensors) if name not in LATE] if metadata.launch_pdl else None
         threads = 32 * metadata.num_warps
-        Launch(parsed(self.change(text)), grid, threads, metadata.shared, [*numbers, 0, 0], self.tensors, early).run()
+        Launch(parsed(self.change(text)), grid, threads, metadata.shared, [*numbers, 0, 0], tensors, early).run()
         self.launches += 1
+        self.ran.append(src.fn.__name__)
 
     @classmethod
     def is_active(cls) -> bool:

@@ -173,6 +173,10 @@ class Launch:
         if kind in ("bf16x2", "f16x2", "bf16"):
             self.put(to, self._halves(head, kind, sources), mask)
             return
+        if kind in ("s16x2", "u16x2"):
+            halves = [self.value(each, "b32").view(f"{'i' if kind[0] == 's' else 'u'}2") for each in sources]
+            self.put(to, PLAIN[head](*halves).view(np.uint32), mask)
+            return
         values = [self.value(each, "b32" if head in ("shl", "shr", "bfe") and i else kind) for i, each in enumerate(sources)]
         run = PLAIN[head]
         if head == "mov" and isinstance(sources[0], list):
@@ -206,7 +210,9 @@ class Launch:
     def _setp(self, each: Instruction, parts: list[str], mask: Array | None) -> None:
         how, kind = parts[0], parts[-1]
         a, b = (self.floats(operand, kind) for operand in each.operands[1:3])
-        if how not in COMPARE:  # "neu" and the like are true for NaN
+        if how in ("nan", "num"):
+            result = (np.isnan(a) | np.isnan(b)) == (how == "nan")
+        elif how not in COMPARE:  # "neu" and the like are true for NaN
             result = COMPARE[how.removesuffix("u")](a, b) | np.isnan(a) | np.isnan(b)
         else:
             result = COMPARE[how](a, b)
@@ -276,6 +282,30 @@ class Launch:
         else:
             self.tensors.store(address, values[on], each.text)
 
+    def _atom(self, each: Instruction, parts: list[str], mask: Array | None) -> None:
+        """One thread after the other, in their order."""
+        *to, place, given = each.operands
+        type_, how = TYPES[parts[-1]], {"add": np.add, "max": np.maximum, "min": np.minimum}[parts[-2]]
+        on = np.arange(self.total) if mask is None else mask.nonzero()[0]
+        address, values = self._address(place, parts)[on], self.value(given, parts[-1])
+        before = np.zeros(self.total, type_)
+        for i, thread in enumerate(on):
+            here, own, who = address[i : i + 1], self.block[thread : thread + 1], self.thread[thread : thread + 1]
+            if "shared" in parts:
+                held = self.shared.load(own, here, type_.itemsize, who, each.text, noted=False)
+            else:
+                held = self._global().load(here, type_.itemsize, each.text)
+            before[thread] = held.view(type_)[0, 0]
+            after = how(before[thread : thread + 1], values[thread : thread + 1]).view(np.uint8)[None]
+            if "shared" in parts:
+                self.shared.data[own[:, None], here.astype(np.int64)[:, None] + np.arange(type_.itemsize)] = after
+            else:
+                self.tensors.store(here, after, each.text)
+        for register in to:
+            self.put(register, before, mask)
+
+    _red = _atom
+
     def _cp(self, each: Instruction, parts: list[str], mask: Array | None) -> None:
         if "wait_all" in parts:
             waiting = np.ones(self.total, bool) if mask is None else mask
@@ -343,32 +373,46 @@ class Launch:
         for predicate in found:
             self.put(predicate, inside.reshape(-1), mask)
 
+    def _vote(self, each: Instruction, parts: list[str], mask: Array | None) -> None:
+        if "ballot" not in parts:
+            raise NotImplementedError(each.text)
+        votes = self._warps(each, self.value(each.operands[1], "pred"), mask)
+        self.put(each.operands[0], np.repeat((votes << np.arange(32)).sum(1), 32).astype(np.uint32), mask)
+
     def _redux(self, each: Instruction, parts: list[str], mask: Array | None) -> None:
         values = self._warps(each, self.value(each.operands[1], parts[-1]), mask)
         how = {"add": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or, "and": np.bitwise_and}[parts[1]]
         self.put(each.operands[0], np.repeat(how.reduce(values, 1), 32).astype(values.dtype), mask)
 
+    def _matrices(self, each: Instruction, place: Place, number: int, mask: Array | None) -> Any:
+        """Yields, for each matrix of 8 x 8 halves, the addresses of both halves that a lane has a part of."""
+        address = self._warps(each, self._address(place, ["shared"]), mask)
+        row, column = (self.lane[:32] // 4)[:, None], self.lane[:32, None] % 4 * 2 + np.arange(2)
+        if "trans" in each.parts:
+            row, column = column, row
+        on = np.ones(self.total, bool) if mask is None else mask
+        for i in range(number):
+            rows = address[:, 8 * i : 8 * i + 8]
+            self.shared.places(self.block[on], np.tile(rows, 4).reshape(-1)[on], 16, each.text)
+            yield on, (rows[:, row] + 2 * column).reshape(-1, 2)[on]
+
     def _ldmatrix(self, each: Instruction, parts: list[str], mask: Array | None) -> None:
         to, place = each.operands
-        address = self._warps(each, self._address(place, ["shared"]), mask)
-        on = np.ones(self.total, bool) if mask is None else mask
-        for i, register in enumerate(to):
-            rows = np.repeat(address[:, 8 * i : 8 * i + 8], 4, 1).reshape(-1)  # lane l holds a part of row l // 4
+        for register, (on, address) in zip(to, self._matrices(each, place, len(to), mask)):
             own = np.zeros((self.total, 4), np.uint8)
-            self.shared.places(self.block[on], rows[on], 16, each.text)
-            at = (rows + self.lane % 4 * 4)[on]
-            own[on] = self.shared.load(self.block[on], at, 4, self.thread[on], each.text, written=False)
+            for i in range(2):
+                own[on, 2 * i : 2 * i + 2] = self.shared.load(
+                    self.block[on], address[:, i], 2, self.thread[on], each.text, written=False
+                )
             self.put(register, own.view(np.uint32)[:, 0], mask)
 
     def _stmatrix(self, each: Instruction, parts: list[str], mask: Array | None) -> None:
         place, given = each.operands
-        address = self._warps(each, self._address(place, ["shared"]), mask)
-        on = np.ones(self.total, bool) if mask is None else mask
-        for i, register in enumerate(given if isinstance(given, list) else [given]):
-            rows = np.repeat(address[:, 8 * i : 8 * i + 8], 4, 1).reshape(-1)  # lane l holds a part of row l // 4
-            self.shared.places(self.block[on], rows[on], 16, each.text)
-            own = np.ascontiguousarray(self.value(register, "b32")[on]).view(np.uint8).reshape(-1, 4)
-            self.shared.store(self.block[on], (rows + self.lane % 4 * 4)[on], own, self.thread[on], each.text)
+        given = given if isinstance(given, list) else [given]
+        for register, (on, address) in zip(given, self._matrices(each, place, len(given), mask)):
+            values = self.value(register, "b32")[on].view(np.uint8).reshape(-1, 4)
+            for i in range(2):
+                self.shared.store(self.block[on], address[:, i], values[:, 2 * i : 2 * i + 2], self.thread[on], each.text)
 
     def _mma(self, each: Instruction, parts: list[str], mask: Array | None) -> None:
         """mma.sp.m16n8k32 in half precision: 16 rows by 32 columns, of which two of four are stored, times 32 by 8."""

@@ -102,7 +102,9 @@ class Shared:
         self.coming[block[:, None], address[:, None] + np.arange(values.shape[1])] = False
         self.store(block, address, values, thread, text)
 
-    def load(self, block: Array, address: Array, width: int, thread: Array, text: str, *, written: bool = True) -> Array:
+    def load(
+        self, block: Array, address: Array, width: int, thread: Array, text: str, *, written: bool = True, noted: bool = True
+    ) -> Array:
         block, at = self.places(block, address, width, text)
         if bool(self.coming[block, at].any()):
             raise Fault(f"read of shared memory before its copy has arrived: {text}")
@@ -110,7 +112,8 @@ class Shared:
             raise Fault(f"read of shared memory that was never written: {text}")
         if self._clash(self.wrote, block, at, thread[:, None]):
             raise Fault(f"read of what another thread wrote, without a barrier: {text}")
-        self._note(self.read, block, at, thread[:, None], join=True)
+        if noted:
+            self._note(self.read, block, at, thread[:, None], join=True)
         return self.data[block, at]
 
     def store(self, block: Array, address: Array, values: Array, thread: Array, text: str, *, later: bool = False) -> None:

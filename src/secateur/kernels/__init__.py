@@ -170,9 +170,11 @@ def count_digits(bits: np.ndarray, shift: int, number: int) -> np.ndarray:
     return found
 
 
-def count_zeros(tensor: Tensor) -> int:
-    """Returns how many elements are zero."""
-    if tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.float64) or not tensor.is_contiguous():
+def count_zeros(tensor: Tensor, among: Tensor | None = None) -> int:
+    """Returns how many elements are zero, or how many of those where the mask `among` is True."""
+    if among is not None or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return _count_zeros(tensor, among)
+    if tensor.dtype not in (torch.float32, torch.float64):
         return tensor.numel() - int(torch.count_nonzero(tensor))
     flat, loops = tensor.detach().view(-1), compilable(tensor)
 
@@ -183,6 +185,17 @@ def count_zeros(tensor: Tensor) -> int:
         return _count(np.equal(view(part), 0, out=workspace("flags", tuple(part.shape), np.bool_)))
 
     return sum(in_threads(work, range(0, flat.numel(), PART)))
+
+
+def _count_zeros(tensor: Tensor, among: Tensor | None) -> int:
+    """The same for any tensor, a part at a time: on a GPU, `torch.count_nonzero` needs eight bytes for each element."""
+    rows = torch.atleast_1d(tensor.detach())
+    step = max(slab_elements(tensor.device) * rows.shape[0] // max(rows.numel(), 1), 1)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for first in range(0, rows.shape[0], step):
+        zero = rows[first : first + step] == 0
+        total += (zero if among is None else zero.logical_and_(among.view_as(rows)[first : first + step])).sum()
+    return int(total)
 
 
 def kth(values: Tensor, k: int) -> float:

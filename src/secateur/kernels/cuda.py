@@ -1,16 +1,16 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 """Triton kernels for magnitudes on a GPU: masks of pools by an exact threshold, n:m masks, and means over blocks.
 
-The threshold of a pool is found by counting, in each block, the magnitudes below a ladder of values, its rungs. The counts also
-tell how many ties precede each block, so the mask needs one more pass and no sort. For bfloat16, which has few values, one
-ladder is usually enough.
+The mask of a pool takes one pass over the weights (`one_pass`) if a sample has bracketed its threshold. Otherwise the threshold
+is found by counting, in each block, the magnitudes below a ladder of values, its rungs. The counts also tell how many ties
+precede each block, so the mask needs one more pass and no sort.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,15 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import radix
+from . import one_pass, radix
 from .arrays import NaNFound, infinity_bits
+from .one_pass import Part
 
 _TILE = 1024  # elements that a program of the counting kernel reads at a time
 _TURNS = 32  # tiles per program; at most 255, because a counter has one byte per rung
 _BLOCK = _TILE * _TURNS
 _MASK_TILE = 2048
 _FEW = 1 << 18  # number of candidates that are collected and sorted instead of counted again
-_ONE = 1 << 26  # elements up to which waiting for the host would take longer than counting
+_ONE = 1 << 24  # elements up to which waiting for the host would take longer than counting
 
 
 def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -262,39 +263,40 @@ def keep_magnitudes(
     weights = [weight for weight, _ in pairs]
     if len(weights) == 1 and weights[0].numel() <= _ONE:
         return [radix.keep_largest(*pairs[0], drop)]
-    device = weights[0].device
-    starts = np.concatenate([[0], np.cumsum([triton.cdiv(weight.numel(), _BLOCK) for weight in weights])]).tolist()
-    parts = [
-        _Part(weight, weight if mask is None else mask, mask is not None, start, end)
-        for (weight, mask), start, end in zip(pairs, starts, starts[1:], strict=False)
-    ]
-    found = _find_threshold(parts, sample, drop)
-    if found is None:
-        return None
-    threshold, ties, goes = found
-    before = torch.zeros(starts[-1] + 1, dtype=torch.int64, device=device)
+    values = sample()
+    masks = [torch.empty(weight.shape, dtype=torch.bool, device=weight.device) for weight in weights]
+    parts = one_pass.parts_of(pairs, one_pass.BLOCK)
+    bracket = one_pass.bracket_of(values, drop / sum(weight.numel() for weight in weights))
+    swept = one_pass.sweep(parts, bracket, masks)
+    if swept.holds(drop):
+        swept.drop_lowest(parts, bracket, drop)
+    elif (goes := swept.ties_below(drop)) is not None:
+        _write_masks(parts, one_pass.BLOCK, masks, bracket.view(torch.float32)[2:], swept.counts[3], goes)
+    else:  # an unlucky sample, or too many candidates
+        del swept
+        parts = one_pass.parts_of(pairs, _BLOCK)
+        found = _find_threshold(parts, values, drop)
+        if found is None:
+            return None
+        _write_masks(parts, _BLOCK, masks, *found)
+    return masks
+
+
+def _write_masks(
+    parts: Sequence[Part], block: int, masks: Sequence[Tensor], threshold: Tensor, ties: Tensor, goes: int
+) -> None:
+    """Keeps the magnitudes above the threshold, and those that equal it, of which each block has `ties`, but the first."""
+    before = torch.zeros(parts[-1].end + 1, dtype=torch.int64, device=ties.device)
     torch.cumsum(ties, 0, out=before[1:])
-    pruned = torch.tensor([goes], device=device)
-    masks = [torch.empty(weight.shape, dtype=torch.bool, device=device) for weight in weights]
+    pruned = torch.tensor([goes], device=ties.device)
     for part, mask in zip(parts, masks, strict=True):
         size = part.weight.numel()
         if size:
             arguments = part.weight, part.factor, mask, before, part.start, threshold, pruned, size, part.masked
-            _mask_kernel[(triton.cdiv(size, _MASK_TILE),)](*arguments, _MASK_TILE, _BLOCK // _MASK_TILE, num_warps=8)
-    return masks
+            _mask_kernel[(triton.cdiv(size, _MASK_TILE),)](*arguments, _MASK_TILE, block // _MASK_TILE, num_warps=8)
 
 
-class _Part(NamedTuple):
-    """One tensor of a pool."""
-
-    weight: Tensor
-    factor: Tensor  # the mask to multiply it with; the weight itself if there is none
-    masked: bool
-    start: int  # its first block among those of all tensors
-    end: int
-
-
-def _find_threshold(parts: Sequence[_Part], sample: Callable[[], Tensor], drop: int) -> tuple[Tensor, Tensor, int] | None:
+def _find_threshold(parts: Sequence[Part], sample: Tensor, drop: int) -> tuple[Tensor, Tensor, int] | None:
     """Returns the threshold, the number of ties in each block, and how many ties are pruned. None if it is infinite."""
     dtypes = {part.weight.dtype for part in parts}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
@@ -302,7 +304,7 @@ def _find_threshold(parts: Sequence[_Part], sample: Callable[[], Tensor], drop: 
     counts = torch.empty(parts[-1].end, rungs + 1, dtype=torch.int32, device=parts[0].weight.device)
     total, infinity = sum(part.weight.numel() for part in parts), int(_keys(np.array([np.inf]), dtype)[0])
     low, high, under, upto = 0, infinity + 1, 0, total  # `under` < drop magnitudes are below low, `upto` >= drop below high
-    ladder = _sampled_rungs(sample(), drop / total, dtype, infinity, rungs)
+    ladder = _sampled_rungs(sample, drop / total, dtype, infinity, rungs)
     while True:
         values = torch.from_numpy(_values(ladder, dtype)).to(counts.device)
         below = _count_below(parts, values, counts)
@@ -320,7 +322,7 @@ def _find_threshold(parts: Sequence[_Part], sample: Callable[[], Tensor], drop: 
             ladder = _rungs(low, high, under, upto, drop, infinity, rungs)
 
 
-def _count_below(parts: Sequence[_Part], values: Tensor, counts: Tensor) -> list[int]:
+def _count_below(parts: Sequence[Part], values: Tensor, counts: Tensor) -> list[int]:
     """Returns how many magnitudes are below each rung, and writes those of each block to `counts`. Raises NaNFound."""
     for part in parts:
         if part.start < part.end:
@@ -333,7 +335,7 @@ def _count_below(parts: Sequence[_Part], values: Tensor, counts: Tensor) -> list
     return below
 
 
-def _kth_between(parts: Sequence[_Part], low: int, high: int, number: int, k: int, dtype: torch.dtype) -> int:
+def _kth_between(parts: Sequence[Part], low: int, high: int, number: int, k: int, dtype: torch.dtype) -> int:
     """Returns the key of the k-th lowest of the `number` magnitudes with keys from `low` to below `high`."""
     device = parts[0].weight.device
     ends = torch.from_numpy(_values(np.array([low, high]), dtype)).to(device)

@@ -199,8 +199,16 @@ class Ranking(NamedTuple):
 def keep_largest(weight: Tensor, under: Tensor | None, drop: int) -> Tensor:
     """Returns the mask of a contiguous tensor that prunes its `drop` lowest magnitudes, the lowest index first among equals.
 
-    `drop` must be at least 1 and less than the number of elements.
+    `drop` must be at least 1 and at most the number of elements.
     """
+    kept, status = ranked(weight, under, drop)
+    if status[0].item():
+        raise NaNFound(0)
+    return kept
+
+
+def ranked(weight: Tensor, under: Tensor | None, drop: int) -> tuple[Tensor, Tensor]:
+    """Returns the same mask and `status`, which tells on the device whether there is NaN."""
     ranking, device = Ranking.of(weight.numel(), weight.dtype), weight.device
     job = torch.zeros(ranking.job + 2, dtype=torch.int32, device=device)
     goes, status = torch.full((1,), drop, dtype=torch.int32, device=device), job[ranking.job :]
@@ -208,6 +216,4 @@ def keep_largest(weight: Tensor, under: Tensor | None, drop: int) -> Tensor:
     kept = torch.empty(weight.shape, dtype=torch.bool, device=device)
     ranking.digits(weight, under, job, goes, blocks, status, 1)
     ranking.choose(weight, under, kept.view(torch.int8), job, goes, blocks, status, 1)
-    if status[0].item():
-        raise NaNFound(0)
-    return kept
+    return kept, status
