@@ -47,11 +47,17 @@ def is_kind(layer: nn.Module | type[nn.Module], kinds: Iterable[Kind]) -> bool:
     """Whether a layer, or a class of layers, is one of these types or of a type derived from them."""
     cls = layer if isinstance(layer, type) else type(layer)
     return any(
-        any(f"{base.__module__}.{base.__qualname__}" == kind for base in cls.__mro__)
+        kind in _names(cls)
         if isinstance(kind, str)
         else issubclass(cls, kind) or (cls is not layer and isinstance(layer, kind))
         for kind in kinds
     )
+
+
+@functools.lru_cache(1024)
+def _names(cls: type) -> frozenset[str]:
+    """The full names of a class and of those it is derived from."""
+    return frozenset(f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
 
 
 def adapter_parameters(model: nn.Module) -> set[int]:

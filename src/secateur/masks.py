@@ -148,22 +148,21 @@ def _zeros_are_rare(tensors: Iterable[Tensor]) -> bool:
     For a tensor with more than 1 % of zeros, the probability of this is at most 0.99 ** 4096, or 1e-18. A GPU is waited for
     once.
     """
-    found: dict[torch.device, list[tuple[Tensor, int]]] = {}  # numbers of zeros on a GPU, and their limits
+    samples: dict[torch.device, list[Tensor]] = {}
+    found: dict[torch.device, list[Tensor]] = {}  # on a GPU, whether there are too many zeros
     for tensor in tensors:
         whole, limit = tensor.detach(), int(_CHANCE * tensor.numel())
         if tensor.numel() >= _SAMPLED:
             if not tensor.is_contiguous():
                 return False
-            whole, limit = whole.view(-1)[_places(tensor.numel(), tensor.device)], 0
-        if tensor.device.type != "cpu":
-            found.setdefault(tensor.device, []).append(((whole == 0).sum(), limit))
+            samples.setdefault(tensor.device, []).append(whole.view(-1)[_places(tensor.numel(), tensor.device)])
+        elif tensor.device.type != "cpu":
+            found.setdefault(tensor.device, []).append((whole == 0).sum() > limit)
         elif kernels.count_zeros(whole) > limit:
             return False
-    for pairs in found.values():
-        numbers = torch.stack([zeros for zeros, _ in pairs]).tolist()
-        if any(number > limit for number, (_, limit) in zip(numbers, pairs, strict=True)):
-            return False
-    return True
+    for device, parts in samples.items():
+        found.setdefault(device, []).append((torch.cat(parts) == 0).any())
+    return not any(any(torch.stack(each).tolist()) for each in found.values())
 
 
 @functools.lru_cache(64)
