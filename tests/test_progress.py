@@ -125,6 +125,27 @@ def test_one_thread_draws_all_loops_and_ends_after_them(monkeypatch):
     assert not drawing()
 
 
+class Broken(logging.Handler):
+    def emit(self, record):
+        raise RuntimeError("cannot be written")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_loops_are_shown_again_after_one_could_not_be_drawn(capsys):
+    logger, broken = logging.getLogger("secateur"), Broken(logging.INFO)
+    before = logger.level
+    logger.addHandler(broken)
+    logger.setLevel(logging.INFO)
+    try:
+        work()
+    finally:
+        logger.removeHandler(broken)
+        logger.setLevel(before)
+    capsys.readouterr()
+    work()
+    assert lines(capsys)
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(torch.ones(3, 2))

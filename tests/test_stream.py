@@ -232,3 +232,20 @@ def test_a_model_that_splits_what_its_layers_return_is_linked_by_running_them():
     layers = [model.first, model.second, model.third]
     for layer, replay in zip(layers, stream.stream(model, layers, batches), strict=True):
         assert [call[0][0].shape[1] for call in replay.calls] == [layer.in_features] * 2
+
+
+class Reusing(nn.Linear):
+    """Returns the same memory at every call."""
+
+    def forward(self, x):
+        self.room = getattr(self, "room", torch.empty_like(x))
+        return self.room.copy_(super().forward(x))
+
+
+def test_a_block_that_returns_its_own_memory_feeds_the_next_what_it_returned_for_each_batch():
+    model = nn.Sequential(Reusing(3, 3), Reusing(3, 3))
+    batches = [torch.randn(2, 3) for _ in range(3)]
+    with torch.no_grad():
+        got = [[args[0].clone() for args, _ in replay.calls] for replay in stream.stream(model, list(model), batches)][1]
+        for x, seen in zip(batches, got, strict=True):
+            torch.testing.assert_close(seen, model[0](x), rtol=0, atol=0)

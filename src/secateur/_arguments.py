@@ -73,6 +73,11 @@ def moved(value: Any, device: torch.device | None) -> Any:
     return replaced(value, {i: here[id(tensor)] for i, tensor in enumerate(tensors_of(value))}, [0])
 
 
+def apart(value: Any) -> Any:
+    """The same tree with copies of its tensors, which the module that returned them cannot write to later."""
+    return replaced(value, {i: tensor.clone() for i, tensor in enumerate(tensors_of(value))}, [0])
+
+
 def first_row(value: Any) -> Any:
     """The same tree with the first row of each tensor alone; the tree itself where its tensors differ in the number of rows."""
     tensors = tensors_of(value)

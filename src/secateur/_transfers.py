@@ -26,7 +26,10 @@ def _streams(device: int) -> tuple[Any, Any]:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host: pinned, and complete after `finish`, if the tensor is on a CUDA device."""
+    """A copy on the host: pinned, and complete after `finish`, if the tensor is on a CUDA device.
+
+    Nothing may write to the tensor until then.
+    """
     if not tensor.is_cuda:
         return tensor.to("cpu", copy=True)
     host = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -43,7 +46,8 @@ def to_host(tensor: Tensor) -> Tensor:
 def to_device(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
     """The tensor on a device; a copy in any case if asked for."""
     here = device.type == "cuda" and tensor.device.type == "cpu"
-    filled = _FILLED.get(tensor.untyped_storage().data_ptr()) if here else None
+    plain = tensor.layout == torch.strided and not tensor.is_nested  # others have no memory of their own
+    filled = _FILLED.get(tensor.untyped_storage().data_ptr()) if here and plain else None
     if filled is None:
         return tensor.to(device, non_blocking=True, copy=copy)
     current = torch.cuda.current_stream(device)

@@ -301,17 +301,21 @@ class _Board:
 
     def _run(self) -> None:
         busy = time.monotonic()
-        while True:
-            time.sleep(FRAME)
-            with self._lock:
-                if self.rows:
-                    busy = time.monotonic()
-                elif time.monotonic() - busy > AFTER:
-                    self._drawing = False
-                    return
-            if not self.pauses:
-                with suppress(OSError, ValueError):  # a stream that was closed meanwhile
-                    self.draw()
+        try:
+            while True:
+                time.sleep(FRAME)
+                with self._lock:
+                    if self.rows:
+                        busy = time.monotonic()
+                    elif time.monotonic() - busy > AFTER:
+                        self._drawing = False
+                        return
+                if not self.pauses:
+                    with suppress(OSError, ValueError):  # a stream that was closed meanwhile
+                        self.draw()
+        except BaseException:
+            self._drawing = False  # the next loop starts another thread
+            raise
 
     def draw(self) -> None:
         """Draws the rows that are old enough, unless that was done a moment ago."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._arguments import copied, is_tree, moved, objects_of, replaced, tensors_of
+from ._arguments import apart, copied, is_tree, moved, objects_of, replaced, tensors_of
 from .edit import StandIns
 from .outside import Watch
 from .paused import paused_calls
@@ -85,7 +85,7 @@ def stream(model: nn.Module, modules: Sequence[nn.Module], batches: Sequence[Any
         replay = Replay(module, feed.calls(i))
         yield replay
         if i in chain.last_use:
-            feed.put(i, replay.run())
+            feed.put(i, map(apart, replay.run()))  # a module may write to what it returned before
 
 
 def _in_turn(model: nn.Module, modules: Sequence[nn.Module], batch: Any) -> bool:

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -420,3 +421,20 @@ def test_the_result_says_what_a_call_outside_of_a_graph_takes(now, hint):
     text = str(Compression([row], "speed", 1, 8, 4, calls=(1e-3, now)))
     assert "one call of the model without a CUDA graph: 1.00 ms dense, " in text
     assert ("a CUDA graph saves" in text) == hint
+
+
+def test_the_number_of_calls_that_are_timed_does_not_depend_on_their_time():
+    """Processes whose models wait for each other must call them equally often."""
+    calls = []
+
+    class Waiting(nn.Linear):
+        def forward(self, x):
+            calls.append(self.wait)
+            time.sleep(self.wait)
+            return super().forward(x)
+
+    for wait in (0.0, 0.05):
+        model = Waiting(4, 4)
+        model.wait = wait
+        choose._call_seconds(model, torch.randn(1, 4))
+    assert calls.count(0.0) == calls.count(0.05)

@@ -203,6 +203,28 @@ def test_unstructured_and_block_layers_find_their_formats():
     assert result.rows[0].format == "dense_blocks 64"
 
 
+class Failing(nn.Sequential):
+    """Fails at the second call with compressed layers: the first one is the check of all layers, the next is timed."""
+
+    seen = 0
+
+    def forward(self, x):
+        self.seen += isinstance(self[0], Compressed)
+        if self.seen > 1:
+            raise RuntimeError("out of memory")
+        return super().forward(x)
+
+
+def test_a_failure_while_calls_are_timed_leaves_the_model_as_it_was():
+    layer = nn.Linear(4096, 14336, bias=False).to("cuda", torch.bfloat16)
+    with torch.no_grad():
+        layer.weight.copy_(pruned(14336, 4096, "1", 0.9, torch.bfloat16))
+    model = Failing(layer)
+    with pytest.raises(ValueError, match="out of memory"):
+        compress_(model, torch.randn(1, 4096, device="cuda").bfloat16())
+    assert model[0] is layer
+
+
 def test_layers_that_no_format_helps_stay_dense_and_say_why():
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)).to("cuda").eval()  # float32
     with torch.no_grad():

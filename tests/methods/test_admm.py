@@ -16,7 +16,7 @@ from torch import nn
 
 import secateur as sc
 from secateur.methods import Amount, LayerProblem
-from secateur.methods.scaled import RIDGE, ScaledProblem, factor, finish, inverted, refit
+from secateur.methods.scaled import RIDGE, ScaledProblem, checked_inverse, factor, finish, inverted, refit
 from secateur.patterns import Pattern
 from secateur.scores import Scores
 
@@ -790,3 +790,33 @@ def test_a_matrix_is_inverted_by_halves(size, leaf):
     x = torch.randn(2, size, 2 * size, dtype=torch.float64)
     matrix = x @ x.mT / size + 0.65 * torch.eye(size, dtype=torch.float64)
     torch.testing.assert_close(inverted(matrix, leaf) @ matrix, torch.eye(size, dtype=torch.float64).expand(2, -1, -1))
+
+
+@pytest.mark.parametrize(("shared", "spoilt"), [(0.05, False), (0.98, True), (0.995, True)])
+def test_an_inverse_by_halves_is_replaced_where_rounding_has_spoilt_it(shared, spoilt):
+    """Inputs that have much in common make the halves cancel. Of these matrices none fails in a Cholesky factorization."""
+    torch.manual_seed(1)
+    x = (1 - shared) ** 0.5 * torch.randn(2, 512, 1024) + shared**0.5 * torch.randn(1024)
+    matrix, one = x @ x.mT / 1024, torch.eye(512)
+    matrix.diagonal(dim1=-2, dim2=-1).add_(0.65)
+    with Rounded():
+        rough, found = inverted(matrix, 64), checked_inverse(matrix, 64)
+    assert bool((matrix @ rough - one).norm() > 0.2 * one.norm()) == spoilt
+    assert (matrix @ found - one).norm() < 0.1 * one.norm()
+
+
+class Rounded(torch.utils._python_dispatch.TorchDispatchMode):
+    """Rounds the factors of large products to the eleven digits of TF32."""
+
+    PRODUCTS = torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in self.PRODUCTS and min(args[-1].shape[-2:]) > 4:
+            *rest, one, other = args
+            args = (*rest, rounded(one), rounded(other))
+        return func(*args, **(kwargs or {}))
+
+
+def rounded(x):
+    bits = x.contiguous().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)

@@ -14,7 +14,7 @@ from .._hints import hints
 from .._layers import DEFAULT_TYPES, is_kind, layout_of
 from .._tree import nearest, slots
 from ..arguments import plain_arguments
-from ..edit import record_
+from ..edit import all_or_nothing, record_
 from ..progress import track
 from ..values import Values, requested
 from .find import Zeros, zeros_of
@@ -122,8 +122,9 @@ def compress_(
         choices, built = _choose_all(layers, seen, ties(model), request)
         on_gpu = any(layers[name].weight.is_cuda for name in built)
         dense = _call_seconds(model, example_inputs) if on_gpu else None
-        ignored = swap_(model, {id(layers[name]): new for name, new in built.items()}, example_inputs)
-        calls = None if dense is None else (dense, _call_seconds(model, example_inputs))
+        with all_or_nothing(model):
+            ignored = swap_(model, {id(layers[name]): new for name, new in built.items()}, example_inputs)
+            calls = None if dense is None else (dense, _call_seconds(model, example_inputs))
     for name, new in built.items():
         new.train(modes[name])
         if id(new) in ignored:
@@ -402,8 +403,11 @@ def _error(layer: nn.Module, candidate: Compressed, seen: RecordedInputs) -> flo
 
 
 def _call_seconds(model: nn.Module, example_inputs: Any) -> float:
-    """Returns the seconds of one call of the model, the best of a few."""
-    return time_runs([lambda: call(model, example_inputs)], seconds=0.2, rounds=(3, 50))[0].best
+    """Returns the seconds of one call of the model, the best of ten.
+
+    The number of calls does not depend on their time, because those of several processes may wait for each other.
+    """
+    return time_runs([lambda: call(model, example_inputs)], rounds=(10, 10))[0].best
 
 
 def _seconds(layers: list[nn.Module], seen: RecordedInputs, cold: Tensor | None, seconds: float) -> list[float]:

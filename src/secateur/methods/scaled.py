@@ -26,6 +26,7 @@ _ROWS_RIDGE = 1e-2  # of the scaled G, which is estimated from few tokens
 _RARE = 1e-6  # an input that is smaller than this part of the largest one counts as so large
 _TINY = 1e-30
 _LEAF = 2048  # on a GPU, larger matrices are inverted by halves
+_CLOSE = 0.1  # how far the product of a matrix and its inverse may be from the identity, relative to that
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -59,11 +60,28 @@ class Factor:
         if shift not in self._inverses:
             shifted = self.matrix.clone()
             shifted.diagonal(dim1=-2, dim2=-1).add_(shift)
-            try:
-                self._inverses[shift] = inverted(shifted, _LEAF if shifted.is_cuda else shifted.shape[-1])
-            except torch.linalg.LinAlgError:  # rounded products were not exact enough
-                self._inverses[shift] = inverted(shifted, shifted.shape[-1])
+            self._inverses[shift] = checked_inverse(shifted, _LEAF if shifted.is_cuda else shifted.shape[-1])
         return self._inverses[shift]
+
+
+def checked_inverse(matrix: Tensor, leaf: int) -> Tensor:
+    """The inverse by halves if rounded products are exact enough for that, else by a Cholesky factor.
+
+    Strongly correlated inputs make small differences of large numbers. The matrix may then lose its positive eigenvalues, or
+    keep them and be far off, which is seen in a product of both matrices with a few vectors.
+    """
+    size = matrix.shape[-1]
+    if size <= leaf:
+        return inverted(matrix, size)
+    try:
+        found = inverted(matrix, leaf)
+    except torch.linalg.LinAlgError:
+        return inverted(matrix, size)
+    probe = torch.randn(size, 4, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(matrix)
+    with fast_products(matrix.device, "highest"):
+        away = matrix @ (found @ probe) - probe
+    exact = bool((torch.linalg.vector_norm(away, dim=(-2, -1)) <= _CLOSE * torch.linalg.vector_norm(probe)).all())  # not if NaN
+    return found if exact else inverted(matrix, size)
 
 
 def inverted(matrix: Tensor, leaf: int) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import copied, first_row, moved, same, signature, tensors_of
+from .._arguments import apart, copied, first_row, moved, same, signature, tensors_of
 from .._dist import DataRanks, data_ranks_of, run_of, together
 from .._transfers import finish
 from .._tree import Loose
@@ -425,6 +425,7 @@ class _Block:
             with self.walk.changes.out(self.module) if parts is self.dense else contextlib.nullcontext():
                 output = parts.go(number, None)
             parts.states[number].reset()
+            output = apart(output)  # a block may return memory of its own, which the next call writes to
             yield on_cpu(output) if parts.device is not None else output
 
 

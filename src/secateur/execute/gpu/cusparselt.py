@@ -69,8 +69,9 @@ def why_not_float8(matrix: Tensor, zeros: Zeros, use: Use) -> str | None:
 @cache
 def _why_not_here() -> str | None:
     """Returns why cuSPARSELt cannot multiply float8 numbers on this machine, or None if a small product is right."""
-    major, minor = torch.cuda.get_device_capability()
-    if (major, minor) < (8, 9):
+    here = torch.cuda.current_device()
+    if not _has_float8(here):
+        major, minor = torch.cuda.get_device_capability(here)
         return f"float8 inputs need compute capability 8.9, and this GPU has {major}.{minor}"
     if api.library() is None:
         return "float8 inputs need a torch with cuSPARSELt 0.6 or later"
@@ -85,6 +86,11 @@ def _why_not_here() -> str | None:
     expected = (form.unpack(held, 256, 256, ()) + bias.float().unsqueeze(1)).t()
     right = y is not None and torch.allclose(y.float(), expected, rtol=2.0**-8, atol=0.0)
     return None if right else "cuSPARSELt multiplies float8 numbers wrongly here"
+
+
+@cache
+def _has_float8(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _size_works(matrix: Tensor, kind: torch.dtype) -> bool:
@@ -150,7 +156,7 @@ def _linear8(
     packed = buffers[2]
     if scales is None or not x.is_cuda or x.get_device() != packed.get_device() or x.dtype != DTYPE:
         return None
-    if missing() is not None or api.library() is None:
+    if missing() is not None or api.library() is None or not _has_float8(x.get_device()):
         return None
     tokens = x.shape[0]
     more = -tokens % (16 if tokens < 512 else 64)
