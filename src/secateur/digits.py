@@ -55,6 +55,11 @@ class Part:
         cols = self.scores.layout.cols
         return (at // cols + (first + self.origin[0])) * self.cols + at % cols + self.origin[1]
 
+    def ends(self, first: int, last: int) -> tuple[int, int]:
+        """The lowest and the highest index in the whole matrix of the elements of some rows."""
+        low, high = self.index(first, torch.tensor([0, (last - first) * self.scores.layout.cols - 1])).tolist()
+        return low, high
+
     def keys(self, bits: int, check: bool = False) -> Iterator[tuple[Tensor, int, int, bool]]:
         """The scores as integers of the same order, slab by slab: (keys, first row, end, whether there is NaN).
 
@@ -199,15 +204,27 @@ def listed(own: np.ndarray, equal: int, drop: int, comm: Comm) -> int:
     return int(np.partition(table, drop - equal - 1)[drop - equal - 1]) - 1
 
 
-def _ties(pool: Pool, place: int, part: Part, bits: int) -> Iterator[Tensor]:
-    """The positions in a part of the elements at the score of the cut."""
+def _ties(pool: Pool, place: int, part: Part, bits: int, digit: _Digit | None = None) -> Iterator[Tensor]:
+    """The positions in a part of the elements at the score of the cut.
+
+    With a digit of the index, slabs are only read if they have an index that begins with the digits found so far.
+    """
+    cols, most = part.scores.layout.cols, (1 << (bits - 1)) - 1
     if place in pool.near:
         key, at = pool.near[place]
         yield at[key == pool.prefix]
+    elif (read := _reader(part, bits)) is not None:
+        for first, last in part.scores.slabs(elements=READ) if part.scores.numel else ():
+            low, high = (end >> digit.shift + digit.bits if digit else 0 for end in part.ends(first, last))
+            if low <= pool.index <= high or digit is None or digit.kind == "number":
+                raw = read(first, last)
+                for begin in range(0, raw.size, kernels.PART):
+                    same = raw[begin : begin + kernels.PART] & most == pool.prefix
+                    yield torch.from_numpy(np.flatnonzero(same)) + (first * cols + begin)
     else:
         for key, first, _, _ in part.keys(bits):
             if bool((same := key == pool.prefix).any()):  # nonzero takes longer
-                yield same.nonzero().view(-1) + first * part.scores.layout.cols
+                yield same.nonzero().view(-1) + first * cols
 
 
 def _round(pools: Sequence[Pool], bits: int, digit: _Digit, comm: Comm) -> bool:
@@ -250,11 +267,12 @@ def _count(pool: Pool, bits: int, digit: _Digit) -> tuple[Tensor, int]:
         if not part.counted or (digit.kind == "index" and part.number != pool.number):
             continue
         if digit.leads and (slabs := _plain_slabs(part, bits)) is not None:
-            here = torch.zeros(1 << 16, dtype=torch.int64)
+            sums = np.zeros(1 << 16, dtype=np.int64)
             for raw in slabs:
                 counts, nan = _leading(raw, bits)
                 nans += nan
-                here.add_(counts)
+                sums += counts  # threads of torch would take longer to start and end, and much longer on a busy processor
+            here = torch.from_numpy(sums)
             if digit.bits == bits or (digit.bits < 16 and part.values is None):
                 pool.note(place, here)
             here = here.view(1 << digit.bits, -1).sum(1)
@@ -264,16 +282,25 @@ def _count(pool: Pool, bits: int, digit: _Digit) -> tuple[Tensor, int]:
             now = _noted_digits(pool, place, bits, digit)
             bins = now if bins is None else bins.add_(now.to(bins.device))
             continue
-        if not digit.leads and (near := _near(pool, place, bits, digit)) is not None:
-            now = _near_digits(pool, part, near, digit)
+        near = None if digit.leads else _near(pool, place, bits, digit)
+        if digit.kind != "score" and not pool.weighted:
+            for at in _ties(pool, place, part, bits, digit):
+                bins = torch.zeros(1 << digit.bits, dtype=torch.int64, device=at.device) if bins is None else bins
+                if digit.kind == "number":
+                    bins[part.number] += at.numel()
+                else:
+                    rest = part.index(0, at) >> digit.shift
+                    rest = rest[(rest >> digit.bits) == pool.index] - (pool.index << digit.bits)
+                    bins += torch.bincount(rest, minlength=1 << digit.bits).to(bins.device)
+            continue
+        if near is not None:
+            rest = near[0].long() >> digit.shift
+            rest = rest[(rest >> digit.bits) == pool.prefix] - (pool.prefix << digit.bits)
+            now = torch.bincount(rest, minlength=1 << digit.bits)
             bins = now if bins is None else bins.add_(now.to(bins.device))
             continue
         for key, first, last, nan in part.keys(bits, check=digit.leads):
             nans += nan
-            if digit.kind == "number" and not pool.weighted:
-                bins = torch.zeros(1 << digit.bits, dtype=torch.int64, device=key.device) if bins is None else bins
-                bins[part.number] += torch.count_nonzero(key == pool.prefix).to(bins.device)
-                continue
             found, at = _digits(pool, part, key, first, digit)
             if not pool.weighted:
                 now = torch.bincount(found, minlength=1 << digit.bits)
@@ -300,24 +327,28 @@ def _bits(values: Tensor, bits: int) -> Any:
     return values.reshape(-1).view(_INTEGERS[bits]).numpy()
 
 
+def _reader(part: Part, bits: int) -> Callable[[int, int], Any] | None:
+    """A function that reads the bits of rows if they are plain magnitudes, in memory or in a file, or None."""
+    read, values = part.values, plain_magnitudes(part.scores)
+    if read is not None:
+        return None if _bits(read(0, 0), bits) is None else lambda first, last: _bits(read(first, last), bits)
+    return None if values is None or plain_bits(part, bits) is None else lambda a, b: _bits(values[a:b], bits)
+
+
 def _plain_slabs(part: Part, bits: int) -> Iterable[Any] | None:
     """The bits of a part of plain magnitudes, a slab at a time if they are in a file, or None."""
-    if part.values is None:
-        raw = plain_bits(part, bits)
-        return None if raw is None else [raw]
-    if _bits(part.values(0, 0), bits) is None:
+    if (read := _reader(part, bits)) is None:
         return None
-    read = part.values
-    return (_bits(read(*rows), bits) for rows in part.scores.slabs(elements=READ))
+    return (read(*rows) for rows in part.scores.slabs(elements=part.scores.numel if part.values is None else READ))
 
 
-def _leading(raw: Any, bits: int) -> tuple[Tensor, bool]:
+def _leading(raw: Any, bits: int) -> tuple[np.ndarray, bool]:
     """The number of magnitudes with each value of the leading 16 bits, and whether there is NaN among them."""
     half, infinite = 1 << 15, 0x7F80
     found = np.zeros(2 * half, dtype=np.int64)
     found[half:] = kernels.count_digits(raw, bits - 16, half)
     nan = bool(found[half + infinite :].any())
-    return torch.from_numpy(found), nan and bool(((raw & ((1 << (bits - 1)) - 1)) > infinite << (bits - 16)).any())
+    return found, nan and bool(((raw & ((1 << (bits - 1)) - 1)) > infinite << (bits - 16)).any())
 
 
 def _noted_digits(pool: Pool, place: int, bits: int, digit: _Digit) -> Tensor:
@@ -352,19 +383,6 @@ def _near(pool: Pool, place: int, bits: int, digit: _Digit) -> Near | None:
     return pool.near[place]
 
 
-def _near_digits(pool: Pool, part: Part, near: Near, digit: _Digit) -> Tensor:
-    """The number of elements with each value of a digit, from the keys near the cut."""
-    if digit.kind == "number":
-        at = torch.full((int((near[0] == pool.prefix).sum()),), part.number)
-    elif digit.kind == "index":
-        rest = part.index(0, near[1][near[0] == pool.prefix]) >> digit.shift
-        at = rest[(rest >> digit.bits) == pool.index] - (pool.index << digit.bits)
-    else:
-        rest = near[0].long() >> digit.shift
-        at = rest[(rest >> digit.bits) == pool.prefix] - (pool.prefix << digit.bits)
-    return torch.bincount(at, minlength=1 << digit.bits)
-
-
 def _digits(pool: Pool, part: Part, key: Tensor, first: int, digit: _Digit) -> tuple[Tensor, Tensor | None]:
     """The digit of each key that shares the digits found so far, and the positions of these keys (None: all)."""
     if digit.leads:
@@ -386,6 +404,11 @@ def keep(pool: Pool, part: Part, bits: int) -> Tensor:
     layout = part.scores.layout
     place = next((i for i, one in enumerate(pool.parts) if one is part), -1)
     ties = pool.number is not None and part.number >= pool.number  # some of those that equal the score stay
+    split = ties and part.number == pool.number and part.scores.numel > 0
+    if split:
+        low, high = part.ends(0, layout.rows)
+        last = pool.index - pool.last_stays
+        split, ties = low <= last < high, high > last
     if place in pool.kept:
         (key, at), kept = pool.near[place], pool.kept.pop(place)
         kept.view(-1).numpy()[at.numpy()] = (key >= pool.prefix if ties else key > pool.prefix).numpy()
@@ -394,7 +417,7 @@ def keep(pool: Pool, part: Part, bits: int) -> Tensor:
         if pool.trivial:
             return kept.fill_(pool.drop <= 0)
         _keep_above(kept, pool, part, bits, ties)
-    if ties and part.number == pool.number:
+    if split:
         for at in _ties(pool, place, part, bits):
             gone = part.index(0, at) <= pool.index - pool.last_stays
             kept.view(-1)[at[gone]] = False
@@ -403,7 +426,13 @@ def keep(pool: Pool, part: Part, bits: int) -> Tensor:
 
 def _keep_above(kept: Tensor, pool: Pool, part: Part, bits: int, ties: bool) -> None:
     """Writes which elements of a part are above the score of the cut, or with `ties` at it."""
-    if part.allowed is None and part.safe is None:
+    raw = plain_bits(part, bits) if bits == 16 else None
+    if raw is not None:
+        most, out = np.int16(0x7FFF), kept.view(-1).numpy()
+        for first in range(0, raw.size, kernels.PART):  # a part fits the cache
+            key = raw[first : first + kernels.PART] & most
+            (np.greater_equal if ties else np.greater)(key, np.int16(pool.prefix), out=out[first : first + kernels.PART])
+    elif part.allowed is None and part.safe is None:
         threshold = value_of(pool.prefix, bits, kind_of(part.scores))
         part.scores.each(lambda slab, a, b: kernels.keep_above(slab, threshold, kept[a:b], ties=ties), raw=True)
     else:

@@ -429,7 +429,8 @@ def _write_pruned(job: _Job, name: str, cut: tuple[Pool, Facts, int] | None, wri
         values = weight.hold(first, last)
         mask = job.mask(weight, first, last, cut)
         kept += int(np.count_nonzero(mask.numpy()))  # faster than the sum of a mask
-        kernels.zero_(values, mask)
+        bits = values.view(kernels.BITS[values.element_size()]).numpy()
+        np.multiply(bits, mask.numpy(), out=bits)  # as `kernels.zero_`, but threads of torch would stall on a busy processor
         if layout.flip:
             whole.append(values)
         else:

@@ -15,6 +15,7 @@ from torch import nn
 
 import secateur as sc
 from secateur import prune_folder
+from secateur.digits import READ
 from secateur.io import Folder, Journal
 
 OPERATIONS = {
@@ -286,4 +287,25 @@ def test_half_precision_reads_a_folder_twice(tmp_path, monkeypatch):
     sc.prune_folder(folder, tmp_path / "sparse", sparsity=0.5, scope="global", include="*")
     assert sum(numbers) <= (2 * 8 + 2) * 64 * 64
     sc.prune_(tensors, sparsity=0.5, scope="global", include="*")
+    assert all(torch.equal(read(tmp_path / "sparse")[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.9])
+def test_ties_of_half_precision_are_found_in_one_more_pass_over_one_tensor(tmp_path, monkeypatch, sparsity):
+    """One pass over it finds which slab the cut goes through; after that, only that slab is read."""
+    folder = tmp_path / "dense"
+    folder.mkdir()
+    torch.manual_seed(1)
+    tensors = {f"{i}.weight": torch.randn(3 * READ // 1024, 1024).bfloat16() for i in range(2)}
+    save_file(tensors, folder / "model.safetensors")
+    numbers, read_from = [], Folder._read
+
+    def reading(self, name, begin, number):
+        numbers.append(number)
+        return read_from(self, name, begin, number)
+
+    monkeypatch.setattr(Folder, "_read", reading)
+    sc.prune_folder(folder, tmp_path / "sparse", sparsity=sparsity, scope="global", include="*")
+    assert sum(numbers) <= (2 * 6 + 3 + 1) * READ
+    sc.prune_(tensors, sparsity=sparsity, scope="global", include="*")
     assert all(torch.equal(read(tmp_path / "sparse")[name], tensor) for name, tensor in tensors.items())

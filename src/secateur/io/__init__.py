@@ -49,6 +49,7 @@ from ..methods import without_soft_masks
 from ..plans import Plan
 from ..surgery import Shrunk
 from . import compressed, gated, hf, packed, scaled
+from .behind import writing_behind
 from .entries import described, names_of_files, split, tensors_to_save
 from .files import (
     CODES,
@@ -77,7 +78,6 @@ from .folder import (
     replacing_file,
     stale_weights,
     write_index,
-    writing_behind,
 )
 from .manifest import File, Manifest, about, shapes_of, to_text
 from .opening import NEXT, UNCUT, earlier_files, opened

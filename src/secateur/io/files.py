@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..progress import track
+from .behind import writing_behind
 
 try:
     import fcntl
@@ -154,14 +155,14 @@ def write_tensors(path: Path, entries: Mapping[str, Entry], metadata: Mapping[st
     """Writes a safetensors file, tensor by tensor."""
     head, order, size = header_of(entries, metadata)
     digests: dict[str, str] = {}
-    with path.open("wb") as file:
-        file.write(head)
+    with path.open("wb") as file, writing_behind(file) as write:
+        write(head)
         for name in track(order, "save", str):
             raw = as_bytes(entries[name].data())
             if len(raw) != entries[name].bytes:
                 raise RuntimeError(f"{name!r} changed while it was being written; save a model that nothing else is writing to")
             digests[name] = hashlib.sha256(raw).hexdigest()
-            file.write(raw)
+            write(raw)
     return Written(size, hashlib.sha256(head).hexdigest(), digests)
 
 

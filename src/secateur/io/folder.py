@@ -10,8 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO
@@ -221,22 +220,6 @@ def _header(path: Path) -> tuple[bytes, dict[str, Any]]:
     except (SafetensorError, FileNotFoundError) as error:
         raise BadFile(f"{path} is missing, damaged or cut short: {error}") from None
     return start + text, {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
-
-
-@contextlib.contextmanager
-def writing_behind(file: BinaryIO) -> Iterator[Callable[[Any], None]]:
-    """A function that writes to a file in another thread, and waits only for the piece before the one that it is given."""
-    with ThreadPoolExecutor(1) as writer:
-        last: list[Future[int]] = []
-
-        def write(piece: Any) -> None:
-            if last:
-                last.pop().result()  # re-raises an error, such as a full disk
-            last.append(writer.submit(file.write, piece))
-
-        yield write
-        if last:
-            last.pop().result()
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from .blocks import WIDEST_BLOCK, fold, fold_magnitudes, runs, spread_, unite_
 from .groups import keep_groups, keep_rows
 
 __all__ = [
-    "LARGEST_STEP", "PART", "WIDEST_BLOCK", "Magnitudes", "NaNFound", "compilable", "compile_now", "count_digits",
+    "BITS", "LARGEST_STEP", "PART", "WIDEST_BLOCK", "Magnitudes", "NaNFound", "compilable", "compile_now", "count_digits",
     "count_equal", "count_zeros", "drop_ties", "fold", "fold_magnitudes", "gpu_steps", "has_nan",
     "in_huge_pages", "in_threads", "infinity_bits",
     "keep_above", "keep_groups", "keep_magnitudes", "keep_rows", "kth", "magnitude", "magnitude_bits", "new_tensor",

@@ -79,7 +79,7 @@ def count_digits(bits, shift, bins):
     """Adds to `bins` how many integers have each value of a digit, which begins at the bit `shift`."""
     mask = bins.size - 1
     for i in range(bits.size):
-        bins[(bits[i] >> shift) & mask] += 1
+        bins[np.uint64((bits[i] >> shift) & mask)] += 1  # an index with a sign would be compared with zero
 
 
 @_compiled
