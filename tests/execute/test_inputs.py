@@ -227,6 +227,24 @@ def test_packed_on_a_gpu_float8_weights_unpack_on_a_cpu():
         FORMATS[name].pack(matrix, ())
 
 
+@pytest.mark.parametrize("name", ["cusparselt", "cusparselt8 float8_e4m3fn"])
+def test_a_packed_form_that_was_cut_short_is_refused(name):
+    """The library reads it to its end, also what follows the values."""
+    torch.manual_seed(0)
+    matrix, form = pruned(256, 320, "2:4", 0.5, torch.bfloat16), FORMATS[name]
+    dense = nn.Linear(320, 256).to(torch.bfloat16)
+    with torch.no_grad():
+        dense.weight.copy_(matrix)
+    layer = Compressed(dense, FORMATS["padded_rows"], ())
+    small, scales = Values("float8_e4m3fn").quantize(matrix)
+    held = packed_by_the_library(matrix) if form.values is None else [*packed_by_the_library(small), scales]
+    layer.form, layer.names, layer._buffers = name, form.buffers, dict(zip(form.buffers, held, strict=True))
+    whole = {key: buffer.clone() for key, buffer in layer.state_dict().items()}
+    layer.load_state_dict(whole)
+    with pytest.raises(ValueError, match=f"do not match the model, where it is in the format {name}"):
+        layer.load_state_dict({**whole, "packed": whole["packed"][: matrix.numel() // 2]})
+
+
 def test_flops_count_the_values_that_the_library_stores():
     torch.manual_seed(0)
     matrix = pruned(256, 320, "2:4", 0.5, torch.bfloat16)

@@ -61,6 +61,8 @@ class Parts:
         state.reset()
         state.tape = None  # this call cannot be followed, so it is run as a whole
         args, kwargs = copied(moved((state.args, state.kwargs), self.device), {})
+        output = None
         with contextlib.suppress(Enough), on_batch(self.module, args, kwargs):
-            return self.module(*args, **kwargs)
-        return None
+            output = self.module(*args, **kwargs)
+        keep_pace(self.device)
+        return output
