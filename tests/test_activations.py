@@ -763,13 +763,7 @@ def test_a_block_that_writes_to_its_input_is_measured_right():
     assert max(gate.sparsity for gate in gates.gates.values()) < 0.95
 
 
-def test_long_work_says_so_on_stderr(capsys, monkeypatch):
-    from secateur import progress
-
-    monkeypatch.delenv("SECATEUR_PROGRESS", raising=False)
-    monkeypatch.setattr(progress, "AFTER", 0.0)
-    monkeypatch.setattr(progress, "FRAME", 0.0005)
-    monkeypatch.setitem(progress.Progress.__init__.__kwdefaults__, "every", 0.0)
+def test_long_work_says_so_on_stderr(capsys, each_report_drawn):
     gate_(Decoder(depth=2), at="*.mlp.*", data=ids(1), spread="greedy")
     assert "secateur: gates: measuring block 1 of 2" in capsys.readouterr().err
 

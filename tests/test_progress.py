@@ -213,18 +213,9 @@ def test_the_time_that_a_measurement_still_takes(rounds, spent, left):
     assert time_left([[0.0] * rounds] * 2, spent, 2.0, (5, 500)) == pytest.approx(left)
 
 
-def test_calls_of_the_package_show_what_they_work_on(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "AFTER", 0.0)
-    monkeypatch.setattr(progress._Row, "__init__", _often(progress._Row.__init__))
+def test_calls_of_the_package_show_what_they_work_on(capsys, each_report_drawn):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-
-    class Slow(nn.Module):
-        def forward(self, x):
-            time.sleep(0.03)
-            return x
-
-    model.append(Slow())
     data = [(torch.randn(4, 8), torch.randint(4, (4,))) for _ in range(4)]
     sc.prune_(model, sc.taylor, sparsity=0.5, data=data, loss=nn.functional.cross_entropy)
     assert "scores from data: batch" in capsys.readouterr().err
@@ -234,15 +225,6 @@ def test_calls_of_the_package_show_what_they_work_on(capsys, monkeypatch):
     assert re.search(r"shrink, scores: 0\.weight, 1 of \d", capsys.readouterr().err)
     sc.bench(model, data[0][0], seconds=0.3)
     assert re.search(r"bench: model \(\d+ s, about \d+ s left\)", capsys.readouterr().err)
-
-
-def _often(make):
-    """Rows whose lines come as often as frames."""
-
-    def init(self, task, total, every):
-        make(self, task, total, 0.0)
-
-    return init
 
 
 # --- real terminals and notebooks ------------------------------------------------------------------------------------
