@@ -18,14 +18,16 @@ def each_report_drawn(monkeypatch):
     """Every report of a loop is drawn at once, where otherwise a thread draws now and then."""
     from secateur import progress
 
-    report = progress.Progress.__call__
+    def drawn(report):
+        def call(self, *args):
+            report(self, *args)
+            progress._board._next = 0.0
+            progress._board.draw()
 
-    def drawn(self, what):
-        report(self, what)
-        progress._board._next = 0.0
-        progress._board.draw()
+        return call
 
     monkeypatch.delenv("SECATEUR_PROGRESS", raising=False)
     monkeypatch.setattr(progress, "AFTER", 0.0)
     monkeypatch.setitem(progress.Progress.__init__.__kwdefaults__, "every", 0.0)
-    monkeypatch.setattr(progress.Progress, "__call__", drawn)
+    for report in ("__call__", "remains"):
+        monkeypatch.setattr(progress.Progress, report, drawn(getattr(progress.Progress, report)))
