@@ -20,7 +20,7 @@ from ._tree import Loose
 from .edit import half_products, preserve_rng
 from .input_squares import is_float
 from .moments import layer_inputs
-from .products import matmul
+from .products import matmul, rough_matmul
 from .progress import Progress
 from .reads import listen
 from .stats import Loss, as_it_was, backward_of, check_evidence, on_batch, split_batch
@@ -142,12 +142,13 @@ def _sampled(logits: Tensor, valid: Tensor | None, draw: torch.Generator, number
         there = valid.flatten().to(flat.device)
     for part in parts_of(flat):
         p = torch.softmax(flat[part], -1, dtype=wide)
-        if not bool(p.isfinite().all()):
-            raise ValueError(f"the logits of batch {number} of data= are NaN; look at that batch and at the weights")
         root = p.sqrt() if there is None else p.sqrt().mul_(there[part, None])
         for vector, place in zip(vectors, places[part].mT, strict=True):
-            r = root * signs[place]
-            vector[part] = torch.addcmul(r, p, r.sum(-1, keepdim=True), value=-1)
+            r = signs[place].mul_(root)
+            total = r.sum(-1, keepdim=True)
+            if not bool(total.isfinite().all()):
+                raise ValueError(f"the logits of batch {number} of data= are NaN; look at that batch and at the weights")
+            vector[part] = torch.addcmul(r, p, total, value=-1)
     return [vector.view(logits.shape) for vector in vectors]
 
 
@@ -274,7 +275,9 @@ class _Sums:
         self._reads[key].parts.append((target.name, first, last))
 
     def _gradient(self, target: Target, rows: slice, g: Tensor) -> None:
-        g, name, height = _wide(self._rows(g, -1)), target.name, target.layout.rows
+        g, name, height = self._rows(g, -1), target.name, target.layout.rows
+        product = rough_matmul if g.dtype == torch.bfloat16 else matmul  # it was rounded before
+        g = _wide(g)
         if self.kind == "inputs":
             matrix = _wide(target.layout.matrix(target.weight))[rows]
             g, rows, height = matmul(g, matrix), slice(None), matrix.shape[1]
@@ -284,7 +287,7 @@ class _Sums:
             self._fourth[name] = g.new_zeros(2, dtype=torch.float64)
         squares = g.square()
         if whole:
-            self._G[name][rows, rows].add_(matmul(g.mT, g))
+            self._G[name][rows, rows].add_(product(g.mT, g))
             each = squares.sum(1)
             self._fourth[name] += torch.stack([each @ each, squares.flatten() @ squares.flatten()])
         else:
