@@ -392,6 +392,7 @@ def _prune_slabs(job: _Job, journal: Journal) -> dict[str, int]:
     with together(job.comm, "write its files"):
         for file in job.mine:
             if file not in done or not _same_size(target / file, job.folder.size(file)):
+                (target / file).unlink(missing_ok=True)  # a run that stops after the journal would take an old file for its own
                 with replacing_file(target / file) as out:
                     done[file] = _write_file(job, cuts, file, out)
                     journal.write(done=done)  # before the file gets its name: a file without a journal is a whole model

@@ -162,6 +162,30 @@ def test_a_run_that_stops_around_its_journal_goes_on(tmp_path, monkeypatch, when
         assert (tmp_path / "sparse" / file.name).read_bytes() == file.read_bytes()
 
 
+def test_files_of_a_run_that_was_given_up_do_not_pass_for_those_of_the_next(tmp_path, monkeypatch):
+    """The journal names a file before the file gets its name, and an old file has the same size."""
+    write(tmp_path / "dense", made(), 3)
+    call = lambda target, sparsity: prune_folder(tmp_path / "dense", tmp_path / target, sparsity=sparsity, into=build)  # noqa: E731
+    own, wrote = Journal.write, []
+
+    def stop(self, **known):
+        own(self, **known)
+        wrote.append(known)
+        if len(wrote) in (3, 4):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Journal, "write", stop)
+    with pytest.raises(KeyboardInterrupt):
+        call("sparse", 0.9)
+    (tmp_path / "sparse" / "secateur.journal.0.json").unlink()  # as the error for another recipe says
+    with pytest.raises(KeyboardInterrupt):
+        call("sparse", 0.5)
+    call("sparse", 0.5)
+    call("whole", 0.5)
+    for file in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "sparse" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
 def test_save_takes_an_old_index_away(tmp_path):
     write(tmp_path / "model", made(), 3)
     sc.save(made(), tmp_path / "model")
