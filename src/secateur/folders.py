@@ -144,6 +144,7 @@ def prune_folder(
             if written.exists() and (not written.is_dir() or written.resolve() == Path(source).resolve()):
                 raise ValueError(f"target={str(target)!r} must be another folder than the source")
             folder = stack.enter_context(Folder(Path(source)))
+            folder.check_listed()
             if folder.gated:
                 raise ValueError(f"{source} holds a model with gates, which would be lost; load it, prune_ it and save it")
             model = None if into is None else built(into).eval()
@@ -192,7 +193,7 @@ def _check(settings: Settings, blocks: bool, data: Iterable[Any] | None, into: o
 
 def _run_of(settings: Settings, folder: Folder, chosen: Mapping[str, Layout]) -> dict[str, Any]:
     """What a run does, for its journal: a repeated call goes on only if all of this is the same."""
-    names = hashlib.sha256("\n".join(chosen).encode())
+    names = hashlib.sha256("\n".join(f"{name} {layout}" for name, layout in chosen.items()).encode())
     recipe = [settings.describe(), dict(settings.spread) if isinstance(settings.spread, Mapping) else None]
     source = [str(folder.path.resolve()), folder.stamp()]
     return {"recipe": recipe, "source": source, "choice of tensors": names.hexdigest()}

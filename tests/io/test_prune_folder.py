@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -16,7 +17,7 @@ from torch import nn
 import secateur as sc
 from secateur import prune_folder
 from secateur.digits import READ
-from secateur.io import Folder, Journal
+from secateur.io import BadFile, Folder, Journal
 
 OPERATIONS = {
     "tensor": {"sparsity": 0.5},
@@ -184,6 +185,60 @@ def test_files_of_a_run_that_was_given_up_do_not_pass_for_those_of_the_next(tmp_
     call("whole", 0.5)
     for file in (tmp_path / "whole").iterdir():
         assert (tmp_path / "sparse" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+class Transposed(nn.Module):
+    """Rows of these weights are their second axis, which a folder alone does not say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.ConvTranspose1d(8, 8, 1, bias=False), nn.ConvTranspose1d(8, 8, 1, bias=False)
+
+
+def test_a_run_that_reads_tensors_as_other_matrices_does_not_go_on(tmp_path, monkeypatch):
+    write(tmp_path / "dense", Transposed(), 1)
+    call = lambda **how: prune_folder(tmp_path / "dense", tmp_path / "sparse", pattern="2:4", **how)  # noqa: E731
+    monkeypatch.setattr(Journal, "remove", lambda self: None)
+    call(include="*")
+    with pytest.raises(ValueError, match="unfinished run with another choice of tensors"):
+        call(into=Transposed)
+    call(include="*")
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["not listed", "in two files"])
+def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, twice):
+    write(tmp_path / "dense", made(), 2)
+    index = tmp_path / "dense" / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    file = listed["weight_map"].pop("0.weight")
+    if twice:
+        save_file({"0.weight": torch.ones(2, 2)}, tmp_path / "dense" / "other.safetensors")
+        listed["weight_map"]["0.weight"] = "other.safetensors"
+    index.write_text(json.dumps(listed))
+    with pytest.raises(BadFile, match=f"{file} holds '0.weight'.* lists in {'other' if twice else 'no file'}"):
+        prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5, include="*")
+    assert not (tmp_path / "sparse").exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="files are told apart by their inodes")
+def test_all_files_are_on_the_disk_before_the_journal_goes(tmp_path, monkeypatch):
+    write(tmp_path / "dense", made(), 2)
+    synced, missing, fsync, remove = set(), [], os.fsync, Journal.remove
+
+    def note(handle):
+        fsync(handle)
+        synced.add(os.fstat(handle).st_ino)
+
+    def look(self):
+        for file in (self.target, *self.target.iterdir()):
+            if file.stat().st_ino not in synced:
+                missing.append(file.name)
+        remove(self)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Journal, "remove", look)
+    prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5, into=build)
+    assert not missing
 
 
 def test_save_takes_an_old_index_away(tmp_path):

@@ -59,6 +59,14 @@ class Folder:
         manifest = self.path / MANIFEST
         return manifest.is_file() and "gates" in read_json(manifest.read_bytes(), str(manifest))
 
+    def check_listed(self) -> None:
+        """Raises BadFile unless the index lists every tensor of its files, and each name is in one file only."""
+        for file, (_, entries) in self._headers.items():
+            for name in entries:
+                if self.file_of.get(name) != file:
+                    where = f"in {self.file_of[name]}" if name in self.file_of else "in no file"
+                    raise BadFile(f"{self.path / file} holds {name!r}, which {INDEX} lists {where}; correct one of the two")
+
     def size(self, file: str) -> int:
         return (self.path / file).stat().st_size
 
@@ -126,7 +134,9 @@ class Folder:
         skipped = {MANIFEST} if index else {MANIFEST, INDEX}
         for file in self.path.iterdir():
             if file.is_file() and file.suffix not in _WEIGHTS and file.name not in skipped:
-                shutil.copyfile(file, target / file.name)
+                with replacing(target / file.name) as beside:  # on the disk before the journal is removed
+                    shutil.copyfile(file, beside)
+                rename(beside, target / file.name)
 
 
 class Journal:
