@@ -31,7 +31,7 @@ from .display import Table, notes_by_reason
 from .edit import built
 from .evidence import random_scores
 from .folder_walk import check_blocks, prune_blocks
-from .io import Folder, Journal, as_bytes, finished_in, replacing_file, writing_behind
+from .io import Folder, Journal, as_bytes, check_free, replacing_file, writing_behind
 from .methods import STREAMED, Method
 from .patterns import Pattern
 from .plans import Layer
@@ -133,7 +133,8 @@ def prune_folder(
         overwrite: True replaces a model that `target` holds. Its weights are removed before the first new ones are written.
 
     Raises:
-        FileExistsError: `target` holds a whole model. The folder of an unfinished run of this call is none.
+        FileExistsError: `target` holds a whole model, or another process writes to it. The folder of an unfinished run of this
+            call holds no whole model.
     """
     ranks = DataRanks(group)
     with contextlib.ExitStack() as stack:
@@ -150,14 +151,10 @@ def prune_folder(
             model = None if into is None else built(into).eval()
             chosen, found, skipped = _chosen(folder, model, include, exclude, types)
             run = _run_of(settings, folder, chosen)
-            if not overwrite and (there := finished_in(written)):
-                raise FileExistsError(
-                    f"target={str(target)!r} holds a model already ({there[0]}); give another folder, or overwrite=True to "
-                    "replace it"
-                )
+            check_free(written, overwrite)
         ranks.comm.check_same(str(run))
         seen = ranks.comm.gather(_digest(batches)) if blocks else []
-        journal = Journal(written, {**run, "data": seen}, ranks.rank)
+        journal = stack.enter_context(Journal(written, {**run, "data": seen}, ranks.rank, overwrite))
         if blocks:
             assert model is not None
             where = torch.device(device or "cpu")
@@ -387,9 +384,9 @@ def _prune_slabs(job: _Job, journal: Journal) -> dict[str, int]:
     """Writes the files of this process that are not written yet. Returns how many elements of each tensor are kept."""
     cuts, target = job.cuts(), journal.target
     with together(job.comm, f"make {target}"):
-        done = {file: kept for part in journal.read() for file, kept in part["done"].items()}
         if job.comm.rank == 0:
             journal.begin()
+        done = {file: kept for part in journal.read() for file, kept in part["done"].items()}
     with together(job.comm, "write its files"):
         for file in job.mine:
             if file not in done or not _same_size(target / file, job.folder.size(file)):

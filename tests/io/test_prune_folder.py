@@ -187,6 +187,46 @@ def test_files_of_a_run_that_was_given_up_do_not_pass_for_those_of_the_next(tmp_
         assert (tmp_path / "sparse" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
+def test_a_folder_that_another_process_writes_to_is_refused(tmp_path, monkeypatch):
+    """Two runs at a time would leave files of both."""
+    write(tmp_path / "dense", made(), 2)
+    call = lambda sparsity: prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=sparsity, into=build)  # noqa: E731
+    own, said = Journal.write, []
+
+    def meanwhile(self, **known):
+        own(self, **known)
+        monkeypatch.undo()
+        left = set(self.target.iterdir())
+        for sparsity in (0.5, 0.9):
+            with pytest.raises(FileExistsError, match="another process writes to") as error:
+                call(sparsity)
+            said.append(error)
+        assert set(self.target.iterdir()) == left
+
+    monkeypatch.setattr(Journal, "write", meanwhile)
+    assert call(0.5).metrics()["sparsity"] == pytest.approx(0.5, abs=0.01)
+    assert len(said) == 2
+    assert not list((tmp_path / "sparse").glob("secateur*"))
+
+
+def test_a_model_that_was_written_since_the_call_began_is_refused(tmp_path, monkeypatch):
+    write(tmp_path / "dense", made(), 2)
+    call = lambda sparsity: prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=sparsity, into=build)  # noqa: E731
+    begin = Journal.begin
+
+    def after_another(self):
+        monkeypatch.undo()
+        call(0.9)
+        begin(self)
+
+    monkeypatch.setattr(Journal, "begin", after_another)
+    with pytest.raises(FileExistsError, match="holds a model already"):
+        call(0.5)
+    model = made()
+    sc.prune_(model, sparsity=0.9)
+    assert all(torch.equal(read(tmp_path / "sparse")[name], tensor) for name, tensor in model.state_dict().items())
+
+
 class Transposed(nn.Module):
     """Rows of these weights are their second axis, which a folder alone does not say."""
 

@@ -73,7 +73,7 @@ from .folder import (
     JOURNAL,
     Folder,
     Journal,
-    finished_in,
+    check_free,
     index_text,
     replacing_file,
     stale_weights,
@@ -86,7 +86,7 @@ from .shared import write_shared
 __all__ = [
     "save", "load", "dense_state_dict", "BadFile", "MANIFEST", "UNCUT", "record_in", "replaced", "write_text",
     "JOURNAL", "Entry", "Folder", "Journal", "Tensors", "as_bytes", "rename", "replacing", "replacing_file", "write_index",
-    "writing_behind", "finished_in",
+    "writing_behind", "check_free",
     "write_tensors",  # for folders
 ]  # fmt: skip
 
