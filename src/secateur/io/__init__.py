@@ -80,7 +80,7 @@ from .folder import (
     write_index,
 )
 from .manifest import File, Manifest, about, shapes_of, to_text
-from .opening import NEXT, UNCUT, earlier_files, opened
+from .opening import NEXT, UNCUT, earlier_files, finish_killed, opened
 from .shared import write_shared
 
 __all__ = [
@@ -363,6 +363,7 @@ def _put(folder: Path, new: Mapping[str, Path]) -> None:
     """
     waiting, stale = folder / NEXT, (earlier_files(folder) | _old_index(folder)) - new.keys()
     try:
+        finish_killed(folder)
         rename(new[MANIFEST], waiting)
         for name, beside in new.items():
             if name != MANIFEST:
