@@ -285,14 +285,15 @@ def _write(
     with ExitStack() as stack:
         with together(comm, f"make files in {folder}"):
             if comm.rank == 0:
-                files = names_of_files(data, len(parts), folder)
-                index = [INDEX] if len(files) > 1 and data == TENSOR_FILES[0] else []
-                if taken := [name for name in (*extra, *files, *index, MANIFEST) if (folder / name).is_dir()]:
+                several = len(parts) > 1
+                index = [INDEX] if several and data == TENSOR_FILES[0] else []
+                if taken := [name for name in (*extra, *index, MANIFEST, *[data] * (not several)) if (folder / name).is_dir()]:
                     raise ValueError(
                         f"{folder / taken[0]} is a folder; save() writes a file of that name. Nothing was written."
                     )
                 folder.mkdir(parents=True, exist_ok=True)
                 locked.enter_context(alone(folder))
+                files = names_of_files(data, len(parts), folder)  # names that no other save takes meanwhile
                 new = {name: stack.enter_context(replacing(folder / name)) for name in (*extra, *files, *index, MANIFEST)}
         files, new = comm.gather((files, new))[0]
         written = {name: write_shared(new[name], part, {"format": "pt"}, comm) for name, part in zip(files, parts, strict=True)}
