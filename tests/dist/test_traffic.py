@@ -236,6 +236,18 @@ def test_the_cut_by_digits_is_that_of_select(fake, monkeypatch, listed, values, 
                     assert all(torch.equal(got[name], mask) for name, mask in want.items()), how
 
 
+@pytest.mark.parametrize("floor", [0.0, 0.4])
+@pytest.mark.parametrize("scope", ["tensor", "global", "row"])
+def test_powers_that_are_equal_by_rounding_are_ranked_as_by_select(fake, scope, floor):
+    fake(1)
+    torch.manual_seed(0)
+    scores = {str(i): Scores.magnitude(1 + torch.rand(300, 1000) / 10_000, power=0.5) for i in range(2)}
+    how = {"scope": scope, "sparsity": 0.5, "floor": floor}
+    want = select(scores, Pattern(), **how)
+    got = select_shared(scores, Pattern(), comm=Comm([dist.group.WORLD], 0), **how)
+    assert all(torch.equal(got[name], mask) for name, mask in want.items())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_that_lie_in_memory_are_counted_without_making_keys(fake, monkeypatch, dtype):
     """In one pass for the leading 16 bits, and one for the few weights that share those of the cut."""

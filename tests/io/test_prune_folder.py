@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import secateur as sc
-from secateur import prune_folder
+from secateur import folders, prune_folder
 from secateur.digits import READ
 from secateur.io import BadFile, Folder, Journal
 
@@ -24,6 +24,9 @@ OPERATIONS = {
     "global": {"sparsity": 0.6, "scope": "global"},
     "global count": {"count": 37, "scope": "global"},
     "row": {"sparsity": 0.5, "scope": "row"},
+    "row, erk": {"sparsity": 0.5, "scope": "row", "spread": sc.erk},
+    "row, by name": {"sparsity": 0.5, "scope": "row", "spread": {"0.weight": 0.9}},
+    "row, 2x2-1": {"pattern": "2x2-1", "sparsity": 0.1, "scope": "row"},
     "2:4": {"pattern": "2:4"},
     "16x1/2:4": {"pattern": "16x1/2:4"},
     "4x4": {"pattern": "4x4", "sparsity": 0.5},
@@ -74,9 +77,10 @@ def read(folder) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize(("files", "elements"), [(1, 64), (3, READ)], ids=["slabs of few rows", "several files"])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_files_hold_what_prune_leaves_in_the_model(tmp_path, operation, files):
+def test_files_hold_what_prune_leaves_in_the_model(tmp_path, monkeypatch, operation, files, elements):
+    monkeypatch.setattr(folders, "READ", elements)
     arguments = dict(OPERATIONS[operation])
     criterion = arguments.pop("criterion", sc.magnitude)
     write(tmp_path / "dense", made(), files)
@@ -90,6 +94,18 @@ def test_files_hold_what_prune_leaves_in_the_model(tmp_path, operation, files):
     assert counts.metrics()["kept"] == plan.metrics()["kept"]
     assert {x.name: x.kept for x in counts.layers} == {x.name: x.kept for x in plan.layers}
     assert {file.name for file in (tmp_path / "sparse").iterdir()} == {file.name for file in (tmp_path / "dense").iterdir()}
+
+
+@pytest.mark.parametrize("how", [{"scope": "global"}, {"scope": "row"}, {"pattern": "2x2"}], ids=str)
+def test_powers_that_are_equal_by_rounding(tmp_path, how):
+    model = build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(1 + torch.rand(parameter.shape) / 10_000)
+    write(tmp_path / "dense", model, 1)
+    prune_folder(tmp_path / "dense", tmp_path / "sparse", sc.magnitude**0.5, sparsity=0.5, into=build, **how)
+    sc.prune_(model, sc.magnitude**0.5, sparsity=0.5, **how)
+    assert all(torch.equal(read(tmp_path / "sparse")[name], tensor) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -108,6 +124,15 @@ def test_tensors_can_be_named_instead_of_building_the_model(tmp_path):
     assert counts.metrics()["pruned"] == (24 * 40 + 40 * 33) // 2
     with pytest.raises(ValueError, match=r"into=.*include="):
         prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5)
+
+
+@pytest.mark.parametrize("scope", ["tensor", "global", "row"])
+def test_a_folder_without_such_tensors_is_copied(tmp_path, scope):
+    write(tmp_path / "dense", made(), 2)
+    counts = prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5, scope=scope, include="other*")
+    assert counts.metrics()["total"] == 0
+    for file in (tmp_path / "dense").iterdir():
+        assert (tmp_path / "sparse" / file.name).read_bytes() == file.read_bytes()
 
 
 def test_old_weights_of_the_target_are_taken_away(tmp_path):
@@ -294,6 +319,14 @@ def test_what_needs_data_or_whole_tensors_is_refused(tmp_path, criterion):
     with pytest.raises(NotImplementedError, match="prune_"):
         prune_folder(tmp_path / "dense", tmp_path / "sparse", criterion, sparsity=0.5, into=build)
     assert not (tmp_path / "sparse").exists()
+
+
+def test_a_count_that_is_too_large_for_a_row_leaves_the_old_model(tmp_path):
+    write(tmp_path / "dense", made(), 1)
+    write(tmp_path / "sparse", made(), 1)
+    with pytest.raises(ValueError, match="cannot be pruned from each row"):
+        prune_folder(tmp_path / "dense", tmp_path / "sparse", count=99, scope="row", into=build, overwrite=True)
+    assert (tmp_path / "sparse" / "model.safetensors").exists()
 
 
 def test_nan_is_refused(tmp_path):
