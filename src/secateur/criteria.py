@@ -183,13 +183,17 @@ class Criterion:
         if self.op == "after":
             then, step, first = self.args
             return (then if evidence.step >= step else first).scores(evidence)
-        power = self.args[1] if self.op == "pow" and self.args[0] == magnitude else 1 if self == magnitude else 0
-        if power > 0:
+        if (power := self.power_of_magnitude) > 0:
             return Scores.magnitude(evidence.rows("weight", 0, evidence.layout.rows), evidence.layout, power=power)
         if self.elementwise:
             return Scores(evidence.layout, evidence.device, lambda a, b: self._rows(evidence, a, b))
         whole = self._rows(evidence, 0, evidence.layout.rows)
         return Scores(evidence.layout, evidence.device, lambda a, b: whole[a:b])
+
+    @property
+    def power_of_magnitude(self) -> float:
+        """p if this is magnitude ** p, and 0 if it is no power of the magnitude."""
+        return self.args[1] if self.op == "pow" and self.args[0] == magnitude else float(self == magnitude)
 
     def slab(self, evidence: Evidence, first: int, last: int) -> Tensor:
         """The scores of some rows, computed from the evidence of these rows alone. The criterion must be elementwise."""

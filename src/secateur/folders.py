@@ -31,12 +31,12 @@ from .display import Table, notes_by_reason
 from .edit import built
 from .evidence import random_scores
 from .folder_walk import check_blocks, prune_blocks
-from .io import Folder, Journal, as_bytes, finished_in, replacing_file, writing_behind
+from .io import Folder, Journal, as_bytes, check_free, replacing_file, writing_behind
 from .methods import STREAMED, Method
 from .patterns import Pattern
 from .plans import Layer
 from .scores import RANKED, Scores, nan_in
-from .select import elements, fold, select
+from .select import elements, fold, keep_each, row_budget
 from .settings import Settings
 from .shards import Facts, budget_of, facts_of
 from .stats import check_evidence, split_batch
@@ -133,7 +133,7 @@ def prune_folder(
         overwrite: True replaces a model that `target` holds. Its weights are removed before the first new ones are written.
 
     Raises:
-        FileExistsError: `target` holds a whole model. The folder of an unfinished run of this call is none.
+        FileExistsError: `target` holds a whole model, not an unfinished run of this call, or another process writes to it.
     """
     ranks = DataRanks(group)
     with contextlib.ExitStack() as stack:
@@ -144,19 +144,16 @@ def prune_folder(
             if written.exists() and (not written.is_dir() or written.resolve() == Path(source).resolve()):
                 raise ValueError(f"target={str(target)!r} must be another folder than the source")
             folder = stack.enter_context(Folder(Path(source)))
+            folder.check_listed()
             if folder.gated:
                 raise ValueError(f"{source} holds a model with gates, which would be lost; load it, prune_ it and save it")
             model = None if into is None else built(into).eval()
             chosen, found, skipped = _chosen(folder, model, include, exclude, types)
             run = _run_of(settings, folder, chosen)
-            if not overwrite and (there := finished_in(written)):
-                raise FileExistsError(
-                    f"target={str(target)!r} holds a model already ({there[0]}); give another folder, or overwrite=True to "
-                    "replace it"
-                )
+            check_free(written, overwrite)
         ranks.comm.check_same(str(run))
         seen = ranks.comm.gather(_digest(batches)) if blocks else []
-        journal = Journal(written, {**run, "data": seen}, ranks.rank)
+        journal = stack.enter_context(Journal(written, {**run, "data": seen}, ranks.rank, overwrite))
         if blocks:
             assert model is not None
             where = torch.device(device or "cpu")
@@ -192,7 +189,7 @@ def _check(settings: Settings, blocks: bool, data: Iterable[Any] | None, into: o
 
 def _run_of(settings: Settings, folder: Folder, chosen: Mapping[str, Layout]) -> dict[str, Any]:
     """What a run does, for its journal: a repeated call goes on only if all of this is the same."""
-    names = hashlib.sha256("\n".join(chosen).encode())
+    names = hashlib.sha256("\n".join(f"{name} {layout}" for name, layout in chosen.items()).encode())
     recipe = [settings.describe(), dict(settings.spread) if isinstance(settings.spread, Mapping) else None]
     source = [str(folder.path.resolve()), folder.stamp()]
     return {"recipe": recipe, "source": source, "choice of tensors": names.hexdigest()}
@@ -298,6 +295,9 @@ class _Rows:
         return ((first, min(first + step, self.layout.rows)) for first in range(0, self.layout.rows, step))
 
 
+_Cut = tuple[Pool, Facts, int] | Callable[[int], int]  # of a large pool; the number to prune from a small pool of a size
+
+
 @dataclass(frozen=True)
 class _Job:
     """What is pruned, how, and which files this process reads and writes."""
@@ -309,26 +309,35 @@ class _Job:
     mine: Sequence[str]
 
     @property
-    def small(self) -> bool:
-        """Whether every pool lies within a few rows, so that slabs can be ranked apart."""
-        return bool(self.settings.pattern.keep) or self.settings.scope == "row"
+    def ranked(self) -> Criterion:
+        """The criterion by which elements are ranked: a power of magnitudes by the magnitudes, as `prune_` does."""
+        criterion = self.settings.criterion
+        return magnitude if self.settings.pattern.elementwise and criterion.power_of_magnitude > 0 else criterion
 
-    def scores(self) -> dict[str, Scores]:
-        return {name: _Rows(self.folder, name, layout).scores(self.settings.criterion) for name, layout in self.chosen.items()}
+    def scores(self, criterion: Criterion) -> dict[str, Scores]:
+        return {name: _Rows(self.folder, name, layout).scores(criterion) for name, layout in self.chosen.items()}
 
-    def cuts(self) -> dict[str, tuple[Pool, Facts, int]]:
-        """The cut of each tensor's pool: nothing for small pools, which are ranked as they are written."""
-        settings, scores = self.settings, self.scores()
-        if self.small or not scores:
+    def cuts(self) -> Mapping[str, _Cut]:
+        """The cut of each tensor: of the pool that it is in, or the budget of its small pools, which are ranked as written."""
+        settings, pattern = self.settings, self.settings.pattern
+        if pattern.keep:
+            return dict.fromkeys(self.chosen, lambda size, n=pattern.keep[0]: size - n)
+        if not self.chosen:
             return {}
-        shares = settings.shares(scores, 0)
-        facts = facts_of(scores, settings.pattern, Comm())
+        shares = settings.shares(self.scores(settings.criterion), 0)
+        if settings.scope == "row":
+            budgets = {name: row_budget(name, one, pattern, shares, settings.count, 0.0) for name, one in self.chosen.items()}
+            for name, layout in self.chosen.items():
+                budgets[name](pattern.grid(layout)[1])  # raises before anything is written
+            return budgets
+        scores = self.scores(self.ranked)
+        facts = facts_of(scores, pattern, Comm())
         groups = [list(scores)] if settings.scope == "global" else [[name] for name in scores]
         numbers = {name: number for number, name in enumerate(scores)}
         pools = []
         for names in groups:
-            own = facts if settings.scope == "global" else facts_of({n: scores[n] for n in names}, settings.pattern, Comm())
-            drop, weighted = budget_of(names, own, settings.pattern, shares, settings.count)
+            own = facts if settings.scope == "global" else facts_of({n: scores[n] for n in names}, pattern, Comm())
+            drop, weighted = budget_of(names, own, pattern, shares, settings.count)
             parts = [self.part(name, scores[name], numbers[name]) for name in names if self.folder.file_of[name] in self.mine]
             pools.append(Pool(parts, drop, own.units, weighted))
         if find_cuts(pools, facts.bits, self.comm, longest=facts.longest, tensors=facts.tensors):
@@ -353,24 +362,24 @@ class _Job:
         else:
             own = Scores(Layout((units, across)), scores.device, folded)
         sizes = None if pattern.elementwise else pattern.sizes(_layout_of_rows(layout, last - first, pattern))
-        plain = rows is None and pattern.elementwise and self.settings.criterion == magnitude and not layout.flip
+        plain = rows is None and pattern.elementwise and self.ranked == magnitude and not layout.flip
         values = _Rows(self.folder, name, layout).values if plain else None
         return Part(own, number, down * across, across, (top, 0), sizes=sizes, values=values)
 
-    def mask(self, weight: _Rows, first: int, last: int, cut: tuple[Pool, Facts, int] | None) -> Tensor:
+    def mask(self, weight: _Rows, first: int, last: int, cut: _Cut) -> Tensor:
         """The mask of some rows of a tensor."""
         settings, layout, name = self.settings, weight.layout, weight.name
-        whole = weight.scores(settings.criterion)
-        if cut is not None and settings.pattern.elementwise:
+        whole = weight.scores(self.ranked)
+        if not callable(cut) and settings.pattern.elementwise:
             part = self.part(name, whole, cut[2], (first, last))
-            if settings.criterion == magnitude:
+            if self.ranked == magnitude:
                 part = replace(part, scores=Scores.magnitude(weight.values(first, last)))
             return keep(cut[0], part, cut[1].bits)
         slab = Scores.of(whole.rows(first, last), _layout_of_rows(layout, last - first, settings.pattern))
-        if cut is None:
-            share = settings.shares({name: slab}, 0) if not settings.pattern.keep else None
-            how = {"scope": settings.scope, "sparsity": share, "count": settings.count}
-            return select({name: slab}, settings.pattern, **how)[name]
+        if callable(cut):
+            units = fold(slab, settings.pattern)
+            size = settings.pattern.keep[1] if settings.pattern.keep else units.layout.cols
+            return elements(name, slab, settings.pattern, keep_each(name, units, size, cut))
         pool, facts, number = cut
         kept = keep(pool, self.part(name, whole, number, (first, last)), facts.bits)
         return elements(name, slab, settings.pattern, kept)
@@ -386,12 +395,13 @@ def _prune_slabs(job: _Job, journal: Journal) -> dict[str, int]:
     """Writes the files of this process that are not written yet. Returns how many elements of each tensor are kept."""
     cuts, target = job.cuts(), journal.target
     with together(job.comm, f"make {target}"):
-        done = {file: kept for part in journal.read() for file, kept in part["done"].items()}
         if job.comm.rank == 0:
             journal.begin()
+        done = {file: kept for part in journal.read() for file, kept in part["done"].items()}
     with together(job.comm, "write its files"):
         for file in job.mine:
             if file not in done or not _same_size(target / file, job.folder.size(file)):
+                (target / file).unlink(missing_ok=True)  # a run that stops after the journal would take an old file for its own
                 with replacing_file(target / file) as out:
                     done[file] = _write_file(job, cuts, file, out)
                     journal.write(done=done)  # before the file gets its name: a file without a journal is a whole model
@@ -408,20 +418,20 @@ def _same_size(file: Path, size: int) -> bool:
     return file.is_file() and file.stat().st_size == size
 
 
-def _write_file(job: _Job, cuts: Mapping[str, tuple[Pool, Facts, int]], file: str, out: Any) -> dict[str, int]:
+def _write_file(job: _Job, cuts: Mapping[str, _Cut], file: str, out: Any) -> dict[str, int]:
     kept: dict[str, int] = {}
     with writing_behind(out) as write:
         write(job.folder.header(file))
         for name in job.folder.in_order(file):
             if name in job.chosen:
-                kept[name] = _write_pruned(job, name, cuts.get(name), write)
+                kept[name] = _write_pruned(job, name, cuts[name], write)
             else:
                 for chunk in job.folder.chunks(name):
                     write(chunk)
     return kept
 
 
-def _write_pruned(job: _Job, name: str, cut: tuple[Pool, Facts, int] | None, write: Callable[[Any], None]) -> int:
+def _write_pruned(job: _Job, name: str, cut: _Cut, write: Callable[[Any], None]) -> int:
     layout, kept = job.chosen[name], 0
     weight, (height, _) = _Rows(job.folder, name, layout), job.settings.pattern.block(layout)
     whole: list[Tensor] = []  # columns of a weight that is stored as (in, out), which is written when all of them are there

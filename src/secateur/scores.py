@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -53,6 +53,12 @@ class Scores:
     def of_size(layout: Layout) -> Scores:
         """Returns scores without values, for spreads that use only sizes."""
         return Scores(layout, torch.device("meta"), lambda a, b: torch.empty(b - a, layout.cols, device="meta"))
+
+    def without_power(self) -> Scores:
+        """Powers of magnitudes as magnitudes. These have the same order, but rounding can make different powers equal."""
+        if self.magnitude_of is None or self.power == 1:
+            return self
+        return replace(Scores.magnitude(self.magnitude_of, self.layout, under=self.under), share=self.share)
 
     def permuted(self, index: Tensor) -> Scores:
         """Returns the scores with their columns in another order: `index` holds the old number of each new one."""

@@ -263,7 +263,7 @@ def elements(name: str, scores: Scores, pattern: Pattern, kept: Tensor | None) -
 
 def keep_each(name: str, units: Scores, size: int, drop: Callable[[int], int]) -> Tensor:
     """Ranks each run of `size` neighbours in a row as a pool (the last may be shorter). `drop(size)` of a pool are pruned."""
-    rows, cols = units.layout.rows, units.layout.cols
+    rows, cols, units = units.layout.rows, units.layout.cols, units.without_power()
     kept = kernels.new_tensor((rows, cols), torch.bool, units.device)
     size = max(size, 1)
     try:

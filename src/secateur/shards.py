@@ -252,11 +252,15 @@ def _large_pools(
 ) -> dict[str, Tensor]:
     if pattern.lose is not None:  # elements of blocks are ranked on their process
         _check_nan(scores, previous, comm)
-    facts = facts_of(scores, pattern, comm)
-    parts = {
-        name: _part(one, pattern, facts.earlier + i, None if previous is None else previous[name], comm)
-        for i, (name, one) in enumerate(scores.items())
-    }
+    ranked = {name: one.without_power() for name, one in scores.items()} if pattern.elementwise and previous is None else scores
+    facts = facts_of(scores if floor else ranked, pattern, comm)
+
+    def parts_of(scores: Mapping[str, Scores]) -> dict[str, Part]:
+        allowed = dict.fromkeys(scores) if previous is None else previous
+        numbered = enumerate(scores.items(), facts.earlier)
+        return {name: _part(one, pattern, number, allowed[name], comm) for number, (name, one) in numbered}
+
+    parts = parts_of(ranked)
     groups = [list(scores)] if scope == "global" else [[name] for name in scores]
     pools = []
     for names in groups:
@@ -275,10 +279,12 @@ def _large_pools(
                 )
             pool.drop = min(pool.drop, most)
             if several:
-                pool.parts = _protected(pool.parts, [caps[name] for name in names], facts, comm.within)
+                safe = _safe(pool.parts, [caps[name] for name in names], facts, comm.within)
+                every = parts_of(scores)  # one process ranks protected elements by the scores themselves
+                pool.parts = [replace(every[name], safe=kept) for name, kept in zip(names, safe, strict=True)]
     # The criterion is the same on all processes, so they all sample or none does.
     plain = len(pools) == 1 and pattern.elementwise and previous is None and not floor and facts.bits < 64
-    plain = plain and all(plain_magnitudes(one) is not None for one in scores.values())
+    plain = plain and all(plain_magnitudes(one) is not None for one in ranked.values())
     sizes = {"longest": facts.longest, "tensors": facts.tensors}
     if (plain and find_cut(pools[0], facts.bits, comm, **sizes)) or find_cuts(pools, facts.bits, comm, **sizes):
         _check_nan(scores, previous, comm)
@@ -302,11 +308,11 @@ def _most_units(name: str, layout: Layout, pattern: Pattern, floor: float) -> in
     return min((elements - least_kept(elements, floor)) // min(sizes, default=1), sizes.total())
 
 
-def _protected(parts: Sequence[Part], caps: Sequence[int], facts: Facts, comm: Comm) -> list[Part]:
-    """The parts with all units but the lowest `caps` of each tensor marked as safe."""
+def _safe(parts: Sequence[Part], caps: Sequence[int], facts: Facts, comm: Comm) -> list[Tensor]:
+    """All units but the lowest `caps` of each tensor."""
     pools = [Pool([part], cap, part.size) for part, cap in zip(parts, caps, strict=True)]
     find_cuts(pools, facts.bits, comm, longest=facts.longest, tensors=facts.tensors)  # NaN is found by the cut itself
-    return [replace(part, safe=keep(pool, part, facts.bits)) for pool, part in zip(pools, parts, strict=True)]
+    return [keep(pool, part, facts.bits) for pool, part in zip(pools, parts, strict=True)]
 
 
 def _part(scores: Scores, pattern: Pattern, number: int, previous: Tensor | None, comm: Comm) -> Part:

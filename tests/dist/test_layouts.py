@@ -92,8 +92,11 @@ def test_every_operation_on_two_processes(pair, layout):
 SOME = ["tensor", "global", "row", "2:4", "16x16", "out, global", "in", "random"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64", "infinite"])
-@pytest.mark.parametrize("layout", ["fsdp", "fsdp + tp"])
+DTYPES = ("bfloat16", "float16", "float64", "infinite")
+IN_DTYPES = [(layout, dtype) for layout in LAYOUTS for dtype in (DTYPES if layout in ("fsdp", "fsdp + tp") else DTYPES[:1])]
+
+
+@pytest.mark.parametrize(("layout", "dtype"), IN_DTYPES)
 def test_every_dtype(four, layout, dtype):
     kind = f"even, ties, {dtype}"
     compare(four.both(in_layout, kind, layout, SOME), plans(build(kind), SOME))
@@ -280,7 +283,7 @@ def nan_on_one(rank: int, where: int, layout: str, names: list[str]) -> list[str
     return found
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "tp"])
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp on axis 1", "tp", "fsdp + tp"])
 def test_nan_on_one_process_raises_on_all(four, layout):
     names = ["tensor", "global", "row", "2:4", "16x16", "4x4-3", "out", "in"]
     for texts in four.both(nan_on_one, 3, layout, names):

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from layouts import spread
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 import secateur as sc
 
@@ -21,7 +23,7 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def refusal(call, kind: type[Exception]) -> str:
+def refusal(call, kind: type[Exception] | tuple[type[Exception], ...]) -> str:
     """What the call said when it raised. The ranks then do a collective of their own, which must fit."""
     try:
         call()
@@ -72,6 +74,55 @@ def stage_of_a_pipeline(rank: int) -> str:
 def test_a_global_pool_on_one_stage_is_refused(pair):
     for text in pair.both(stage_of_a_pipeline):
         assert "stage" in text
+
+
+# --- sharded models -------------------------------------------------------------------------------------------------
+
+
+def with_partial_sums(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model[0].weight = nn.Parameter(DTensor.from_local(model[0].weight.detach(), mesh, [Partial()], run_check=False))
+    return model
+
+
+SHARDED = {
+    "partial sums": ("not added up yet", "", lambda model: sc.prune_(with_partial_sums(model), sparsity=0.5)),
+    "partial sums, saved": ("not added up yet", "", lambda model: sc.save(with_partial_sums(model), "out")),
+    "shrink": ("shard it afterwards", "fsdp", lambda model: sc.shrink(model, torch.zeros(2, 8), channels=0.5)),
+    "shrink_": ("shard it afterwards", "tp", lambda model: sc.shrink_(model, torch.zeros(2, 8), channels=0.5)),
+    "compress_": ("compress the whole model", "fsdp", lambda model: sc.compress_(model, torch.zeros(2, 8))),
+    "compress_, tp": ("compress the whole model", "tp", lambda model: sc.compress_(model, torch.zeros(2, 8))),
+    "ste": ("before the model is sharded", "fsdp", lambda model: sc.Pruner(model, sparsity=0.5, ste=True)),
+    "sparsegpt": (
+        "before sharding",
+        "fsdp",
+        lambda model: sc.prune_(model, sparsity=0.5, method="sparsegpt", data=[torch.ones(2, 8)]),
+    ),
+}
+
+
+def of_shards(rank: int, what: str) -> str:
+    _, layout, call = SHARDED[what]
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)) if layout == "tp" else build()
+    return refusal(lambda: call(spread(model, layout) if layout else model), (NotImplementedError, ValueError))
+
+
+@pytest.mark.parametrize("what", SHARDED)
+def test_what_shards_do_not_allow_is_refused(pair, what):
+    for text in pair.both(of_shards, what):
+        assert SHARDED[what][0] in text
+
+
+def in_other_dtypes(rank: int) -> str:
+    mesh, model = init_device_mesh("cpu", (2,)), build()
+    part = model[0].weight.detach().chunk(2)[rank].to([torch.float32, torch.bfloat16][rank])
+    model[0].weight = nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)], run_check=False))
+    return refusal(lambda: sc.prune_(model, sparsity=0.5, scope="global"), ValueError)
+
+
+def test_shards_of_other_dtypes_are_refused(pair):
+    for text in pair.both(in_other_dtypes):
+        assert "do not do the same" in text
 
 
 # --- one process raises, or does something else ---------------------------------------------------------------------
@@ -168,6 +219,31 @@ def test_whole_tensors_that_differ_between_the_processes_are_refused(pair):
     for text in pair.both(with_own_copies):
         assert "'2.weight'" in text
         assert "group=" in text
+
+
+def square(output: torch.Tensor, _: object) -> torch.Tensor:
+    return output.square().mean()
+
+
+def with_other_replicas(rank: int, how: dict) -> tuple[str, bool]:
+    model = spread(build(), "ddp")
+    with torch.no_grad():
+        model.module[0].weight[:, ::2].mul_(1 + 9 * rank)
+    before = model.module[0].weight.clone()
+    data = [torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))]
+    text = refusal(lambda: sc.prune_(model, sparsity=0.5, data=data, **how), ValueError)
+    return text, torch.equal(model.module[0].weight, before)
+
+
+@pytest.mark.parametrize(
+    "how", [{"criterion": sc.wanda}, {"criterion": sc.taylor, "loss": square}, {"method": "sparsegpt"}], ids=str
+)
+def test_masks_from_data_that_differ_between_replicas_are_refused(pair, how):
+    """The digests of the masks are compared after each cut that used data."""
+    for text, untouched in pair.both(with_other_replicas, how):
+        assert "made different masks" in text
+        assert "'module.0.weight'" in text
+        assert untouched
 
 
 def sharded_over_its_group(rank: int) -> str:

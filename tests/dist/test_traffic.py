@@ -143,6 +143,60 @@ def test_an_axis_is_moved_with_two_exchanges(four):
         assert sizes == [32 * 64 * 4 // 4, 32 * 64 // 4 // 8]
 
 
+EXCHANGES = {  # how often parts of the first two layers are sent if these are cut along their outputs, and along their inputs
+    "row": ({"sparsity": 0.5, "scope": "row"}, 0, 2),
+    "2:4": ({"pattern": "2:4"}, 0, 0),
+    "1x4": ({"pattern": "1x4", "sparsity": 0.5}, 0, 0),
+    "1x12": ({"pattern": "1x12", "sparsity": 0.5}, 0, 2),
+    "4x1": ({"pattern": "4x1", "sparsity": 0.5}, 0, 0),
+    "12x1": ({"pattern": "12x1", "sparsity": 0.5}, 2, 0),
+    "out": ({"pattern": "out", "sparsity": 0.5}, 0, 2),
+    "in": ({"pattern": "in", "sparsity": 0.5}, 2, 0),
+    "tensor": ({"sparsity": 0.5}, 0, 0),
+    "erk": ({"sparsity": 0.5, "spread": sc.erk}, 0, 0),
+    "random": ({"criterion": sc.random(1), "sparsity": 0.5, "scope": "global"}, 0, 0),
+}
+
+
+def exchanges(rank: int) -> dict[str, list[tuple[int, int]]]:
+    """For each operation and layer, the number of exchanges, and of other collectives."""
+    model, found = spread(build(), "tp"), {}
+    for name, (how, _, _) in EXCHANGES.items():
+        for layer in "01":
+            with traffic() as calls:
+                sc.plan(model, include=layer, **how)
+            kinds = [kind for kind, _ in calls]
+            found.setdefault(name, []).append((kinds.count("all_to_all"), kinds.count("all_reduce")))
+    return found
+
+
+def test_a_part_is_sent_only_where_the_sharding_divides_a_pool(four):
+    """The table of operations, cell by cell: n:m, rows and blocks are local where they are whole on a process."""
+    for found in four.both(exchanges):
+        for name, (_, outputs, inputs) in EXCHANGES.items():
+            assert [sent for sent, _ in found[name]] == [outputs, inputs], name
+            assert max(others for _, others in found[name]) <= 9, name
+
+
+def held(rank: int) -> tuple[list, list, list]:
+    model = spread(build(), "fsdp")
+    pruner = sc.Pruner(model, sparsity=0.5)
+    pruner.step()
+    with traffic() as applied:
+        pruner.apply_()
+    with traffic() as stepped:  # no new masks are due
+        pruner.step()
+    with traffic() as verified:
+        pruner.verify()
+    return applied, stepped, verified
+
+
+def test_holding_masks_takes_no_collectives_and_verifying_one(pair):
+    for applied, stepped, verified in pair.both(held):
+        assert applied == stepped == []
+        assert verified == [("all_reduce", 8 * 3)]  # a count for each tensor
+
+
 @pytest.fixture
 def fake():
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -234,6 +288,18 @@ def test_the_cut_by_digits_is_that_of_select(fake, monkeypatch, listed, values, 
                     got = select_shared(scores, Pattern.parse(pattern), comm=Comm([dist.group.WORLD], 0), **how)
                     want = select(scores, Pattern.parse(pattern), **how)
                     assert all(torch.equal(got[name], mask) for name, mask in want.items()), how
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.4])
+@pytest.mark.parametrize("scope", ["tensor", "global", "row"])
+def test_powers_that_are_equal_by_rounding_are_ranked_as_by_select(fake, scope, floor):
+    fake(1)
+    torch.manual_seed(0)
+    scores = {str(i): Scores.magnitude(1 + torch.rand(300, 1000) / 10_000, power=0.5) for i in range(2)}
+    how = {"scope": scope, "sparsity": 0.5, "floor": floor}
+    want = select(scores, Pattern(), **how)
+    got = select_shared(scores, Pattern(), comm=Comm([dist.group.WORLD], 0), **how)
+    assert all(torch.equal(got[name], mask) for name, mask in want.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

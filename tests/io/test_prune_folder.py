@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -14,15 +15,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import secateur as sc
-from secateur import prune_folder
+from secateur import folders, prune_folder
 from secateur.digits import READ
-from secateur.io import Folder, Journal
+from secateur.io import BadFile, Folder, Journal
 
 OPERATIONS = {
     "tensor": {"sparsity": 0.5},
     "global": {"sparsity": 0.6, "scope": "global"},
     "global count": {"count": 37, "scope": "global"},
     "row": {"sparsity": 0.5, "scope": "row"},
+    "row, erk": {"sparsity": 0.5, "scope": "row", "spread": sc.erk},
+    "row, by name": {"sparsity": 0.5, "scope": "row", "spread": {"0.weight": 0.9}},
+    "row, 2x2-1": {"pattern": "2x2-1", "sparsity": 0.1, "scope": "row"},
     "2:4": {"pattern": "2:4"},
     "16x1/2:4": {"pattern": "16x1/2:4"},
     "4x4": {"pattern": "4x4", "sparsity": 0.5},
@@ -73,9 +77,10 @@ def read(folder) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize(("files", "elements"), [(1, 64), (3, READ)], ids=["slabs of few rows", "several files"])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_files_hold_what_prune_leaves_in_the_model(tmp_path, operation, files):
+def test_files_hold_what_prune_leaves_in_the_model(tmp_path, monkeypatch, operation, files, elements):
+    monkeypatch.setattr(folders, "READ", elements)
     arguments = dict(OPERATIONS[operation])
     criterion = arguments.pop("criterion", sc.magnitude)
     write(tmp_path / "dense", made(), files)
@@ -89,6 +94,18 @@ def test_files_hold_what_prune_leaves_in_the_model(tmp_path, operation, files):
     assert counts.metrics()["kept"] == plan.metrics()["kept"]
     assert {x.name: x.kept for x in counts.layers} == {x.name: x.kept for x in plan.layers}
     assert {file.name for file in (tmp_path / "sparse").iterdir()} == {file.name for file in (tmp_path / "dense").iterdir()}
+
+
+@pytest.mark.parametrize("how", [{"scope": "global"}, {"scope": "row"}, {"pattern": "2x2"}], ids=str)
+def test_powers_that_are_equal_by_rounding(tmp_path, how):
+    model = build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(1 + torch.rand(parameter.shape) / 10_000)
+    write(tmp_path / "dense", model, 1)
+    prune_folder(tmp_path / "dense", tmp_path / "sparse", sc.magnitude**0.5, sparsity=0.5, into=build, **how)
+    sc.prune_(model, sc.magnitude**0.5, sparsity=0.5, **how)
+    assert all(torch.equal(read(tmp_path / "sparse")[name], tensor) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -107,6 +124,15 @@ def test_tensors_can_be_named_instead_of_building_the_model(tmp_path):
     assert counts.metrics()["pruned"] == (24 * 40 + 40 * 33) // 2
     with pytest.raises(ValueError, match=r"into=.*include="):
         prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5)
+
+
+@pytest.mark.parametrize("scope", ["tensor", "global", "row"])
+def test_a_folder_without_such_tensors_is_copied(tmp_path, scope):
+    write(tmp_path / "dense", made(), 2)
+    counts = prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5, scope=scope, include="other*")
+    assert counts.metrics()["total"] == 0
+    for file in (tmp_path / "dense").iterdir():
+        assert (tmp_path / "sparse" / file.name).read_bytes() == file.read_bytes()
 
 
 def test_old_weights_of_the_target_are_taken_away(tmp_path):
@@ -162,6 +188,124 @@ def test_a_run_that_stops_around_its_journal_goes_on(tmp_path, monkeypatch, when
         assert (tmp_path / "sparse" / file.name).read_bytes() == file.read_bytes()
 
 
+def test_files_of_a_run_that_was_given_up_do_not_pass_for_those_of_the_next(tmp_path, monkeypatch):
+    """The journal names a file before the file gets its name, and an old file has the same size."""
+    write(tmp_path / "dense", made(), 3)
+    call = lambda target, sparsity: prune_folder(tmp_path / "dense", tmp_path / target, sparsity=sparsity, into=build)  # noqa: E731
+    own, wrote = Journal.write, []
+
+    def stop(self, **known):
+        own(self, **known)
+        wrote.append(known)
+        if len(wrote) in (3, 4):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Journal, "write", stop)
+    with pytest.raises(KeyboardInterrupt):
+        call("sparse", 0.9)
+    (tmp_path / "sparse" / "secateur.journal.0.json").unlink()  # as the error for another recipe says
+    with pytest.raises(KeyboardInterrupt):
+        call("sparse", 0.5)
+    call("sparse", 0.5)
+    call("whole", 0.5)
+    for file in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "sparse" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_a_folder_that_another_process_writes_to_is_refused(tmp_path, monkeypatch):
+    """Two runs at a time would leave files of both."""
+    write(tmp_path / "dense", made(), 2)
+    call = lambda sparsity: prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=sparsity, into=build)  # noqa: E731
+    own, said = Journal.write, []
+
+    def meanwhile(self, **known):
+        own(self, **known)
+        monkeypatch.undo()
+        left = set(self.target.iterdir())
+        for sparsity in (0.5, 0.9):
+            with pytest.raises(FileExistsError, match="another process writes to") as error:
+                call(sparsity)
+            said.append(error)
+        assert set(self.target.iterdir()) == left
+
+    monkeypatch.setattr(Journal, "write", meanwhile)
+    assert call(0.5).metrics()["sparsity"] == pytest.approx(0.5, abs=0.01)
+    assert len(said) == 2
+    assert not list((tmp_path / "sparse").glob("secateur*"))
+
+
+def test_a_model_that_was_written_since_the_call_began_is_refused(tmp_path, monkeypatch):
+    write(tmp_path / "dense", made(), 2)
+    call = lambda sparsity: prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=sparsity, into=build)  # noqa: E731
+    begin = Journal.begin
+
+    def after_another(self):
+        monkeypatch.undo()
+        call(0.9)
+        begin(self)
+
+    monkeypatch.setattr(Journal, "begin", after_another)
+    with pytest.raises(FileExistsError, match="holds a model already"):
+        call(0.5)
+    model = made()
+    sc.prune_(model, sparsity=0.9)
+    assert all(torch.equal(read(tmp_path / "sparse")[name], tensor) for name, tensor in model.state_dict().items())
+
+
+class Transposed(nn.Module):
+    """Rows of these weights are their second axis, which a folder alone does not say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.ConvTranspose1d(8, 8, 1, bias=False), nn.ConvTranspose1d(8, 8, 1, bias=False)
+
+
+def test_a_run_that_reads_tensors_as_other_matrices_does_not_go_on(tmp_path, monkeypatch):
+    write(tmp_path / "dense", Transposed(), 1)
+    call = lambda **how: prune_folder(tmp_path / "dense", tmp_path / "sparse", pattern="2:4", **how)  # noqa: E731
+    monkeypatch.setattr(Journal, "remove", lambda self: None)
+    call(include="*")
+    with pytest.raises(ValueError, match="unfinished run with another choice of tensors"):
+        call(into=Transposed)
+    call(include="*")
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["not listed", "in two files"])
+def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, twice):
+    write(tmp_path / "dense", made(), 2)
+    index = tmp_path / "dense" / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    file = listed["weight_map"].pop("0.weight")
+    if twice:
+        save_file({"0.weight": torch.ones(2, 2)}, tmp_path / "dense" / "other.safetensors")
+        listed["weight_map"]["0.weight"] = "other.safetensors"
+    index.write_text(json.dumps(listed))
+    with pytest.raises(BadFile, match=f"{file} holds '0.weight'.* lists in {'other' if twice else 'no file'}"):
+        prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5, include="*")
+    assert not (tmp_path / "sparse").exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="files are told apart by their inodes")
+def test_all_files_are_on_the_disk_before_the_journal_goes(tmp_path, monkeypatch):
+    write(tmp_path / "dense", made(), 2)
+    synced, missing, fsync, remove = set(), [], os.fsync, Journal.remove
+
+    def note(handle):
+        fsync(handle)
+        synced.add(os.fstat(handle).st_ino)
+
+    def look(self):
+        for file in (self.target, *self.target.iterdir()):
+            if file.stat().st_ino not in synced:
+                missing.append(file.name)
+        remove(self)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Journal, "remove", look)
+    prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5, into=build)
+    assert not missing
+
+
 def test_save_takes_an_old_index_away(tmp_path):
     write(tmp_path / "model", made(), 3)
     sc.save(made(), tmp_path / "model")
@@ -175,6 +319,14 @@ def test_what_needs_data_or_whole_tensors_is_refused(tmp_path, criterion):
     with pytest.raises(NotImplementedError, match="prune_"):
         prune_folder(tmp_path / "dense", tmp_path / "sparse", criterion, sparsity=0.5, into=build)
     assert not (tmp_path / "sparse").exists()
+
+
+def test_a_count_that_is_too_large_for_a_row_leaves_the_old_model(tmp_path):
+    write(tmp_path / "dense", made(), 1)
+    write(tmp_path / "sparse", made(), 1)
+    with pytest.raises(ValueError, match="cannot be pruned from each row"):
+        prune_folder(tmp_path / "dense", tmp_path / "sparse", count=99, scope="row", into=build, overwrite=True)
+    assert (tmp_path / "sparse" / "model.safetensors").exists()
 
 
 def test_nan_is_refused(tmp_path):

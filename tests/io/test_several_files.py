@@ -8,6 +8,8 @@ from safetensors.torch import load_file
 from saving import build, pruned, refused, resign, same, saved_until
 
 import secateur as sc
+from secateur import io
+from secateur.io import files
 
 INDEX = "model.safetensors.index.json"
 MOST = 1000  # bytes; the largest tensor has 23,040
@@ -19,6 +21,26 @@ def listed(folder):
 
 def shards(folder):
     return sorted(folder.glob("*.safetensors"))
+
+
+def test_names_of_files_are_chosen_when_no_other_save_is_running(tmp_path, monkeypatch):
+    """Two saves into a new folder that choose the same names would replace each other's files in place."""
+    alone = io.alone
+
+    def after_another(folder):
+        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(io, "rename", files.rename)  # this save is not interrupted
+            sc.save(build(1), folder, max_file_bytes=MOST)
+        before.update({file.name: file.stat().st_ino for file in shards(folder)})
+        return alone(folder)
+
+    before = {}
+    monkeypatch.setattr(io, "alone", after_another)
+    assert not saved_until(3, build(2), tmp_path, max_file_bytes=MOST)
+    assert len(before) > 1
+    assert {name: (tmp_path / name).stat().st_ino for name in before} == before
+    assert same(sc.load(tmp_path, build), build(1))
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -1,5 +1,6 @@
 """Saving replaces the old files completely or leaves them as they were."""
 
+import itertools
 import resource
 import shutil
 import signal
@@ -80,6 +81,20 @@ def test_a_crash_between_any_two_steps_leaves_the_old_model_or_the_new_one(tmp_p
         found = io.load(tmp_path, build)
         assert same(found, old if stop < 2 else new)
         assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("most", [None, 3000], ids=["one file", "several"])
+def test_two_crashes_in_a_row_leave_a_model_that_was_saved(tmp_path, most):
+    models = [build(seed) for seed in range(3)]
+    for stop in itertools.product(range(8), range(8)):
+        folder = tmp_path / "-".join(map(str, stop))
+        io.save(models[0], folder, max_file_bytes=most)
+        last = [0]
+        for number, until in enumerate(stop, 1):
+            saved_until(until, models[number], folder, max_file_bytes=most)
+            found = io.load(folder, build)
+            last = [n for n in (*last, number) if same(found, models[n])]
+            assert len(last) == 1, (stop, number)
 
 
 SAVER = """

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .._dist import sharded
 from .._hints import hints
 from .._layers import DEFAULT_TYPES, is_kind, layout_of
 from .._tree import nearest, slots
@@ -203,6 +204,10 @@ def _check(model: Any, objective: str, threads: Any, store: Any) -> None:
         raise ValueError(f"store={store!r} must be torch.bfloat16 or torch.float16, or None to keep the dtype of the weights")
     if name := next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta), None):
         raise ValueError(f"{name!r} is on the meta device and has no values to pack or to measure with; load its values first")
+    if name := next((name for name, parameter in model.named_parameters() if sharded(parameter)), None):
+        raise NotImplementedError(
+            f"parameter {name!r} is sharded over processes, which would each choose formats; compress the whole model"
+        )
     if type(model) in KINDS:
         raise ValueError(
             f"the model is a single {type(model).__name__}, which cannot be replaced in place; wrap it in nn.Sequential"

@@ -73,20 +73,20 @@ from .folder import (
     JOURNAL,
     Folder,
     Journal,
-    finished_in,
+    check_free,
     index_text,
     replacing_file,
     stale_weights,
     write_index,
 )
 from .manifest import File, Manifest, about, shapes_of, to_text
-from .opening import NEXT, UNCUT, earlier_files, opened
+from .opening import NEXT, UNCUT, earlier_files, finish_killed, opened
 from .shared import write_shared
 
 __all__ = [
     "save", "load", "dense_state_dict", "BadFile", "MANIFEST", "UNCUT", "record_in", "replaced", "write_text",
     "JOURNAL", "Entry", "Folder", "Journal", "Tensors", "as_bytes", "rename", "replacing", "replacing_file", "write_index",
-    "writing_behind", "finished_in",
+    "writing_behind", "check_free",
     "write_tensors",  # for folders
 ]  # fmt: skip
 
@@ -285,14 +285,15 @@ def _write(
     with ExitStack() as stack:
         with together(comm, f"make files in {folder}"):
             if comm.rank == 0:
-                files = names_of_files(data, len(parts), folder)
-                index = [INDEX] if len(files) > 1 and data == TENSOR_FILES[0] else []
-                if taken := [name for name in (*extra, *files, *index, MANIFEST) if (folder / name).is_dir()]:
+                several = len(parts) > 1
+                index = [INDEX] if several and data == TENSOR_FILES[0] else []
+                if taken := [name for name in (*extra, *index, MANIFEST, *[data] * (not several)) if (folder / name).is_dir()]:
                     raise ValueError(
                         f"{folder / taken[0]} is a folder; save() writes a file of that name. Nothing was written."
                     )
                 folder.mkdir(parents=True, exist_ok=True)
                 locked.enter_context(alone(folder))
+                files = names_of_files(data, len(parts), folder)  # names that no other save takes meanwhile
                 new = {name: stack.enter_context(replacing(folder / name)) for name in (*extra, *files, *index, MANIFEST)}
         files, new = comm.gather((files, new))[0]
         written = {name: write_shared(new[name], part, {"format": "pt"}, comm) for name, part in zip(files, parts, strict=True)}
@@ -363,6 +364,7 @@ def _put(folder: Path, new: Mapping[str, Path]) -> None:
     """
     waiting, stale = folder / NEXT, (earlier_files(folder) | _old_index(folder)) - new.keys()
     try:
+        finish_killed(folder)
         rename(new[MANIFEST], waiting)
         for name, beside in new.items():
             if name != MANIFEST:

@@ -92,12 +92,13 @@ class Written(NamedTuple):
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Locks the folder against other saves, and removes the unfinished files of saves that were killed.
+def alone(folder: Path, wait: bool = True) -> Iterator[None]:
+    """Locks the folder against others that write to it, and removes the unfinished files of those that were killed.
 
-    Where folders cannot be locked (Windows, some network disks), neither happens.
+    If another one writes to it, this waits for that, or without `wait` raises FileExistsError. Where folders cannot be locked
+    (Windows, some network disks), nothing of this happens.
     """
-    handle = _lock(folder)
+    handle = _lock(folder, wait)
     try:
         for left in folder.iterdir() if handle is not None else ():
             if BESIDE.fullmatch(left.name) and left.is_file():
@@ -110,15 +111,17 @@ def alone(folder: Path) -> Iterator[None]:
             os.close(handle)
 
 
-def _lock(folder: Path) -> int | None:
+def _lock(folder: Path, wait: bool) -> int | None:
     if fcntl is None:
         return None
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         return handle
     except BaseException as error:
         os.close(handle)
+        if isinstance(error, BlockingIOError):
+            raise FileExistsError(f"another process writes to {folder} now; wait for its end, or give another folder") from None
         if isinstance(error, OSError):
             return None
         raise

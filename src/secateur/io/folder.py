@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .files import BESIDE, DTYPES, MANIFEST, TENSOR_FILES, BadFile, read_json, rename, replacing
+from .files import BESIDE, DTYPES, MANIFEST, TENSOR_FILES, BadFile, alone, read_json, rename, replacing
 
 SINGLE, INDEX, JOURNAL = "model.safetensors", "model.safetensors.index.json", "secateur.journal"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack")  # endings of files that hold weights
@@ -58,6 +58,14 @@ class Folder:
         """Whether the model that `save` wrote here has gates."""
         manifest = self.path / MANIFEST
         return manifest.is_file() and "gates" in read_json(manifest.read_bytes(), str(manifest))
+
+    def check_listed(self) -> None:
+        """Raises BadFile unless the index lists every tensor of its files, and each name is in one file only."""
+        for file, (_, entries) in self._headers.items():
+            for name in entries:
+                if self.file_of.get(name) != file:
+                    where = f"in {self.file_of[name]}" if name in self.file_of else "in no file"
+                    raise BadFile(f"{self.path / file} holds {name!r}, which {INDEX} lists {where}; correct one of the two")
 
     def size(self, file: str) -> int:
         return (self.path / file).stat().st_size
@@ -126,18 +134,27 @@ class Folder:
         skipped = {MANIFEST} if index else {MANIFEST, INDEX}
         for file in self.path.iterdir():
             if file.is_file() and file.suffix not in _WEIGHTS and file.name not in skipped:
-                shutil.copyfile(file, target / file.name)
+                with replacing(target / file.name) as beside:  # on the disk before the journal is removed
+                    shutil.copyfile(file, beside)
+                rename(beside, target / file.name)
 
 
 class Journal:
     """How far a run is that writes the folder `target`, in a file there until the run is finished.
 
     `run` describes the run in plain values. Each of several processes writes a part of the journal and reads all parts, so that
-    another number of processes can go on.
+    another number of processes can go on. The process that calls `begin` locks the folder until the end of the `with`.
     """
 
-    def __init__(self, target: Path, run: Mapping[str, Any], part: int = 0) -> None:
+    def __init__(self, target: Path, run: Mapping[str, Any], part: int = 0, overwrite: bool = False) -> None:
         self.target, self.run, self.file = target, dict(run), target / f"{JOURNAL}.{part}.json"
+        self.overwrite, self._locked = overwrite, contextlib.ExitStack()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._locked.close()
 
     def read(self) -> list[dict[str, Any]]:
         """The parts that an unfinished run left. Raises ValueError if that run was another one."""
@@ -152,9 +169,12 @@ class Journal:
     def begin(self) -> None:
         """Makes the folder. A run that does not go on with an earlier one removes the weights of an earlier model first.
 
-        So a run that is stopped leaves no folder that readers take for a whole model.
+        So a run that is stopped leaves no folder that readers take for a whole model. Raises FileExistsError if another process
+        writes to the folder, or has written a model there since this run began.
         """
         self.target.mkdir(parents=True, exist_ok=True)
+        self._locked.enter_context(alone(self.target, wait=False))
+        check_free(self.target, self.overwrite)
         if not self.read():
             for old in {*stale_weights(self.target), MANIFEST, TENSOR_FILES[1]}:
                 (self.target / old).unlink(missing_ok=True)
@@ -188,9 +208,13 @@ def stale_weights(folder: Path) -> set[str]:
     return found
 
 
-def finished_in(folder: Path) -> list[str]:
-    """The files by which readers take a folder for a whole model; none in the folder of an unfinished run."""
-    return [name for name in (SINGLE, INDEX, MANIFEST) if (folder / name).is_file() and not any(folder.glob(f"{JOURNAL}.*"))]
+def check_free(folder: Path, overwrite: bool) -> None:
+    """Raises FileExistsError if readers would take the folder for a whole model. The folder of an unfinished run is none."""
+    there = [name for name in (SINGLE, INDEX, MANIFEST) if (folder / name).is_file() and not any(folder.glob(f"{JOURNAL}.*"))]
+    if there and not overwrite:
+        raise FileExistsError(
+            f"target={str(folder)!r} holds a model already ({there[0]}); give another folder, or overwrite=True to replace it"
+        )
 
 
 def _listed(folder: Path) -> dict[str, str]:

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from .._dist import Comm
-from .files import CODES, MANIFEST, TENSOR_FILES, BadFile, TensorFiles, Tensors, read_json
+from .files import CODES, MANIFEST, TENSOR_FILES, BadFile, TensorFiles, Tensors, read_json, rename
 from .folder import INDEX, Folder
 from .manifest import FILE_NAME, MAX, Manifest, Stored, check_files, from_text, listed_files
 from .scaled import ALL as PARTS
@@ -56,6 +56,17 @@ def earlier_files(folder: Path) -> set[str]:
     return found
 
 
+def finish_killed(folder: Path) -> None:
+    """Finishes a save that was killed after its tensor files had their names: gives its manifest the final name.
+
+    A later save uses the other name for its own manifest, and if it was killed as well, no manifest would fit the files.
+    """
+    if (folder / NEXT).is_file():
+        with ExitStack() as stack, suppress(BadFile, FileNotFoundError):
+            if _fitting(folder, stack, Comm())[0] == NEXT:
+                rename(folder / NEXT, folder / MANIFEST)
+
+
 def _text(path: Path) -> bytes:
     """The bytes of a file, at most one more than a manifest may have."""
     with path.open("rb") as file:
@@ -76,10 +87,17 @@ def _stamps(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _checked(folder: Path, stack: ExitStack, comm: Comm) -> tuple[Manifest, TensorFiles]:
+    plain = (folder / INDEX).is_file() or (folder / TENSOR_FILES[0]).is_file()
+    if plain and not any((folder / name).is_file() for name in (MANIFEST, NEXT)):
+        return _plain(folder, stack)
+    _, manifest, files = _fitting(folder, stack, comm)
+    return manifest, files
+
+
+def _fitting(folder: Path, stack: ExitStack, comm: Comm) -> tuple[str, Manifest, TensorFiles]:
+    """The first manifest that fits the tensor files, with its name and these files."""
     names = [name for name in (MANIFEST, NEXT) if (folder / name).is_file()]
     sizes = {file.name: file.stat().st_size for file in folder.glob("*.safetensors") if FILE_NAME.fullmatch(file.name)}
-    if not names and ((folder / INDEX).is_file() or (folder / TENSOR_FILES[0]).is_file()):
-        return _plain(folder, stack)
     if not folder.exists():
         raise FileNotFoundError(f"{folder} does not exist; pass a folder that sc.save wrote")
     if not names or not sizes:
@@ -91,7 +109,7 @@ def _checked(folder: Path, stack: ExitStack, comm: Comm) -> tuple[Manifest, Tens
             manifest = from_text(_text(folder / name), str(folder / name), sizes)
             files = TensorFiles([_open(folder / each, stack) for each in manifest.files])
             check_files(manifest, files, slice(comm.rank, None, comm.size))
-            return manifest, files
+            return name, manifest, files
         except BadFile as error:
             wrong.append(error)
     raise wrong[0]
