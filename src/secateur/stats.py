@@ -135,6 +135,14 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     )
 
 
+def valid_positions(batch: Any) -> Tensor | None:
+    """True for the positions (batch, position) that are not padding; None if there is no padding or no mask."""
+    mask = split_batch(batch)[1].get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or bool(mask.all()):
+        return None
+    return mask.bool()
+
+
 def warn_of_unused_input(model: nn.Module, batch: Any) -> None:
     """Warns where the second element of a pair may be an input that is taken for a target, and no loss uses targets."""
     if not isinstance(batch, tuple | list) or len(batch) != 2 or not all(isinstance(each, Tensor) for each in batch):
@@ -236,8 +244,8 @@ def _one_pass(
     with contextlib.ExitStack() as stack:
         stack.enter_context(together(own, "run on its batches of data="))
         differentiate = stack.enter_context(_gradients_of(model, targets, ranks)) if gradients else None
+        sums = InputSquares(table, listening)
         if "input_norm" in needs:
-            sums = InputSquares(table, listening)
             stack.enter_context(listen(targets, sums.called, sums.passed))
         stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
         for batch, counts in ranks.batches(_checked(track(data, "scores from data"))):
@@ -245,6 +253,7 @@ def _one_pass(
             if batches == 1 and loss is None:
                 warn_of_unused_input(model, batch)
             # FSDP2 averages gradients over processes, so squares are taken of one process's batch at a time.
+            sums.valid = valid_positions(batch)
             turns = range(ranks.size) if ranks.steps_together and "grad_square" in needs else [ranks.rank]
             for turn in turns:
                 mine = counts and turn == ranks.rank

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._arguments import tensors_of
 from .._dist import DataRanks, together
-from ..stats import split_batch
+from ..stats import split_batch, valid_positions
 
 
 def usable(data: Iterable[Any], notes: dict[str, str], ranks: DataRanks) -> tuple[list[Any], bool]:
@@ -47,8 +47,4 @@ def _read(data: Iterable[Any], notes: dict[str, str], batches: list[Any]) -> int
 
 def positions(batch: Any) -> Tensor | None:
     """True for the positions (batch, position) that are not padding; None if there is no padding or no mask."""
-    _, kwargs, _ = split_batch(batch)
-    mask = kwargs.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or bool(mask.all()):
-        return None
-    return mask.bool()
+    return valid_positions(batch)
