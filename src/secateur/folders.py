@@ -138,6 +138,8 @@ def prune_folder(
     ranks = DataRanks(group)
     with contextlib.ExitStack() as stack:
         with together(ranks.comm, "use its arguments"):
+            if not isinstance(source, str | os.PathLike):
+                raise TypeError(f"source= is the folder of a model, not {type(source).__name__}; prune_ takes models")
             settings = Settings.of(criterion, pattern, scope, sparsity, count, spread, method)
             written, blocks = Path(target), bool(settings.method.needs & STREAMED)
             batches = _check(settings, blocks, data, into)
@@ -146,7 +148,7 @@ def prune_folder(
             folder = stack.enter_context(Folder(Path(source)))
             if folder.gated:
                 raise ValueError(f"{source} holds a model with gates, which would be lost; load it, prune_ it and save it")
-            model = None if into is None else built(into).eval()
+            model = None if into is None else _model(into)
             chosen, found, skipped = _chosen(folder, model, include, exclude, types)
             run = _run_of(settings, folder, chosen)
             if not overwrite and (there := finished_in(written)):
@@ -169,14 +171,23 @@ def prune_folder(
     return PrunedFolder(written, settings.describe(), layers, skipped, notes)
 
 
+def _model(into: Any) -> nn.Module:
+    """The model that `into` builds, without its weights."""
+    if isinstance(into, nn.Module) or not callable(into):
+        raise TypeError(f"into= is a function that builds the model, such as lambda: Model(config), not {type(into).__name__}")
+    if not isinstance(model := built(into), nn.Module):
+        raise TypeError(f"into= must build a torch.nn.Module, and returned {type(model).__name__}")
+    return model.eval()
+
+
 def _check(settings: Settings, blocks: bool, data: Iterable[Any] | None, into: object) -> list[Any]:
     """The batches, if blocks are solved with them. Raises where the arguments ask for more than a folder allows."""
     if settings.scheduled:
         raise TypeError(f"{settings.scheduled[0]} changes with the step; pass a number to prune once")
     if blocks:
         check_blocks(settings)
-        batches = [] if data is None else list(data)
-        check_evidence(settings.needs & STREAMED, data if data is None else batches, None, of=str(settings.method))
+        check_evidence(settings.needs & STREAMED, data, None, of=str(settings.method))
+        batches = list(data or ())
         if into is None:
             raise ValueError(f"{settings.method} runs the model block by block; pass into= (a function that builds the model)")
         return batches
