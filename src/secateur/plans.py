@@ -176,7 +176,10 @@ class Plan(Reported):
         found |= {name: bare[bare_name(name)] for name in self.masks if name not in found and bare_name(name) in bare}
         if missing := [name for name in self.masks if name not in found]:
             check_unpacked(model, f"this plan changes {missing[0]!r}")
-            raise ValueError(f"the model has no {missing}; this plan was made for another model")
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise ValueError(
+                f"the model has no {', '.join(map(repr, missing[:3]))}{more}; this plan was made for another model"
+            )
         for name, mask in self.masks.items():
             if found[name].shape != mask.shape:
                 raise ValueError(f"{name!r} is {tuple(found[name].shape)} in the model and {tuple(mask.shape)} in the plan")
@@ -338,6 +341,8 @@ def plan(
     how: dict[str, Any] = {"data": data, "loss": loss, "measured": measured, "group": group, "orders": orders}
     made = make_plan(model, recipe, found, skipped, table, meeting=meeting, **how)
     made.arguments = arguments
+    if data is not None and not recipe.needs and not measures(recipe):
+        made.notes["data="] = f"nothing read it: {recipe.criterion} scores weights alone; sc.wanda and method='flow' use data"
     if orders is not None:
         made.notes |= orders.notes
         made.reorder(orders.reordering())

@@ -181,11 +181,13 @@ def on_batch(
     except Exception as error:
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
         shapes = [tuple(tensor.shape) for tensor in tensors]
+        lists = [repr(key) for key, value in kwargs.items() if isinstance(value, list)]
+        held = f"{', '.join(lists)} must be tensors; tokenizers return them with return_tensors='pt'. " if lists else ""
         flat = "The batch axis may be missing: the first axis counts samples. " if max(map(len, shapes), default=2) < 2 else ""
         raise ValueError(
             f"{type(model).__name__} does not run on a batch of data= (tensors of shape {shapes}): "
             f"{why_failed(error, model, tensors)}. data= is an iterable of batches. A batch is a tensor, a mapping of keyword "
-            f"arguments, or a pair (inputs, target). {flat}The model is unchanged."
+            f"arguments, or a pair (inputs, target). {held}{flat}The model is unchanged."
         ) from error
 
 
