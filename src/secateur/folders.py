@@ -28,7 +28,7 @@ from .budgets import Spread
 from .criteria import Criterion, magnitude
 from .digits import READ, Part, Pool, find_cuts, keep
 from .display import Table, notes_by_reason
-from .edit import built
+from .edit import built_model
 from .evidence import random_scores
 from .folder_walk import check_blocks, prune_blocks
 from .io import Folder, Journal, as_bytes, finished_in, replacing_file, writing_behind
@@ -148,7 +148,7 @@ def prune_folder(
             folder = stack.enter_context(Folder(Path(source)))
             if folder.gated:
                 raise ValueError(f"{source} holds a model with gates, which would be lost; load it, prune_ it and save it")
-            model = None if into is None else _model(into)
+            model = None if into is None else built_model(into)
             chosen, found, skipped = _chosen(folder, model, include, exclude, types)
             run = _run_of(settings, folder, chosen)
             if not overwrite and (there := finished_in(written)):
@@ -169,15 +169,6 @@ def prune_folder(
             kept, notes = _prune_slabs(job, journal), {}
     layers = [Layer(name, layout.shape, kept[name], layout.rows * layout.cols) for name, layout in chosen.items()]
     return PrunedFolder(written, settings.describe(), layers, skipped, notes)
-
-
-def _model(into: Any) -> nn.Module:
-    """The model that `into` builds, without its weights."""
-    if isinstance(into, nn.Module) or not callable(into):
-        raise TypeError(f"into= is a function that builds the model, such as lambda: Model(config), not {type(into).__name__}")
-    if not isinstance(model := built(into), nn.Module):
-        raise TypeError(f"into= must build a torch.nn.Module, and returned {type(model).__name__}")
-    return model.eval()
 
 
 def _check(settings: Settings, blocks: bool, data: Iterable[Any] | None, into: object) -> list[Any]:
