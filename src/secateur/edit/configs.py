@@ -100,7 +100,7 @@ def built(into: Callable[[], nn.Module]) -> nn.Module:
         log.setLevel(level)
 
 
-def built_model(into: Any) -> nn.Module:
+def built_model(into: Callable[[], Any]) -> nn.Module:
     """The model that `into=` builds, in evaluation mode and without its weights. Raises TypeError if it builds none."""
     if isinstance(into, nn.Module) or not callable(into):
         raise TypeError(f"into= is a function that builds the model, such as lambda: Model(config), not {type(into).__name__}")
