@@ -555,3 +555,11 @@ def test_a_plan_notes_data_that_it_did_not_use(model, how, used):
     plan = sc.plan(model, sparsity=0.5, data=[X], **how)
     assert ("nothing read it" in str(plan)) is not used
     assert "nothing read it" not in str(sc.plan(model, sparsity=0.5))
+
+
+@pytest.mark.parametrize("how", [{"criterion": sc.wanda}, {"method": "flow"}], ids=["wanda", "flow"])
+def test_tokens_on_the_meta_device_are_refused(how):
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))
+    batches = [torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long, device="meta")]
+    with pytest.raises(ValueError, match=r"batch 2 of data= .* is on the meta device, so it holds no values"):
+        sc.prune_(model, sparsity=0.5, data=batches, **how)

@@ -135,6 +135,15 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     )
 
 
+def check_values(batch: tuple[tuple[Any, ...], dict[str, Any], Any], number: int) -> None:
+    """Raises ValueError for tokens on the meta device: an embedding runs on them, and statistics would be zeros."""
+    args, kwargs, _ = batch
+    if any(
+        isinstance(value, Tensor) and value.is_meta and not value.is_floating_point() for value in (*args, *kwargs.values())
+    ):
+        raise ValueError(f"batch {number} of data= (counted from 1) is on the meta device, so it holds no values")
+
+
 def valid_positions(batch: Any) -> Tensor | None:
     """True for the positions (batch, position) that are not padding; None if there is no padding or no mask."""
     mask = split_batch(batch)[1].get("attention_mask")
@@ -274,8 +283,8 @@ def _one_pass(
 
 
 def _checked(data: Iterable[Any]) -> Iterator[Any]:
-    for batch in data:
-        split_batch(batch)  # raises unless it is a batch
+    for number, batch in enumerate(data, 1):
+        check_values(split_batch(batch), number)
         yield batch
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._arguments import tensors_of
 from .._dist import DataRanks, together
-from ..stats import split_batch, valid_positions
+from ..stats import check_values, split_batch, valid_positions
 
 
 def usable(data: Iterable[Any], notes: dict[str, str], ranks: DataRanks) -> tuple[list[Any], bool]:
@@ -32,7 +32,8 @@ def _read(data: Iterable[Any], notes: dict[str, str], batches: list[Any]) -> int
     """Puts the batches that are not empty into a list, and returns the number of all."""
     empty, number = [], 0
     for number, batch in enumerate(data, 1):
-        args, kwargs, _ = split_batch(batch)
+        args, kwargs, _ = found = split_batch(batch)
+        check_values(found, number)
         tensors = tensors_of((args, kwargs))
         if tensors and not all(tensor.numel() for tensor in tensors):
             empty.append(number)
