@@ -500,3 +500,66 @@ def test_other_batches_do_not_warn(use, model, batch):
 
 def test_a_pair_for_a_loss_does_not_warn():
     sc.plan(Masked(), sc.taylor, sparsity=0.5, data=[(PAIR[0], torch.zeros(3, 5, 8))], loss=nn.functional.mse_loss)
+
+
+LONG = [{"x": torch.arange(1000).view(10, 100)} for _ in range(20)]
+WRONG_PLACES = {
+    "batches as the pattern of reorder_": (
+        lambda model: sc.reorder_(model, LONG),
+        r"reorder_ takes a pattern such as '2:4' as its second argument, not list; pass batches as data=",
+    ),
+    "batches as a pattern": (lambda model: sc.prune_(model, pattern=LONG), "pattern .* is not understood"),
+    "batches as evaluate": (lambda model: sc.sensitivity(model, LONG), "evaluate=.* must be a function"),
+    "a fraction as the criterion of shrink": (
+        lambda model: sc.shrink(model, X, 0.5),
+        "criterion=0.5 is a number; to keep this fraction pass params=0.5",
+    ),
+    "a plan of another model": (
+        lambda model: sc.plan(nn.ModuleDict({str(i) + "x": nn.Linear(2, 2) for i in range(9)}), sparsity=0.5).apply_(model),
+        r"no '0x.weight' \(9 such tensors\); this plan is of another model",
+    ),
+    "the target flow as the method": (
+        lambda model: sc.prune_(model, method=sc.methods.flow, sparsity=0.5, data=[X]),
+        "method=sc.methods.flow is not a method.*It is a target of sc.methods.admm; pass method='flow'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PLACES)
+def test_an_argument_in_the_wrong_place_is_named_in_few_words(model, name):
+    call, message = WRONG_PLACES[name]
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+        call(model)
+    assert len(str(caught.value)) < 500
+
+
+def test_lists_of_tokens_are_answered_with_return_tensors():
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.fc = nn.Embedding(9, 4), nn.Linear(4, 2)
+
+        def forward(self, input_ids):
+            return self.fc(self.embed(input_ids))
+
+    with pytest.raises(ValueError, match=r"'input_ids' must be tensors; tokenizers return them with return_tensors='pt'"):
+        sc.prune_(Tokens(), sc.wanda, sparsity=0.5, data=[{"input_ids": [[1, 2, 3]]}])
+
+
+@pytest.mark.parametrize(
+    ("how", "used"),
+    [({}, False), ({"spread": sc.erk}, False), ({"criterion": sc.wanda}, True), ({"method": "flow"}, True)],
+    ids=["magnitude", "erk", "wanda", "flow"],
+)
+def test_a_plan_notes_data_that_it_did_not_use(model, how, used):
+    plan = sc.plan(model, sparsity=0.5, data=[X], **how)
+    assert ("nothing read it" in str(plan)) is not used
+    assert "nothing read it" not in str(sc.plan(model, sparsity=0.5))
+
+
+@pytest.mark.parametrize("how", [{"criterion": sc.wanda}, {"method": "flow"}], ids=["wanda", "flow"])
+def test_tokens_on_the_meta_device_are_refused(how):
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))
+    batches = [torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long, device="meta")]
+    with pytest.raises(ValueError, match=r"batch 2 of data= .* is on the meta device, so it holds no values"):
+        sc.prune_(model, sparsity=0.5, data=batches, **how)

@@ -201,6 +201,23 @@ def test_what_cannot_be_done_one_block_at_a_time_is_refused(saved):
     refused(FileNotFoundError, "neither model.safetensors", source=path)
 
 
+def test_wrong_arguments_are_named(saved, tmp_path):
+    source, build = saved[1] / "dense", into
+    batch = {"input_ids": torch.zeros(2, 4, dtype=torch.long)}
+    wrong = [
+        (build(), {"into": build}, TypeError, r"source= is the folder of a model, not LlamaForCausalLM"),
+        (tmp_path / "none", {"into": build}, FileNotFoundError, "none does not exist"),
+        (source, {"into": build()}, TypeError, r"into= is a function .* not LlamaForCausalLM"),
+        (source, {"into": "llama"}, TypeError, r"into= is a function .* not str"),
+        (source, {"into": config_of}, TypeError, r"into= must build a torch\.nn\.Module, and returned LlamaConfig"),
+        (source, {"into": build, "method": "flow", "data": batch}, TypeError, r"not one dict; pass \[batch\]"),
+    ]
+    for folder, given, kind, message in wrong:
+        with pytest.raises(kind, match=message):
+            prune_folder(folder, tmp_path / "out", sparsity=0.5, **given)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_model_with_one_block_to_prune_is_refused_with_the_reason(saved):
     _, path = saved
     how = {"into": into, "data": zoo.TEXT, "method": "flow", "pattern": "2:4", "include": "model.layers.0.*"}

@@ -253,3 +253,43 @@ def test_a_loader_over_inputs_alone_is_data():
     model = nn.Linear(3, 5)
     wanted = sc.plan(model, sc.wanda, sparsity=0.5, data=list(inputs.split(4))).masks
     assert sc.plan(model, sc.wanda, sparsity=0.5, data=loader).masks == wanted
+
+
+@pytest.mark.parametrize("features", ["positions", "rows"])
+def test_input_norms_leave_padding_out(features):
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 2)
+
+        def forward(self, x, attention_mask):
+            x = self.first(x)
+            return self.second(x if features == "positions" else x.flatten(0, 1))
+
+    model, x = Tokens(), torch.randn(2, 4, 3)
+    mask = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1]])
+    found, _ = sc.targets(model)
+
+    def norms(x, mask):
+        table = collect(model, found, {"input_norm"}, [{"x": x, "attention_mask": mask}], None)
+        return table["first.weight"]["input_norm"], table["second.weight"]["input_norm"]
+
+    there = x[mask.bool()][None]
+    for padded, alone in zip(norms(x, mask), norms(there, torch.ones(1, 5)), strict=True):
+        assert torch.allclose(padded, alone)
+
+
+def test_a_convolution_reads_no_positions_along_its_channels():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv1d(4, 5, 1)
+
+        def forward(self, x, attention_mask):
+            return self.conv(x)
+
+    model, x = Net(), torch.randn(2, 4, 4)
+    found, _ = sc.targets(model)
+    batch = {"x": x, "attention_mask": torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1]])}
+    measured = collect(model, found, {"input_norm"}, [batch], None)["conv.weight"]["input_norm"]
+    assert torch.allclose(measured, x.square().sum((0, 2)).sqrt())

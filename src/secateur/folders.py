@@ -28,7 +28,7 @@ from .budgets import Spread
 from .criteria import Criterion, magnitude
 from .digits import READ, Part, Pool, find_cuts, keep
 from .display import Table, notes_by_reason
-from .edit import built
+from .edit import built_model
 from .evidence import random_scores
 from .folder_walk import check_blocks, prune_blocks
 from .io import Folder, Journal, as_bytes, check_free, replacing_file, writing_behind
@@ -138,6 +138,8 @@ def prune_folder(
     ranks = DataRanks(group)
     with contextlib.ExitStack() as stack:
         with together(ranks.comm, "use its arguments"):
+            if not isinstance(source, str | os.PathLike):
+                raise TypeError(f"source= is the folder of a model, not {type(source).__name__}; prune_ takes models")
             settings = Settings.of(criterion, pattern, scope, sparsity, count, spread, method)
             written, blocks = Path(target), bool(settings.method.needs & STREAMED)
             batches = _check(settings, blocks, data, into)
@@ -147,7 +149,7 @@ def prune_folder(
             folder.check_listed()
             if folder.gated:
                 raise ValueError(f"{source} holds a model with gates, which would be lost; load it, prune_ it and save it")
-            model = None if into is None else built(into).eval()
+            model = None if into is None else built_model(into)
             chosen, found, skipped = _chosen(folder, model, include, exclude, types)
             run = _run_of(settings, folder, chosen)
             check_free(written, overwrite)
@@ -172,8 +174,8 @@ def _check(settings: Settings, blocks: bool, data: Iterable[Any] | None, into: o
         raise TypeError(f"{settings.scheduled[0]} changes with the step; pass a number to prune once")
     if blocks:
         check_blocks(settings)
-        batches = [] if data is None else list(data)
-        check_evidence(settings.needs & STREAMED, data if data is None else batches, None, of=str(settings.method))
+        check_evidence(settings.needs & STREAMED, data, None, of=str(settings.method))
+        batches = list(data or ())
         if into is None:
             raise ValueError(f"{settings.method} runs the model block by block; pass into= (a function that builds the model)")
         return batches

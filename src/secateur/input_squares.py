@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ._layers import Layout
+from ._layers import Layout, features_axis
 from .targeting import Target
 
 Table = dict[str, dict[str, Tensor]]
@@ -19,10 +19,14 @@ Table = dict[str, dict[str, Tensor]]
 
 @dataclass
 class InputSquares:
-    """Adds up the squares of the inputs that each weight is multiplied with, in a table, while `listening` is set."""
+    """Adds up the squares of the inputs that each weight is multiplied with, in a table, while `listening` is set.
+
+    `valid`, a matrix (batch, position) of bool, leaves positions out, such as padding, of layers that have an input for each.
+    """
 
     table: Table
     listening: Event
+    valid: Tensor | None = None
 
     def called(self, target: Target, attribute: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Adds the inputs of one call of a layer.
@@ -37,9 +41,10 @@ class InputSquares:
         if layout.product:
             self.passed(target, slice(None), _only_float(target, args, kwargs))
             return
+        last = features_axis(module) == -1
         try:
-            inputs = tuple(_squared(value) for value in args)
-            named = {key: _squared(value) for key, value in kwargs.items()}
+            inputs = tuple(self._squared(value, last) for value in args)
+            named = {key: self._squared(value, last) for key, value in kwargs.items()}
             probe = layout.probe(torch.empty(layout.shape, device="meta"))
             ones = torch.ones(probe.shape, dtype=torch.float32, device=target.weight.device, requires_grad=True)
             with torch.enable_grad(), torch.autocast(target.weight.device.type, enabled=False), _own_graph():
@@ -53,7 +58,15 @@ class InputSquares:
     def passed(self, target: Target, groups: slice, x: Tensor) -> None:
         """Adds one input of a product with groups of the rows of a weight."""
         if self.listening.is_set():
-            self._add(target, groups, _squared(x).reshape(-1, target.layout.cols).sum(0))
+            self._add(target, groups, self._squared(x, True).reshape(-1, target.layout.cols).sum(0))
+
+    def _squared(self, value: Any, last: bool) -> Any:
+        """The squares of a float tensor, with zeros at positions that do not count if its features are the last axis."""
+        if not is_float(value):
+            return value
+        keep = _places(value, self.valid) if last else None
+        squares = value.detach().float() ** 2
+        return squares if keep is None else squares.masked_fill_(~keep.to(squares.device)[..., None], 0)
 
     def _add(self, target: Target, groups: slice, squares: Tensor) -> None:
         entry = self.table[target.name]
@@ -88,5 +101,15 @@ def _only_float(target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return found[0]
 
 
-def _squared(value: Any) -> Any:
-    return value.detach().float() ** 2 if is_float(value) else value
+def _places(value: Tensor, valid: Tensor | None) -> Tensor | None:
+    """`valid` with the axes of a tensor (..., features) before its features; None if the tensor has no such axes."""
+    if valid is None:
+        return None
+    shape = tuple(value.shape[:-1])
+    return next((places for places in (valid, valid.mT, valid.flatten()) if tuple(places.shape) == shape), None)
+
+
+def flat_places(value: Tensor, valid: Tensor) -> Tensor | None:
+    """The numbers of the rows (..., features) of a tensor that `valid` keeps; None if its rows are not those positions."""
+    keep = _places(value, valid)
+    return None if keep is None else keep.flatten().nonzero()[:, 0]

@@ -36,6 +36,13 @@ def measures(recipe: Settings) -> bool:
     return recipe.method.curvature != "none" or isinstance(recipe.spread, ByLoss)
 
 
+def notes_of_unread(recipe: Settings, data: object) -> dict[str, str]:
+    """A note if `data=` was passed and neither the criterion nor the method nor the spread reads it."""
+    if data is None or recipe.needs or measures(recipe):
+        return {}
+    return {"data=": f"nothing read it: {recipe.criterion} scores weights alone; sc.wanda and method='flow' use data"}
+
+
 def measure(
     model: nn.Module, recipe: Settings, found: Sequence[Target], data: Iterable[Any] | None, loss: Loss | None
 ) -> Curvature | None:

@@ -236,7 +236,7 @@ class Moments:
             x = layer_inputs(module, attribute, target.layout, args, kwargs)
         except Exception as error:
             kind = type(module).__name__
-            raise ValueError(f"the inputs of {target.name!r} cannot be read: {kind} is not linear in it") from error
+            raise ValueError(f"the inputs of {target.name!r} cannot be read: {kind} is not linear in it; exclude it") from error
         shape = next(tuple(value.shape) for value in (*args, *kwargs.values()) if is_float(value))
         axis = features_axis(module)
         flat = {name: _wide(r).movedim(axis, -1).flatten(0, -2)[None] for name, r in streams.items()}

@@ -8,6 +8,7 @@ pruned block. Patterns apply to a weight as a matrix of shape (out, in * kernel 
 from __future__ import annotations
 
 import re
+import reprlib
 from collections import Counter
 from dataclasses import dataclass
 
@@ -43,9 +44,9 @@ class Pattern:
             return Pattern()
         if not found or not text or text.startswith("/"):
             raise ValueError(
-                f"pattern {text!r} is not understood; write 'unstructured', 'n:m' (keeps n of m), 'AxB' (blocks of A outputs "
-                "by B inputs), 'AxB-Z' (a pruned block loses only Z elements), 'out', 'in', or a block with n:m such as "
-                "'16x1/2:4'"
+                f"pattern {reprlib.repr(text)} is not understood; write 'unstructured', 'n:m' (keeps n of m), 'AxB' (blocks of "
+                "A outputs by B inputs), 'AxB-Z' (a pruned block loses only Z elements), 'out', 'in', or a block with n:m such "
+                "as '16x1/2:4'"
             )
         unit = found["slice"] or (int(found["a"] or 1), int(found["b"] or 1))
         keep = (int(found["n"]), int(found["m"])) if found["n"] else None

@@ -39,7 +39,7 @@ from .display import Reported, Table, format_seconds, notes_by_reason
 from .edit import UNKNOWN, Arguments, forget_, record_
 from .evidence import TensorEvidence
 from .masks import Masks, count_kept
-from .measuring import ChannelOrders, check_streamed, measure, measures, with_curves
+from .measuring import ChannelOrders, check_streamed, measure, measures, notes_of_unread, with_curves
 from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, solve_checked, write_
 from .owners import scores_of
 from .patterns import Pattern
@@ -176,7 +176,7 @@ class Plan(Reported):
         found |= {name: bare[bare_name(name)] for name in self.masks if name not in found and bare_name(name) in bare}
         if missing := [name for name in self.masks if name not in found]:
             check_unpacked(model, f"this plan changes {missing[0]!r}")
-            raise ValueError(f"the model has no {missing}; this plan was made for another model")
+            raise ValueError(f"the model has no {missing[0]!r} ({len(missing)} such tensors); this plan is of another model")
         for name, mask in self.masks.items():
             if found[name].shape != mask.shape:
                 raise ValueError(f"{name!r} is {tuple(found[name].shape)} in the model and {tuple(mask.shape)} in the plan")
@@ -338,6 +338,7 @@ def plan(
     how: dict[str, Any] = {"data": data, "loss": loss, "measured": measured, "group": group, "orders": orders}
     made = make_plan(model, recipe, found, skipped, table, meeting=meeting, **how)
     made.arguments = arguments
+    made.notes |= notes_of_unread(recipe, data)
     if orders is not None:
         made.notes |= orders.notes
         made.reorder(orders.reordering())

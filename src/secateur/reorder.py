@@ -156,6 +156,9 @@ def find_orders(
 
 def neighbour_pattern(pattern: str | Pattern) -> Pattern:
     """Reads the pattern of `reorder_`. Raises ValueError unless it is n:m."""
+    if not isinstance(pattern, str | Pattern):
+        given = type(pattern).__name__
+        raise TypeError(f"reorder_ takes a pattern such as '2:4' as its second argument, not {given}; pass batches as data=")
     shape = Pattern.parse(pattern)
     if not shape.keep or not shape.elementwise:
         raise ValueError(f"reorder_ is for patterns n:m such as '2:4', not {str(shape)!r}: others have no neighbours to choose")

@@ -33,6 +33,10 @@ from .trace import Trace, main_outputs, trace
 
 _SAME = 1e-3  # the largest relative change of the output that rounding in float32 explains
 _FLAT = 0.5  # the largest one at which one number may replace the weights of a norm
+_FOR = (
+    "rotate_ is for decoders whose layers read the stream after RMS norms (Llama, Mistral, Qwen), without adapters; use shrink "
+    "without it for others. The model is unchanged."
+)
 
 
 @dataclass(repr=False)
@@ -155,11 +159,13 @@ def _stream(traced: Trace) -> _Stream:
     kind = type(traced.model).__name__
     group = max(traced.prunable, key=lambda g: len(_scales(g)), default=None)
     if group is None or not (scales := _scales(group)):
-        raise ValueError(f"{kind} has no residual stream that norms with weights read, so there is nothing to rotate")
+        raise ValueError(f"{kind} has no residual stream that norms with weights read, so there is nothing to rotate; {_FOR}")
     places: dict[bool, dict[str, int]] = {True: {}, False: {}}
     for m in group.members:
         if norm(traced.dims[m.tensor][m.dim]) is not group.atom:
-            raise ValueError(f"the stream of {kind} cannot be rotated: {m.tensor} has it beside other channels on one axis")
+            raise ValueError(
+                f"the stream of {kind} cannot be rotated: {m.tensor} has it beside other channels on one axis; {_FOR}"
+            )
         if m.tensor not in scales:
             places[m.role == "consume"][m.tensor] = m.dim
     return _Stream(group.members[0].tensor, group.size, places[True], places[False], scales)
@@ -199,11 +205,13 @@ def _norms(model: nn.Module, stream: _Stream, readers: Sequence[Target], inputs:
     after: dict[str, list[str]] = {name: [] for name in stream.scales}
     for name in stream.read:
         if len(places := found.get(name, set())) != 1 or "" in places:
-            raise ValueError(f"the stream of {kind} cannot be rotated: {name} does not read the output of one of its norms")
+            raise ValueError(
+                f"the stream of {kind} cannot be rotated: {name} does not read the output of one of its norms; {_FOR}"
+            )
         after[places.pop()].append(name)
     if idle := next((name for name, readers in after.items() if not readers), None):
         raise ValueError(
-            f"the stream of {kind} cannot be rotated: no layer that was traced reads the output of the norm of {idle}"
+            f"the stream of {kind} cannot be rotated: no layer that was traced reads the output of the norm of {idle}; {_FOR}"
         )
     return after
 

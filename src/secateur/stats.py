@@ -135,6 +135,23 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     )
 
 
+def check_values(batch: tuple[tuple[Any, ...], dict[str, Any], Any], number: int) -> None:
+    """Raises ValueError for tokens on the meta device: an embedding runs on them, and statistics would be zeros."""
+    args, kwargs, _ = batch
+    if any(
+        isinstance(value, Tensor) and value.is_meta and not value.is_floating_point() for value in (*args, *kwargs.values())
+    ):
+        raise ValueError(f"batch {number} of data= (counted from 1) is on the meta device, so it holds no values")
+
+
+def valid_positions(batch: Any) -> Tensor | None:
+    """True for the positions (batch, position) that are not padding; None if there is no padding or no mask."""
+    mask = split_batch(batch)[1].get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or bool(mask.all()):
+        return None
+    return mask.bool()
+
+
 def warn_of_unused_input(model: nn.Module, batch: Any) -> None:
     """Warns where the second element of a pair may be an input that is taken for a target, and no loss uses targets."""
     if not isinstance(batch, tuple | list) or len(batch) != 2 or not all(isinstance(each, Tensor) for each in batch):
@@ -173,11 +190,13 @@ def on_batch(
     except Exception as error:
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
         shapes = [tuple(tensor.shape) for tensor in tensors]
+        lists = [repr(key) for key, value in kwargs.items() if isinstance(value, list)]
+        held = f"{', '.join(lists)} must be tensors; tokenizers return them with return_tensors='pt'. " if lists else ""
         flat = "The batch axis may be missing: the first axis counts samples. " if max(map(len, shapes), default=2) < 2 else ""
         raise ValueError(
             f"{type(model).__name__} does not run on a batch of data= (tensors of shape {shapes}): "
             f"{why_failed(error, model, tensors)}. data= is an iterable of batches. A batch is a tensor, a mapping of keyword "
-            f"arguments, or a pair (inputs, target). {flat}The model is unchanged."
+            f"arguments, or a pair (inputs, target). {held}{flat}The model is unchanged."
         ) from error
 
 
@@ -236,8 +255,8 @@ def _one_pass(
     with contextlib.ExitStack() as stack:
         stack.enter_context(together(own, "run on its batches of data="))
         differentiate = stack.enter_context(_gradients_of(model, targets, ranks)) if gradients else None
+        sums = InputSquares(table, listening)
         if "input_norm" in needs:
-            sums = InputSquares(table, listening)
             stack.enter_context(listen(targets, sums.called, sums.passed))
         stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
         for batch, counts in ranks.batches(_checked(track(data, "scores from data"))):
@@ -245,6 +264,7 @@ def _one_pass(
             if batches == 1 and loss is None:
                 warn_of_unused_input(model, batch)
             # FSDP2 averages gradients over processes, so squares are taken of one process's batch at a time.
+            sums.valid = valid_positions(batch)
             turns = range(ranks.size) if ranks.steps_together and "grad_square" in needs else [ranks.rank]
             for turn in turns:
                 mine = counts and turn == ranks.rank
@@ -263,8 +283,8 @@ def _one_pass(
 
 
 def _checked(data: Iterable[Any]) -> Iterator[Any]:
-    for batch in data:
-        split_batch(batch)  # raises unless it is a batch
+    for number, batch in enumerate(data, 1):
+        check_values(split_batch(batch), number)
         yield batch
 
 

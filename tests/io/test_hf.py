@@ -73,6 +73,7 @@ def test_layers_of_different_sizes_are_said_not_to_fit_and_load_with_ours(tmp_pa
     said = io.save(small, tmp_path)["from_pretrained"]
     assert isinstance(said, str)
     assert said.startswith("no, only sc.load")
+    assert "Mostly a config fits if whole layers are removed (depth=)" in said
     assert not (tmp_path / "config.json").exists()
     assert torch.equal(answer(io.load(tmp_path, llama)), answer(small))
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import secateur as sc
 from secateur.edit.cuts import Cuts
 from secateur.surgery.calibrate.norms import reestimate_
 from secateur.surgery.calibrate.refit import refit_
@@ -448,3 +449,26 @@ def test_a_layer_that_some_batches_do_not_run_is_left_and_the_others_are_fitted(
     assert refit_(made.small, m, made.cuts, [x, -x]) == {"two": "it does not run once on every batch of data="}
     assert torch.equal(made.small.two.weight, two)
     assert F.mse_loss(made.small(-x), m(-x)) < 0.5 * cut
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(3, 8), nn.Linear(8, 6), nn.Linear(6, 2)
+
+    def forward(self, x, attention_mask=None):
+        return self.third(self.second(self.first(x).relu()).relu())
+
+
+@pytest.mark.parametrize("refit", [False, True])
+@pytest.mark.parametrize("criterion", [sc.magnitude, sc.reconstruction], ids=str)
+def test_padding_is_left_out(criterion, refit):
+    torch.manual_seed(0)
+    model, x = Tokens().double(), draw(4, 10, 3)
+    mask = torch.zeros(4, 10).long()
+    mask[:, :6] = 1
+    padded = {"x": torch.where(mask[..., None] == 1, x, 100.0), "attention_mask": mask}
+    there = {"x": x[:, :6], "attention_mask": mask[:, :6]}
+    made = [sc.shrink(model, there, criterion, channels=0.5, data=[one], refit=refit)[0] for one in (padded, there)]
+    for one, other in zip(*(each.state_dict().values() for each in made), strict=True):
+        assert torch.allclose(one, other, rtol=1e-9)

@@ -54,16 +54,21 @@ def run(work: Callable[[], Answer], as_json: bool, options: Mapping[str, str]) -
         click.echo(json.dumps(answer.data, indent=1, default=str) if as_json else text)
 
 
+_CALL = re.compile(r"(\w\((?:[^()]|\([^()]*\))*\))")  # such as admm(refit=10, target=flow(0.5, 0.75))
+
+
 def with_options(text: str, options: Mapping[str, str], *, values: bool = True) -> str:
     """Names options in place of Python arguments: "pass data= (...)" becomes "pass --data (...)".
 
-    With `values`, also where a value follows: "spread='x'" becomes "--spread='x'".
+    With `values`, also where a value follows: "spread='x'" becomes "--spread='x'". Arguments of calls keep their names.
     """
+    parts = _CALL.split(text)
     for name, option in options.items():
-        text = re.sub(rf"(?<![\w-]){name}=(?=[\s,;)]|$)", option, text)
-        if values:
-            text = re.sub(rf"(?<![\w-]){name}=(?!=)", f"{option}=", text)
-    return text
+        for at in range(0, len(parts), 2):  # between the calls
+            parts[at] = re.sub(rf"(?<![\w-]){name}=(?=[\s,;)]|$)", option, parts[at])
+            if values:
+                parts[at] = re.sub(rf"(?<![\w-]){name}=(?!=)", f"{option}=", parts[at])
+    return "".join(parts)
 
 
 def end(message: str, as_json: bool, code: int) -> None:

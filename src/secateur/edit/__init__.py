@@ -8,7 +8,7 @@
 - `guards`: all or nothing, evaluation mode, RNG state, plain kernels, and runs that leave the model as it was.
 """
 
-from .configs import Place, built, built_from, held_objects, number_at, numbers_of, with_numbers
+from .configs import Place, built, built_from, built_model, held_objects, number_at, numbers_of, with_numbers
 from .copies import copied
 from .cuts import (
     Attribute,
@@ -101,6 +101,7 @@ __all__ = [
     "Place",
     "built",
     "built_from",
+    "built_model",
     "held_objects",
     "number_at",
     "numbers_of",

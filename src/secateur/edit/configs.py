@@ -100,6 +100,15 @@ def built(into: Callable[[], nn.Module]) -> nn.Module:
         log.setLevel(level)
 
 
+def built_model(into: Callable[[], Any]) -> nn.Module:
+    """The model that `into=` builds, in evaluation mode and without its weights. Raises TypeError if it builds none."""
+    if isinstance(into, nn.Module) or not callable(into):
+        raise TypeError(f"into= is a function that builds the model, such as lambda: Model(config), not {type(into).__name__}")
+    if not isinstance(model := built(into), nn.Module):
+        raise TypeError(f"into= must build a torch.nn.Module, and returned {type(model).__name__}")
+    return model.eval()
+
+
 class _EmptyIsMeta(TorchFunctionMode):
     """Puts what torch.empty makes on the meta device: layers allocate weights with it. Other tensors are computed."""
 

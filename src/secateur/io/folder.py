@@ -221,6 +221,8 @@ def _listed(folder: Path) -> dict[str, str]:
     """The file of each tensor by the index; of a single file, no names are known yet."""
     if not (folder / INDEX).is_file():
         if not (folder / SINGLE).is_file():
+            if not folder.exists():
+                raise FileNotFoundError(f"{folder} does not exist; give a local folder that holds {SINGLE} or {INDEX}")
             raise FileNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}")
         return {"": SINGLE}
     try:

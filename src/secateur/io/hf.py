@@ -226,7 +226,10 @@ def _words(wrong: list[Key]) -> str | None:
         kind, "has other values"
     )
     than = "from any config" if kind == "error" else "than any config gives it"
-    return f"{what} {than} ({name}); whole layers that go (depth=), or MLP channels cut alike (scope='tensor'), mostly fit one"
+    return (
+        f"{what} {than} ({name}). Mostly a config fits if whole layers are removed (depth=), or as many MLP channels from each "
+        "layer (scope='tensor')"
+    )
 
 
 def _built(model: nn.Module, config: Any) -> Profile:

@@ -77,6 +77,8 @@ def names_method(text: str) -> bool:
 def _method_hint(given: Any) -> str:
     if isinstance(given, Criterion) or (isinstance(given, str) and given in CRITERIA):
         return f" {given} is a criterion; pass it as criterion="
+    if given is own or given is flow:
+        return f" It is a target of sc.methods.admm; pass method='flow', or admm(target={_uncalled(given)}(...))"
     if name := _uncalled(given):
         return f" Call it: {name}()"
     return nearest(given, _CALLS) if isinstance(given, str) else ""
@@ -84,7 +86,7 @@ def _method_hint(given: Any) -> str:
 
 def _uncalled(given: Any) -> str:
     """The name of a function that makes a method, if one was given itself; else ""."""
-    made = (rank, topk, sparsegpt, admm, drop_and_grow)
+    made = (rank, topk, sparsegpt, admm, drop_and_grow, own, flow)
     return next((f"sc.methods.{each.__name__}" for each in made if given is each), "")
 
 

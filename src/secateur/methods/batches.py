@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._arguments import tensors_of
 from .._dist import DataRanks, together
-from ..stats import split_batch
+from ..stats import check_values, split_batch, valid_positions
 
 
 def usable(data: Iterable[Any], notes: dict[str, str], ranks: DataRanks) -> tuple[list[Any], bool]:
@@ -32,7 +32,8 @@ def _read(data: Iterable[Any], notes: dict[str, str], batches: list[Any]) -> int
     """Puts the batches that are not empty into a list, and returns the number of all."""
     empty, number = [], 0
     for number, batch in enumerate(data, 1):
-        args, kwargs, _ = split_batch(batch)
+        args, kwargs, _ = found = split_batch(batch)
+        check_values(found, number)
         tensors = tensors_of((args, kwargs))
         if tensors and not all(tensor.numel() for tensor in tensors):
             empty.append(number)
@@ -47,8 +48,4 @@ def _read(data: Iterable[Any], notes: dict[str, str], batches: list[Any]) -> int
 
 def positions(batch: Any) -> Tensor | None:
     """True for the positions (batch, position) that are not padding; None if there is no padding or no mask."""
-    _, kwargs, _ = split_batch(batch)
-    mask = kwargs.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or bool(mask.all()):
-        return None
-    return mask.bool()
+    return valid_positions(batch)

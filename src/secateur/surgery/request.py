@@ -94,6 +94,10 @@ class ShrinkRequest:
 
 def check_request(request: ShrinkRequest) -> ShrinkRequest:
     """The request with `criterion`, `exclude` and `data` in their final form. Raises where the keywords make no sense."""
+    if isinstance(by := request.criterion, float):
+        raise TypeError(
+            f"criterion={by!r} is a number; to keep this fraction pass params={by!r}, flops={by!r} or channels={by!r}"
+        )
     _check_targets(request)
     if request.scope not in SCOPES:
         raise ValueError(

@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import os
+import reprlib
 from collections.abc import Callable
 from numbers import Real
 from pathlib import Path
@@ -35,7 +36,8 @@ def check_evaluate(evaluate: object, better: str | None) -> None:
     """Raises unless `evaluate` can be called with a model, and `better` says which metric is better, or is left out."""
     if not callable(evaluate):
         raise TypeError(
-            f"evaluate={evaluate!r} must be a function: it is called with a model, several times, and returns the metric"
+            f"evaluate={reprlib.repr(evaluate)} must be a function: it is called with a model, several times, and returns the "
+            "metric"
         )
     try:
         inspect.signature(evaluate).bind(None)

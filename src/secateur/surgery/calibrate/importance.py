@@ -110,7 +110,7 @@ def bn_scale(units: Units) -> Tensor | str:
 @unit_criterion
 def reap(units: Units) -> str:
     """Gate times norm of the output of an expert (Lasby et al., 2025). It is for `shrink(experts=)`, and scores no channels."""
-    return f"reap scores whole experts, and not {label(units.group)}: ask for experts=, the fraction of them that remains"
+    return "reap scores whole experts, not channels or heads: ask for experts=, the fraction of them that remains"
 
 
 def _variance(units: Units) -> Tensor | str:

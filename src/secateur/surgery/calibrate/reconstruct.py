@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...axes import Group, Member
 from ...edit import eval_mode
 from ...progress import track
-from ...stats import Loss, check_evidence, on_batch, split_batch
+from ...stats import Loss, check_evidence, on_batch, split_batch, valid_positions
 from ...trace import Trace
 from ..exact import units_along
 from ..masked import mask_
@@ -133,10 +133,11 @@ def _inputs(
     """The moments of the inputs of all readers from one pass over the data; the values of masked units from one batch."""
     modules = {r.module: r for found in readers.values() for r in found}
     sums, outputs, normed = {module: Regression() for module in modules}, dict[Any, Any](), set[Any]()
+    valid: list[Tensor | None] = [None]  # of the batch that runs
     draw = torch.Generator().manual_seed(0)
 
     def see(module: Any, args: tuple[Any, ...], output: Any) -> None:
-        for x, _ in samples(module, args[0], None, rows_for(module, len(batches)), draw):
+        for x, _ in samples(module, args[0], None, rows_for(module, len(batches)), draw, valid[0]):
             sums[module].add(x)
         outputs[module] = output
 
@@ -148,6 +149,7 @@ def _inputs(
     with _removing(hooks), torch.no_grad():
         for batch in track(batches, "inputs of layers"):
             args, kwargs, _ = split_batch(batch)
+            valid[0] = valid_positions(batch)
             with on_batch(trace.model, args, kwargs):
                 trace.model(*args, **kwargs)
     names = {module: name for name, module in trace.model.named_modules()}
@@ -260,9 +262,12 @@ def _few(model: nn.Module, batch: Any) -> Any:
 
 
 def _answer(model: nn.Module, batch: Any) -> list[Tensor]:
+    """The floating-point tensors of the model's output, without the positions that are padding."""
     args, kwargs, _ = split_batch(batch)
+    valid = valid_positions(batch)
     with torch.no_grad(), on_batch(model, args, kwargs):
-        return _tensors(model(*args, **kwargs))
+        found = _tensors(model(*args, **kwargs))
+    return found if valid is None else [t[valid.to(t.device)] if t.shape[:2] == valid.shape else t for t in found]
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..._arguments import tensors_of
 from ...edit import Cuts, eval_mode
 from ...progress import Progress
-from ...stats import on_batch, split_batch
+from ...stats import on_batch, split_batch, valid_positions
 from ...stream import Replay, stream
 from .norms import list_batches
 from .regression import CONVS, Regression, rows_for, samples
@@ -204,7 +204,7 @@ def _regressions(
     bypasses = {layer.bypass for layer in layers}
     held: dict[str | None, list[tuple[Tensor, Tensor]]] = {}  # inputs of bypassing modules, until the layer is fitted
     runs = [stream(model, [model.get_submodule(name) for name in order], batches) for model in (small, dense)]
-    draw = torch.Generator().manual_seed(0)
+    valid, draw = [valid_positions(batch) for batch in batches], torch.Generator().manual_seed(0)
     with contextlib.closing(runs[0]), contextlib.closing(runs[1]), Progress("refit", len(layers)) as progress:
         for (name, layer), mine, theirs in zip(order.items(), *runs, strict=True):
             if name in bypasses:
@@ -213,19 +213,24 @@ def _regressions(
                 continue
             progress(layer.name)
             bypass = held.pop(layer.bypass, None) or [None] * len(batches)
-            yield layer, _regression(layer, mine, theirs, bypass, draw)
+            yield layer, _regression(layer, mine, theirs, bypass, valid, draw)
 
 
 def _regression(
-    layer: FitLayer, mine: Replay, theirs: Replay, bypass: Sequence[tuple[Tensor, Tensor] | None], draw: torch.Generator
+    layer: FitLayer,
+    mine: Replay,
+    theirs: Replay,
+    bypass: Sequence[tuple[Tensor, Tensor] | None],
+    valid: Sequence[Tensor | None],
+    draw: torch.Generator,
 ) -> Regression | str:
     if not len(mine.calls) == len(theirs.calls) == len(bypass):
         return "it does not run once on every batch of data="
     regression, most = Regression(), rows_for(layer.small, len(bypass))
-    for x, y, pair in zip(_inputs(mine), theirs.run(), bypass, strict=True):
+    for x, y, pair, there in zip(_inputs(mine), theirs.run(), bypass, valid, strict=True):
         if x.shape[:1] != y.shape[:1] if layer.conv else x.shape[:-1] != y.shape[:-1]:
             return "it runs on other rows of data= than the layer of the dense model"
-        for rows, goal in samples(layer.small, x, _goal(layer, y, pair), most, draw):
+        for rows, goal in samples(layer.small, x, _goal(layer, y, pair), most, draw, there):
             regression.add(rows, goal)
     return regression if regression.count else "no row of data= reached it"
 

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...input_squares import flat_places
+
 _ROWS = 1 << 22  # elements in one block of input patches
 _EACH, _LEAST = 128, 64  # rows that a fit uses: for each column of a weight, and at least in each batch
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -80,9 +82,12 @@ def rows_for(module: Any, batches: int) -> int:
 
 
 def samples(
-    module: Any, x: Tensor, y: Tensor | None, most: int, draw: torch.Generator
+    module: Any, x: Tensor, y: Tensor | None, most: int, draw: torch.Generator, valid: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Blocks of rows that the layer multiplies with its weight, with the outputs `y` there; at most `most`, drawn at random."""
+    """Blocks of rows that the layer multiplies with its weight, with the outputs `y` there; at most `most`, drawn at random.
+
+    `valid`, a matrix (batch, position) of bool, leaves positions out, such as padding, of layers that have a row for each.
+    """
     if isinstance(module, CONVS):
         rank = module.weight.dim() - 2
         single = x.dim() == rank + 1
@@ -91,8 +96,10 @@ def samples(
     else:
         places, y, rank = x.reshape(-1, x.shape[-1]), None if y is None else y.reshape(-1, y.shape[-1]), 0
     shape = places.shape[: 1 + rank]
-    total = math.prod(shape)
+    there = None if valid is None or isinstance(module, CONVS) else flat_places(x, valid)
+    total = math.prod(shape) if there is None else len(there)
     picked = torch.arange(total) if total <= most else torch.randint(total, (most,), generator=draw)
+    picked = picked if there is None else there.cpu()[picked]
     wide = math.prod(places.shape[1 + rank :])
     for part in picked.split(max(1, _ROWS // max(1, wide))) if total else ():
         at = torch.unravel_index(part.to(x.device), shape)
