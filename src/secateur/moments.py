@@ -169,14 +169,17 @@ class Moments:
                 totals[key] = torch.zeros(shape, dtype=dtype, device=self._devices.get(key[0], anywhere))
         for dtype in (torch.float64, torch.float32):
             ranks.add_([totals[key] for key in sorted(shapes) if shapes[key][1] == dtype])
-        for key in shapes:
+        for key in sorted(shapes):
             (name, kind, *groups), number = key, sum(others[key][2] for others, _ in every if key in others)
             if kind == "residual":
                 self._streams[name] = _Fixed(totals[key], number)
             elif kind == "shift":
                 self._blended[name].sum = _Fixed(totals[key], number)
-            elif number:
-                self._sums[name][kind].parts[groups[0], groups[1]] = _Fixed(totals[key], number)
+            else:
+                parts = self._sums[name][kind].parts
+                parts.pop((groups[0], groups[1]), None)  # all processes then hold them, and sum them, in one order
+                if number:
+                    parts[groups[0], groups[1]] = _Fixed(totals[key], number)
         self._tokens = {name: sum(tokens.get(name, 0) for _, tokens in every) for name in self._tokens}
 
     def table(self) -> dict[str, dict[str, Any]]:

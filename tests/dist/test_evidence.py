@@ -66,8 +66,8 @@ def decoder(kind: str) -> nn.Module:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}
     if kind == "experts":
         config = transformers.MixtralConfig(num_key_value_heads=2, num_local_experts=6, num_experts_per_tok=1, **sizes)
-        return transformers.MixtralForCausalLM(config).eval()
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **sizes)).eval()
+        return transformers.MixtralForCausalLM(config).double().eval()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **sizes)).double().eval()
 
 
 def texts(rank: int, numbers: list[int], kind: str) -> list[dict[str, Tensor]]:
@@ -101,7 +101,10 @@ def solved(
     ids=str,
 )
 def test_methods_that_solve_blocks_use_the_data_of_all_processes(pair, kind, method, how, numbers):
-    """Sums are added in another order, so the weights are equal to rounding; the processes have the same bits."""
+    """Sums are added in another order, so the weights are equal to rounding; the processes have the same bits.
+
+    In double precision: in single precision the order of the batches alone changes some weights by 1e-4.
+    """
     data = [batch for rank in range(2) for batch in texts(rank, numbers, kind)]
     plan = sc.plan(decoder(kind), **how, method=method, data=data, exclude="lm_head")
     alone = sc.plan(decoder(kind), **how, method=method, data=texts(0, [1], kind), exclude="lm_head")
