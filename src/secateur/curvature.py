@@ -23,7 +23,7 @@ from .moments import layer_inputs
 from .products import matmul, rough_matmul
 from .progress import Progress
 from .reads import listen
-from .stats import Loss, as_it_was, backward_of, check_evidence, on_batch, split_batch
+from .stats import Loss, as_it_was, backward_of, check_evidence, on_batch, split_batch, valid_positions
 from .targeting import Target
 
 KINDS = ("none", "diag", "fisher")  # each knows more than the one before
@@ -88,7 +88,7 @@ def curvature(
                 continue
             ran += 1
             with listen(targets, sums.called, sums.passed, sums.returned):
-                with sums.forward(valid_positions(kwargs)), half_products(model), on_batch(model, args, kwargs):
+                with sums.forward(valid_positions(batch)), half_products(model), on_batch(model, args, kwargs):
                     output = model(*args, **kwargs)
                 if not backward:
                     continue
@@ -150,14 +150,6 @@ def _sampled(logits: Tensor, valid: Tensor | None, draw: torch.Generator, number
                 raise ValueError(f"the logits of batch {number} of data= are NaN; look at that batch and at the weights")
             vector[part] = torch.addcmul(r, p, total, value=-1)
     return [vector.view(logits.shape) for vector in vectors]
-
-
-def valid_positions(kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Which positions of a batch are not padding, by its attention mask; None if all are, or if nothing says so."""
-    mask = kwargs.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or bool(mask.all()):
-        return None
-    return mask.bool()
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from ._arguments import tensors_of
 from ._dist import Box, Comm, DataRanks, Group, together
 from ._hints import hints
 from ._layers import Layout
+from ._tree import nearest_glob
 from .budgets import Spread
 from .criteria import Criterion, magnitude
 from .digits import READ, Part, Pool, find_cuts, keep
@@ -162,7 +163,7 @@ def prune_folder(
             kept, notes = prune_blocks(model, found, folder, journal, batches, settings, where, ranks)
             kept = {name: kept[one.name] for name, one in zip(chosen, found, strict=True)}
         else:
-            job = _Job(folder, settings, chosen, ranks.comm, _files_of(folder, ranks.comm))
+            job = _Job(folder, settings, chosen, ranks.comm, folder.share(ranks.comm.rank, ranks.comm.size))
             kept, notes = _prune_slabs(job, journal), {}
     layers = [Layer(name, layout.shape, kept[name], layout.rows * layout.cols) for name, layout in chosen.items()]
     return PrunedFolder(written, settings.describe(), layers, skipped, notes)
@@ -213,6 +214,11 @@ def _chosen(
         named, without = globs_of("include", include), globs_of("exclude", exclude)
         if not named:
             raise ValueError("say which tensors are pruned: into= builds the model, or include= names them")
+        for argument, globs in (("include", named), ("exclude", without)):
+            for glob in globs:
+                if not any(_any(name, [glob]) for name in folder.entries):
+                    near = nearest_glob(glob, list(folder.entries))
+                    raise ValueError(f"{argument}={glob!r} matches no tensor of {folder.path}.{near}")
         found = {n: e for n, e in folder.entries.items() if _any(n, named) and not _any(n, without) and e[0] in RANKED}
         flat = {name for name, (_, shape) in found.items() if len(shape) < 2 and name not in named}
         layouts = {name: Layout(shape) for name, (_, shape) in found.items() if name not in flat}
@@ -237,18 +243,6 @@ def _chosen(
 
 def _any(name: str, globs: Sequence[str]) -> bool:
     return any(fnmatchcase(name, glob) or fnmatchcase(name.rpartition(".")[0], glob) for glob in globs)
-
-
-def _files_of(folder: Folder, comm: Comm) -> list[str]:
-    """The files of this process: the largest first, each to the process that has the fewest bytes."""
-    loads = [0] * comm.size
-    mine = []
-    for file in sorted(folder.files, key=lambda name: (-folder.size(name), name)):
-        least = loads.index(min(loads))
-        loads[least] += folder.size(file)
-        if least == comm.rank:
-            mine.append(file)
-    return mine
 
 
 @dataclass

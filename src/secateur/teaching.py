@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .curvature import logits_of, parts_of, valid_positions
+from .curvature import logits_of, parts_of
 from .edit import half_products
-from .stats import backward_of, on_batch, split_batch
+from .stats import backward_of, on_batch, split_batch, valid_positions
 
 Distance = Callable[[Any, Any], Tensor]
 _TOGETHER = 64  # sequences that are written at once
@@ -23,7 +23,7 @@ def _outputs(model: nn.Module, teacher: nn.Module, batch: Any) -> tuple[Any, Any
         with torch.no_grad(), on_batch(teacher, args, kwargs):
             wanted = teacher(*args, **kwargs)
         with on_batch(model, args, kwargs):
-            return model(*args, **kwargs), wanted, valid_positions(kwargs)
+            return model(*args, **kwargs), wanted, valid_positions(batch)
 
 
 def backward(model: nn.Module, teacher: nn.Module, batch: Any, loss: Distance | None) -> float:
@@ -102,7 +102,7 @@ def _sequences(batch: Any) -> list[Tensor]:
     args, kwargs, _ = split_batch(batch)
     if set(kwargs) - {"input_ids", "attention_mask", "labels"} or len(args) + ("input_ids" in kwargs) != 1:
         return []
-    ids, valid = args[0] if args else kwargs["input_ids"], valid_positions(kwargs)
+    ids, valid = args[0] if args else kwargs["input_ids"], valid_positions(batch)
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
         return []
     rows = list(ids) if valid is None else [row[there.to(row.device)] for row, there in zip(ids, valid, strict=True)]

@@ -129,7 +129,7 @@ def test_tensors_can_be_named_instead_of_building_the_model(tmp_path):
 @pytest.mark.parametrize("scope", ["tensor", "global", "row"])
 def test_a_folder_without_such_tensors_is_copied(tmp_path, scope):
     write(tmp_path / "dense", made(), 2)
-    counts = prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5, scope=scope, include="other*")
+    counts = prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5, scope=scope, include="1.num_batches_tracked")
     assert counts.metrics()["total"] == 0
     for file in (tmp_path / "dense").iterdir():
         assert (tmp_path / "sparse" / file.name).read_bytes() == file.read_bytes()
@@ -186,6 +186,14 @@ def test_a_run_that_stops_around_its_journal_goes_on(tmp_path, monkeypatch, when
     call("whole")
     for file in (tmp_path / "whole").iterdir():
         assert (tmp_path / "sparse" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("which", [{"include": "0.wieght"}, {"include": "*", "exclude": ["2.*", "5.*"]}], ids=str)
+def test_names_that_match_no_tensor_are_refused(tmp_path, which):
+    write(tmp_path / "from", made(), 1)
+    with pytest.raises(ValueError, match=r"(include='0.wieght'|exclude='5.\*') matches no tensor"):
+        prune_folder(tmp_path / "from", tmp_path / "to", sparsity=0.5, **which)
+    assert not (tmp_path / "to").exists()
 
 
 def test_files_of_a_run_that_was_given_up_do_not_pass_for_those_of_the_next(tmp_path, monkeypatch):

@@ -70,6 +70,16 @@ class Folder:
     def size(self, file: str) -> int:
         return (self.path / file).stat().st_size
 
+    def share(self, rank: int, size: int) -> list[str]:
+        """The files of one of `size` processes: the largest first, each to the process that has the fewest bytes."""
+        loads, mine = [0] * size, []
+        for file in sorted(self.files, key=lambda name: (-self.size(name), name)):
+            least = loads.index(min(loads))
+            loads[least] += self.size(file)
+            if least == rank:
+                mine.append(file)
+        return mine
+
     def stamp(self) -> list[list[int]]:
         """Sizes and times of the files, to see whether they changed between two runs."""
         found = [(self.path / file).stat() for file in self.files]

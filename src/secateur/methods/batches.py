@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
-
 from .._arguments import tensors_of
 from .._dist import DataRanks, together
-from ..stats import check_values, split_batch, valid_positions
+from ..stats import check_values, split_batch
 
 
 def usable(data: Iterable[Any], notes: dict[str, str], ranks: DataRanks) -> tuple[list[Any], bool]:
@@ -44,8 +42,3 @@ def _read(data: Iterable[Any], notes: dict[str, str], batches: list[Any]) -> int
     if empty:
         notes["data"] = f"skipped empty batches of data=: {', '.join(map(str, empty))} (counted from 1)"
     return number
-
-
-def positions(batch: Any) -> Tensor | None:
-    """True for the positions (batch, position) that are not padding; None if there is no padding or no mask."""
-    return valid_positions(batch)

@@ -27,12 +27,12 @@ from ..moments import Moments, Seen
 from ..outside import not_closed
 from ..progress import Progress, track
 from ..reads import listen
-from ..stats import as_it_was, on_batch, split_batch, warn_of_unused_input
+from ..stats import as_it_was, on_batch, split_batch, valid_positions, warn_of_unused_input
 from ..stream import Chain, Feed, record
 from ..tape import Call, Enough, Parts, Tape
 from ..tape import record as record_tape
 from ..targeting import Target
-from .batches import positions, usable
+from .batches import usable
 from .changes import Changes, checked
 from .residence import Residence, on_cpu, without_blocks
 from .seam import Solution
@@ -116,7 +116,7 @@ class _Walk:
     _summary: str = ""
 
     def __post_init__(self) -> None:
-        self.valid = [positions(batch) for batch in self.batches]
+        self.valid = [valid_positions(batch) for batch in self.batches]
         self.both = bool(self.needs & {"cross", "residual"})
 
     def evidence(self) -> Iterator[tuple[list[Target], Evidence]]:

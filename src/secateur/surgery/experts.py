@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..curvature import valid_positions
 from ..edit import Attribute, Cuts, Inputs, apply_cuts_, copied, eval_mode, owned_tensors, run
 from ..progress import track
 from ..select import keep_largest
-from ..stats import on_batch, split_batch
+from ..stats import on_batch, split_batch, valid_positions
 from .cut import held_objects_of
 from .names import matches
 
@@ -174,7 +173,7 @@ def _measure(model: nn.Module, mixtures: Iterable[Mixture], batches: Sequence[An
         with eval_mode(model), torch.no_grad():
             for batch in track(batches, "experts"):
                 args, kwargs, _ = split_batch(batch)
-                valid[0] = valid_positions(kwargs)
+                valid[0] = valid_positions(batch)
                 with on_batch(model, args, kwargs):
                     model(*args, **kwargs)
     finally:
