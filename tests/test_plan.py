@@ -210,6 +210,18 @@ def test_too_few_tokens_are_noted():
     assert not sc.plan(model, sparsity=0.5, method="flow", data=[torch.randn(16, 8)]).notes
 
 
+def test_zeros_that_a_solver_fills_are_noted():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+    data = [torch.randn(256, 64) @ torch.randn(64, 64)]
+    assert not sc.plan(model, sparsity=0.8, method="flow", data=data).notes
+    sc.prune_(model, sc.random(0), sparsity=0.5)
+    filled = sc.plan(model, sparsity=0.8, method="flow", data=data)
+    assert any(bool((weight[model.get_parameter(name) == 0] != 0).any()) for name, weight in filled.weights.items())
+    assert "it had zeros, and not all of them are left" in str(filled)
+    assert not sc.plan(model, sparsity=0.8, method="sparsegpt", data=data).notes
+
+
 def test_metrics_are_plain_numbers():
     metrics = sc.plan(net(), sparsity=0.5).metrics()
     assert metrics["tensors"] == 3

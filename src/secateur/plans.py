@@ -40,7 +40,7 @@ from .edit import UNKNOWN, Arguments, forget_, record_
 from .evidence import TensorEvidence
 from .masks import Masks, count_kept
 from .measuring import ChannelOrders, check_streamed, measure, measures, notes_of_unread, with_curves
-from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, solve_checked, write_
+from .methods import STREAMED, LayerProblem, Method, Solution, solve_all, solve_checked, what_to_know, write_
 from .owners import scores_of
 from .patterns import Pattern
 from .reorder import Reordering
@@ -404,15 +404,13 @@ def make_plan(
                 step=step,
             )
             amount = amounts.pop(name)
-            tokens, inputs = problem.tokens, problem.W.shape[-1]
-            if tokens is not None and tokens < inputs:
-                few = f"{tokens:,} tokens of data= for {inputs:,} inputs do not determine its weights; pass more"
-                notes[name] = f"{notes[name]}; {few}" if name in notes else few
             before = held[name] if held else None
             if orders is None:
                 found = solve_checked(recipe.method, problem, recipe.pattern, amount, before)
             else:
                 found = orders.solve(problem, amount, before)
+            for text in what_to_know(problem, found):
+                notes[name] = f"{notes[name]}; {text}" if name in notes else text
             if isinstance(found, Solution) and found.before is not None and found.error is not None:
                 asked, took = amount.asked(problem.W.numel(), recipe.pattern), time.perf_counter() - begin
                 solved[name] = Solved(asked, found.before, found.error, took, problem.tokens, streamed.get("stage"))

@@ -17,7 +17,7 @@ from ..criteria import Criterion
 from .admm import ByTheLoss, admm
 from .allocate import greedy_sparsities, squares
 from .changes import write_
-from .contract import check_needs, solve_checked
+from .contract import check_needs, solve_checked, what_to_know
 from .curves import error_curves
 from .dropgrow import drop_and_grow
 from .gates import METHODS, Gate, Seen
@@ -34,7 +34,7 @@ from .walk import STREAMED, solve_all
 __all__ = [
     "Amount", "LayerProblem", "Method", "Solution",
     "admm", "drop_and_grow", "flow", "own", "rank", "sparsegpt", "topk",
-    "as_method", "names_method", "check_needs", "solve_checked",  # for plans and recipes
+    "as_method", "names_method", "check_needs", "solve_checked", "what_to_know",  # for plans and recipes
     "STREAMED", "error_curves", "solve_all", "write_",
     "OnDevice", "as_mapping", "from_mapping", "on_cpu",  # for folders
     "SoftMasks", "without_soft_masks",  # for pruning and io

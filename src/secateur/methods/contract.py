@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from .._tree import nearest
@@ -9,6 +11,8 @@ from ..criteria import EVIDENCE
 from ..patterns import Pattern
 from .seam import Amount, LayerProblem, Method, Solution
 from .walk import STREAMED
+
+_MANY = 0.1  # the fraction of zeros from which on a weight was pruned before
 
 
 def check_needs(method: Method) -> None:
@@ -29,6 +33,17 @@ def solve_checked(method: Method, problem: LayerProblem, pattern: Pattern, amoun
     if problem.scores is not None and amount.comm.alone and solution.mask.shape == problem.W.shape:
         _check_count(method, problem, pattern, amount, previous, solution.mask)
     return solution
+
+
+def what_to_know(problem: LayerProblem, solution: object) -> Iterator[str]:
+    """What a user may not expect of a solution, in sentences."""
+    tokens, inputs = problem.tokens, problem.W.shape[-1]
+    if tokens is not None and tokens < inputs:
+        yield f"{tokens:,} tokens of data= for {inputs:,} inputs do not determine its weights; pass more"
+    if isinstance(solution, Solution) and solution.weight is not None:
+        zero = problem.W == 0
+        if int(zero.sum()) > _MANY * zero.numel() and bool((zero & (solution.weight != 0)).any()):
+            yield "it had zeros, and not all of them are left: methods that re-solve weights choose the zeros anew"
 
 
 def _check_count(
