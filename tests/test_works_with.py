@@ -654,6 +654,30 @@ def test_weights_made_in_inference_mode_are_pruned():
     assert zeros(model) == HALF
 
 
+@pytest.mark.parametrize("how", [{"criterion": "wanda"}, {"method": "sparsegpt"}, {"method": "flow"}], ids=str)
+def test_a_model_made_in_inference_mode_runs_on_data(how):
+    with torch.inference_mode():
+        model = nn.Sequential(build(), nn.BatchNorm1d(build()(batch()).shape[1]))  # its buffers are put back after each run
+        sc.plan(model, sparsity=0.5, data=[batch()], **how)
+    plan = sc.prune_(model, sparsity=0.5, data=[batch()], **how)
+    assert plan.metrics()["sparsity"] == 0.5
+
+
+@pytest.mark.parametrize("how", [{"criterion": "taylor"}, {"method": "loss"}], ids=str)
+def test_gradients_of_a_model_made_in_inference_mode_are_refused_in_words(how):
+    with torch.inference_mode():
+        model = build()
+    for each in (False, True):
+        with (
+            torch.inference_mode(each),
+            pytest.raises(ValueError, match=r"'0.weight' was made in inference mode.*copy.deepcopy"),
+        ):
+            sc.prune_(model, sparsity=0.5, data=[(batch(), batch())], loss=nn.functional.mse_loss, **how)
+    assert zeros(model) == {"0.weight": 0, "2.weight": 0}
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    sc.plan(copy.deepcopy(model), sparsity=0.5, data=[(batch(), batch())], loss=lambda y, _: y.square().mean(), **how)
+
+
 def test_pruning_does_not_break_a_graph_that_is_waiting_for_its_backward_pass():
     model = build()
     loss = model(batch()).square().mean()

@@ -23,7 +23,7 @@ from .moments import layer_inputs
 from .products import matmul, rough_matmul
 from .progress import Progress
 from .reads import listen
-from .stats import Loss, as_it_was, backward_of, check_evidence, on_batch, split_batch, valid_positions
+from .stats import Loss, as_it_was, backward_of, check_evidence, check_gradients, on_batch, split_batch, valid_positions
 from .targeting import Target
 
 KINDS = ("none", "diag", "fisher")  # each knows more than the one before
@@ -78,8 +78,10 @@ def curvature(
     if any(sharded(target.tensor) for target in targets):
         raise NotImplementedError("curvature cannot be measured on a sharded model; prune before sharding it")
     sums, ran, draw = _Sums(kind, gram), 0, torch.Generator().manual_seed(seed)
-    backward = kind != "none"
-    with torch.inference_mode(False), torch.set_grad_enabled(backward), preserve_rng(), as_it_was(model), _frozen(model):
+    if backward := kind != "none":
+        check_gradients(model)
+    fixed = _frozen(model) if backward else contextlib.nullcontext()
+    with torch.inference_mode(False), torch.set_grad_enabled(backward), preserve_rng(), as_it_was(model), fixed:
         progress = Progress("curvature", len(batches) if isinstance(batches, Sequence) else None)
         for number, batch in enumerate(batches, 1):
             progress(f"batch {number}")

@@ -57,6 +57,8 @@ def collect(
     assert data is not None
     if isinstance(model, Loose):
         raise TypeError(f"{_list(needs)} is collected by running a model, and these are tensors without one")
+    if needs & {"grad", "grad_square"}:
+        check_gradients(model)
     ranks = data_ranks_of(model, {target.name: target.tensor for target in targets}, _list(needs))
     model = run_of(model)
     with torch.inference_mode(False), as_it_was(model):
@@ -200,6 +202,16 @@ def on_batch(
         ) from error
 
 
+def check_gradients(model: nn.Module) -> None:
+    """Raises ValueError for a model that was made in inference mode: torch computes no gradients with its tensors."""
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    if name := next((name for name, tensor in named if tensor.is_inference()), None):
+        raise ValueError(
+            f"{name!r} was made in inference mode, so torch computes no gradients with it; create the model outside of it, or "
+            "pass a copy.deepcopy of it that is made outside. The model is unchanged."
+        )
+
+
 @contextlib.contextmanager
 def backward_of(model: nn.Module) -> Iterator[None]:
     """Raises ValueError for a model through which torch computes no gradients, as where it writes to its states in place."""
@@ -235,7 +247,8 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for module, name, buffer, before in buffers:
-                module._buffers[name] = buffer.copy_(before)
+                with torch.inference_mode(buffer.is_inference()):  # one that was made in it is written only there
+                    module._buffers[name] = buffer.copy_(before)
 
 
 def _one_pass(
