@@ -337,6 +337,13 @@ def test_figure_that_cannot_be_measured_is_missing_with_the_reason(model, images
     assert "not measured" in report.html()
 
 
+def test_two_batches_as_example_inputs_are_answered_with_what_they_should_be(model, images):
+    shown = str(sc.plan(model, sparsity=0.5).report(before=model, example_inputs=[images, images], seconds=0.01))
+    assert "FLOPs and the time were not measured. Stage pruned: ValueError: " in shown
+    assert "does not run on the example inputs" in shown
+    assert "Example inputs are a tensor, a tuple of positional arguments, or a mapping of keyword arguments" in shown
+
+
 # --- the metric -------------------------------------------------------------------------------------------------------------
 
 

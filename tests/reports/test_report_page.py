@@ -91,6 +91,9 @@ def test_notes_follow_rules():
         "FLOPs were not measured.": replace(
             calm, stages=[calm.stages[0], StageFigures("b", missing={"flops": "it does not run"})]
         ),
+        "FLOPs and the time were not measured.": replace(
+            calm, stages=[calm.stages[0], StageFigures("b", missing={"flops": "no", "times": "it does not run: no"})]
+        ),
     }
     for title, made in cases.items():
         assert titles(made) == [title]

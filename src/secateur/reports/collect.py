@@ -255,7 +255,7 @@ def _tried(what: str, missing: dict[str, str], measure: Callable[[], Any]) -> An
         return measure()
     except Exception as error:
         lines = str(error).strip().splitlines()
-        missing[what] = f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+        missing[what] = f"{type(error).__name__}: {lines[0] if lines else ''}"[:400]
         return None
 
 

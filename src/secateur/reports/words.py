@@ -291,10 +291,13 @@ def _missing(document: Document) -> Note | None:
     found = {key: (stage.name, why) for stage in document.stages for key, why in stage.missing.items()}
     if not found:
         return None
-    key, (stage, why) = next(iter(found.items()))
-    what = {"flops": "FLOPs", "bytes": "The size on disk", "times": "The time"}.get(key, key)
-    verb = "were" if key == "flops" else "was"
-    return Note(f"{what} {verb} not measured.", f"Stage {stage}: {why}.")
+    what = {"flops": "FLOPs", "bytes": "the size on disk", "times": "the time"}
+    verb = "were" if len(found) > 1 or "flops" in found else "was"
+    reasons = [(stage, why) for stage, why in found.values() if not any(why in other != why for _, other in found.values())]
+    return Note(
+        f"{capital(' and '.join(what.get(key, key) for key in found))} {verb} not measured.",
+        " ".join(f"Stage {stage}: {why.removesuffix('.')}." for stage, why in dict.fromkeys(reasons)),
+    )
 
 
 def _inexact(document: Document) -> Note | None:
