@@ -133,7 +133,9 @@ def nearest_glob(glob: str, names: Iterable[str]) -> str:
         return " Names are matched by globs such as '*.q_proj', not by regular expressions."
     wider = (f"{glob}.*", f"*.{glob}", f"*.{glob}.*")
     found = next((one for one in wider if any(fnmatchcase(name, one) for name in names)), None)
-    return f" Globs match whole names; did you mean {found!r}?" if found else nearest(glob, names)
+    if found:
+        return f" Globs match whole names; did you mean {found!r}?"
+    return nearest(glob, names) or nearest(glob, sorted({f"*.{name.rpartition('.')[2]}" for name in names if "." in name}))
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -196,6 +196,11 @@ def test_blocks_beside_a_classifier_are_no_experts():
         ({"data": tokens(), "criterion": "wanda"}, "scored by reap"),
         ({"data": tokens(), "experts": 0.95}, "removes none of the 4 experts"),
         ({"data": tokens(), "exclude": "*.experts"}, "no mixture"),
+        (
+            {"data": tokens(), "exclude": "expert"},
+            r"exclude='expert' matches no tensor and no module. Did you mean '\*.experts'",
+        ),
+        ({"data": tokens(), "exclude": "experts"}, r"did you mean '\*.experts'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, words):

@@ -43,11 +43,11 @@ def matches(name: str, globs: Iterable[str]) -> bool:
     return any(fnmatchcase(".".join(parts[: n + 1]), glob) for glob in globs for n in range(len(parts)))
 
 
-def check_globs(trace: Trace, argument: str, globs: Iterable[str], groups: Iterable[str] = ()) -> None:
-    """Raises ValueError for a glob that matches no tensor and no module of the traced model, and none of these groups."""
+def check_globs(model: nn.Module, argument: str, globs: Iterable[str], names: Iterable[str]) -> None:
+    """Raises ValueError for a glob that matches no module of the model, and none of these names of tensors and groups."""
     globs = tuple(globs)
-    modules = [name for name, _ in trace.model.named_modules() if name] if globs else []
-    known = (*trace.dims, *modules, *groups)
+    modules = [name for name, _ in model.named_modules() if name] if globs else []
+    known = (*names, *modules)
     for glob in globs:
         if not any(glob == name or fnmatchcase(name, glob) for name in known):
             raise ValueError(f"{argument}={glob!r} matches no tensor and no module.{nearest_glob(glob, known)}")
@@ -92,7 +92,7 @@ def ratios_by_group(trace: Trace, ratios: Mapping[str, float]) -> dict[Group, fl
 def check_ratios(trace: Trace, ratios: Mapping[str, float], left: Mapping[Group, str]) -> None:
     """Raises ValueError for a glob that names no group, or none that may lose units."""
     names = names_of(trace)
-    check_globs(trace, "channels", ratios, names.values())
+    check_globs(trace.model, "channels", ratios, (*trace.dims, *names.values()))
     for glob in ratios:
         groups = ratios_by_group(trace, {glob: 1.0})
         if not groups:

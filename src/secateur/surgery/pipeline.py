@@ -221,7 +221,7 @@ def _cut_blocks_and_units(
 ) -> tuple[nn.Module, Shrunk]:
     progress("tracing the model")
     traced = trace(model, *inputs)
-    check_globs(traced, "exclude", request.exclude)
+    check_globs(model, "exclude", request.exclude, traced.dims)
     progress("removing blocks")
     blocks = _without_blocks(model, inputs, request)
     if request.what:
@@ -230,6 +230,7 @@ def _cut_blocks_and_units(
 
 
 def _only_experts(model: nn.Module, inputs: Inputs, request: ShrinkRequest) -> tuple[nn.Module, Shrunk]:
+    check_globs(model, "exclude", request.exclude, (name for name, _ in owned_tensors(model).values()))
     removed = remove_experts(model, inputs, request.experts or 1.0, request.data, request.exclude)
     return removed.model, expert_plan(request, model, removed, inputs)
 
