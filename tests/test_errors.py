@@ -563,3 +563,19 @@ def test_tokens_on_the_meta_device_are_refused(how):
     batches = [torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long, device="meta")]
     with pytest.raises(ValueError, match=r"batch 2 of data= .* is on the meta device, so it holds no values"):
         sc.prune_(model, sparsity=0.5, data=batches, **how)
+
+
+@pytest.mark.parametrize(
+    ("how", "used"),
+    [
+        ({}, False),
+        ({"criterion": sc.fpgm}, False),
+        ({"criterion": sc.wanda}, True),
+        ({"criterion": sc.reconstruction}, True),
+        ({"refit": True}, True),
+    ],
+    ids=["magnitude", "fpgm", "wanda", "reconstruction", "refit"],
+)
+def test_a_cut_notes_data_that_it_did_not_use(model, how, used):
+    _, plan = sc.shrink(model, X, channels=0.5, data=[X], **how)
+    assert ("nothing read it" in str(plan)) is not used

@@ -211,6 +211,7 @@ def _shrunk(model: nn.Module, example_inputs: Any, request: ShrinkRequest, rng: 
             progress("removing experts")
             small, plan = _only_experts(model, inputs, request)
         empty_caches_(small, caches)
+    plan.note = "; ".join(filter(None, (plan.note, request.unread)))
     plan.cuts.recipe, plan.arguments = plan.recipe, _arguments(request)
     state = {} if request.optimizer is None else sliced_state(request.optimizer, model, plan.cuts)
     return _Done(small, plan, state, caches)

@@ -86,6 +86,15 @@ class ShrinkRequest:
     def repair(self) -> Repair:
         return "refit" if self.refit else "reestimate" if self.reestimate else "none"
 
+    @property
+    def unread(self) -> str:
+        """A note if `data=` was passed and nothing reads it; else empty."""
+        by = self.criterion
+        needed = by.gather is not None if isinstance(by, UnitCriterion) else bool(by.needs)
+        if self.data is None or needed or self.reestimate or self.refit or self.depth is not None or self.experts is not None:
+            return ""
+        return f"data=: nothing read it: {by} scores weights alone; 'wanda', 'reconstruction', refit=True and depth= use data"
+
     def recipe(self, measured: str = "") -> str:
         """The request in one line; `measured`: the latency that was reached."""
         asked = dict(self.ratios) if self.ratios else f"{self.target:g}"
