@@ -483,6 +483,9 @@ MISTAKES = {
     "missing checkpoint": (["inspect", "cli_nets:net", "--checkpoint", "gone"], 2, "gone: no such file or folder"),
     "typo of an option": (["prune", "cli_nets:net", "--sparsty", "0.5"], 2, "--sparsity"),
     "typo of a value": (["prune", "cli_nets:net", "--sparsity", "half"], 2, "is not a valid float"),
+    "percent": (["prune", "cli_nets:net", "--sparsity", "50%"], 2, "; 50 % is 0.5 (see"),
+    "percent without a sign": (["prune", "cli_nets:net", "--sparsity", "50"], 2, "range 0<=x<=1; 50 % is 0.5 (see"),
+    "percent of channels": (["shrink", "cli_nets:net", "--channels", "50%", "-o", "x"], 2, "50 % is 0.5"),
     "typo of a criterion": (
         ["prune", "cli_nets:net", "--sparsity", "0.5", "--criterion", "wandaa", "-o", "x"],
         2,

@@ -266,6 +266,7 @@ WRONG_PLACE = [
     ({"sparsity": {"0": 0.5}}, r"pass spread=\{'0': 0\.5\}"),
     ({"sparsity": "2:4"}, r"pass pattern='2:4'"),
     ({"sparsity": 50}, r"50 % is 0\.5"),
+    ({"sparsity": "50%"}, r"50 % is 0\.5"),
 ]
 
 
@@ -275,6 +276,16 @@ def test_a_value_in_the_wrong_argument_names_the_right_one(model, given, says):
     with pytest.raises((TypeError, ValueError), match=says):
         sc.prune_(model, **given)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_percent_is_answered_with_the_fraction(model):
+    for given, says in ((50, "50 % is 0.5"), ("50%", "50 % is 0.5"), (1.5, "1.5 % is 0.015")):
+        with pytest.raises(ValueError, match=says):
+            sc.gate_(model, sparsity=given, method="topk")
+        with pytest.raises(ValueError, match=says):
+            sc.shrink(model, X, params=given)
+    with pytest.raises(ValueError, match="input elements to zero$"):
+        sc.gate_(model, sparsity=-1, method="topk")
 
 
 def test_regular_expressions_are_told_from_globs(model):

@@ -19,6 +19,16 @@ def read_call(text: str, known: Mapping[str, Callable[..., Any]]) -> Any:
         raise ValueError(f"{text!r} is not of the form name(argument, name=argument)") from None
 
 
+def percent_hint(given: object) -> str:
+    """A hint for errors where a fraction is expected and 50 or "50%" was given; "" for other values."""
+    text = str(given).strip()
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        return ""
+    return f"; {value:g} % is {value / 100:g}" if 0 <= value <= 100 and (value > 1 or text.endswith("%")) else ""
+
+
 def _check_arguments(name: str, function: Callable[..., Any], given: list[Any], named: dict[str, Any]) -> None:
     """Raises TypeError, with the names that the function takes, unless it takes these arguments."""
     signature = inspect.signature(function)

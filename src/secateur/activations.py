@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ._hints import hints
 from ._layers import features_axis, input_size
+from ._text import percent_hint
 from ._tree import bare_name, nearest, nearest_glob
 from .arguments import plain_arguments
 from .blocks import repeated_blocks
@@ -228,7 +229,10 @@ class Gates(Shown, Reported):
 def check_gate_values(sparsity: Any, method: str, spread: str) -> None:
     """Raises ValueError for arguments of `gate_` that fit no model."""
     if not isinstance(sparsity, Real) or isinstance(sparsity, bool) or not 0 <= float(sparsity) < 1:
-        raise ValueError(f"sparsity={sparsity!r} must be a number from 0 to below 1: the share of input elements to zero")
+        raise ValueError(
+            f"sparsity={sparsity!r} must be a number from 0 to below 1: the share of input elements to zero"
+            f"{percent_hint(sparsity)}"
+        )
     for argument, given, known in (("method", method, METHODS), ("spread", spread, SPREADS)):
         if given not in known:
             raise ValueError(f"{argument}={given!r} must be one of {', '.join(map(repr, known))}.{nearest(str(given), known)}")

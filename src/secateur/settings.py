@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ._dist import Comm
+from ._text import percent_hint
 from ._tree import bare_name, nearest_glob
 from .budgets import Spread, as_spread, by_loss, cap, erk, hold, names_spread, owl, uniform
 from .criteria import NAMED, Criterion, criterion, magnitude
@@ -293,12 +294,12 @@ def _fraction(name: str, value: object) -> Number:
     if callable(value):
         return as_schedule(value, name)
     if not isinstance(value, Real) or isinstance(value, bool):
-        hint = _number_hint(value) if name == "sparsity" else ""
+        hint = _number_hint(value) if name == "sparsity" else percent_hint(value)
         raise TypeError(f"{name}={value!r} must be a number from 0 to 1, or a schedule such as sc.cubic(0.9, end=1000){hint}")
     if not 0 <= float(value) <= 1:  # NaN is outside too
-        percent = f"; {float(value):g} % is {float(value) / 100:g}" if 1 < float(value) <= 100 else ""
         raise ValueError(
-            f"{name}={value!r} must be a fraction of the original from 0 to 1{percent}; for a number of units use count="
+            f"{name}={value!r} must be a fraction of the original from 0 to 1{percent_hint(value)}; for a number of units use "
+            "count="
         )
     return float(value)
 
@@ -309,7 +310,7 @@ def _number_hint(value: object) -> str:
         return f"; for numbers by name pass spread={value!r}"
     if isinstance(value, str) and _is_pattern(value):
         return f"; pass pattern={value!r}"
-    return ""
+    return percent_hint(value)
 
 
 def _fits_n_of_m(pattern: Pattern, scope: str | None, sparsity: Number | None, count: int | None, spread: object) -> None:

@@ -12,6 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from .. import __version__
+from .._text import percent_hint
 from . import running
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -58,6 +59,16 @@ def _complete_recipe(ctx: click.Context, parameter: click.Parameter, begin: str)
 
 def _complete_path(ctx: click.Context, parameter: click.Parameter, begin: str) -> list[CompletionItem]:
     return [CompletionItem(begin, type="file")]  # the shell completes it
+
+
+class Fraction(click.FloatRange):
+    """A range of fractions. The error for 50 or 50% says that 50 % is 0.5."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            self.fail(error.message.removesuffix(".") + percent_hint(value), param, ctx)
 
 
 @cache
@@ -173,7 +184,7 @@ def inspect(**options: Any) -> running.Answer:
 
 @command(main)
 @model_options
-@click.option("--sparsity", type=click.FloatRange(0, 1), help="The fraction of the weights to prune.")
+@click.option("--sparsity", type=Fraction(0, 1), help="The fraction of the weights to prune.")
 @click.option("--pattern", metavar="PATTERN", help="unstructured, 2:4, 16x1, out, in, ...")
 @click.option("--criterion", metavar="CRITERION", help="magnitude, wanda, taylor, 'abs(weight*grad)', ...")
 @click.option("--scope", type=click.Choice(["tensor", "row", "global"]), help="Which weights compete.")
@@ -195,11 +206,11 @@ def prune(**options: Any) -> running.Answer:
 
 @command(main)
 @model_options
-@click.option("--channels", type=float, help="The fraction of channels that remains.")
-@click.option("--params", type=float, help="The fraction of parameters that remains.")
-@click.option("--flops", type=float, help="The fraction of FLOPs that remains.")
-@click.option("--latency", type=float, help="The fraction of the measured time that remains.")
-@click.option("--depth", type=float, help="The fraction of blocks that remains.")
+@click.option("--channels", type=Fraction(), metavar="FLOAT", help="The fraction of channels that remains.")
+@click.option("--params", type=Fraction(), metavar="FLOAT", help="The fraction of parameters that remains.")
+@click.option("--flops", type=Fraction(), metavar="FLOAT", help="The fraction of FLOPs that remains.")
+@click.option("--latency", type=Fraction(), metavar="FLOAT", help="The fraction of the measured time that remains.")
+@click.option("--depth", type=Fraction(), metavar="FLOAT", help="The fraction of blocks that remains.")
 @click.option("--criterion", metavar="CRITERION", help="magnitude, fpgm, bn_scale, reconstruction, ...")
 @click.option("--multiple-of", type=click.IntRange(1), help="Sizes that are multiples of it stay multiples.")
 @click.option("--refit", is_flag=True, default=None, help="Fit the layers after the cut to the original, on --data.")

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from .._text import percent_hint
 from .._tree import check_unpacked, nearest
 from ..criteria import Criterion, magnitude
 from ..criteria import criterion as as_criterion
@@ -142,7 +143,9 @@ def _check_targets(request: ShrinkRequest) -> None:
     parts = {key: value for key in ("depth", "experts") if (value := getattr(request, key)) is not None}
     for name, value in {**asked, **parts}.items():
         if not _is_number(value) or not 0 < value <= 1:
-            raise ValueError(f"{name}={value!r} is the fraction that remains: a number above 0 and at most 1")
+            raise ValueError(
+                f"{name}={value!r} is the fraction that remains: a number above 0 and at most 1{percent_hint(value)}"
+            )
     if request.refit and request.depth is not None and not request.what:
         raise ValueError(
             "refit=True fits the layers that lost inputs, and depth= alone removes whole blocks, so no layer loses any. Ask "
