@@ -183,7 +183,8 @@ def _check(settings: Settings, blocks: bool, data: Iterable[Any] | None, into: o
     if settings.needs or settings.method.rewrites or settings.method.revives:
         raise NotImplementedError(
             f"{settings.criterion} with {settings.method} needs data or changes weights; prune_folder takes criteria without "
-            "data, and methods that solve a block at a time. Load the model and use prune_."
+            "data, and methods that solve a block at a time: method='sparsegpt' or 'flow', with into= and data=. Or load the "
+            "model and use prune_."
         )
     if not settings.criterion.elementwise:
         raise NotImplementedError(f"{settings.criterion} looks at whole tensors, and prune_folder reads slabs; use prune_")

@@ -321,6 +321,13 @@ def test_save_takes_an_old_index_away(tmp_path):
     sc.load(tmp_path / "model", build)
 
 
+def test_a_criterion_that_needs_data_is_answered_with_the_methods_that_work(tmp_path):
+    write(tmp_path / "dense", made(), 1)
+    with pytest.raises(NotImplementedError, match="method='sparsegpt' or 'flow', with into= and data="):
+        prune_folder(tmp_path / "dense", tmp_path / "sparse", criterion="wanda", sparsity=0.5)
+    assert not (tmp_path / "sparse").exists()
+
+
 @pytest.mark.parametrize("criterion", [sc.wanda, sc.lamp], ids=str)
 def test_what_needs_data_or_whole_tensors_is_refused(tmp_path, criterion):
     write(tmp_path / "dense", made(), 1)
