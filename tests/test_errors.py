@@ -288,6 +288,14 @@ def test_percent_is_answered_with_the_fraction(model):
         sc.gate_(model, sparsity=-1, method="topk")
 
 
+def test_a_compiled_model_is_shrunk_before_torch_compile(model):
+    for shrink in (sc.shrink, sc.shrink_):
+        with pytest.raises(ValueError, match=r"shrink the model before torch\.compile, or pass model\._orig_mod"):
+            shrink(torch.compile(model), X, params=0.8)
+        with pytest.raises(ValueError, match=r"module '0' is compiled; shrink the model before torch\.compile$"):
+            shrink(nn.Sequential(torch.compile(nn.Linear(8, 4)), nn.Linear(4, 2)), X, params=0.8)
+
+
 def test_regular_expressions_are_told_from_globs(model):
     with pytest.raises(ValueError, match=r"include='re:\.\*q_proj' .*globs .*not by regular expressions"):
         sc.prune_(model, sparsity=0.5, include="re:.*q_proj")

@@ -207,8 +207,11 @@ def check_model(model: Any) -> None:
     if torch.get_default_device().type == "meta":
         raise ValueError("the default device is meta, which holds no values; call shrink under `with torch.device('cpu'):`")
     for name, module in model.named_modules():
+        where = f"module {name!r}" if name else "the model"
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            inner = ", or pass model._orig_mod" if hasattr(model, "_orig_mod") else ""
+            raise ValueError(f"{where} is compiled; shrink the model before torch.compile{inner}")
         if isinstance(module, torch.jit.ScriptModule):
-            where = f"module {name!r}" if name else "the model"
             raise ValueError(
                 f"{where} is compiled by torch.jit, so its code is fixed; shrink it first and script what comes out"
             )
