@@ -256,6 +256,25 @@ def test_groups_that_cannot_be_scored_are_named():
     assert [row.name for row in plan.groups] == ["0.weight[0]", "1.weight[0]"]
 
 
+class Direct(nn.Module):
+    """Uses the weight of `dt` without a call of `dt`, as Mamba does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.dt, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(F.linear(self.first(x).tanh(), self.dt.weight).tanh())
+
+
+def test_a_layer_that_is_used_without_a_call_is_named_with_the_reason():
+    m, x = Direct().double().eval(), draw(40, 6)
+    with pytest.raises(ValueError, match=r"dt: the model did not call this layer on data= .*use another criterion, such as"):
+        shrink(m, x, reconstruction, channels=0.5, data=[x])
+    plan = shrink(m, x, channels=0.5, data=[x], refit=True)[1]
+    assert "the model did not call it on the first batch; it may use the weight" in plan.skipped["dt"]
+
+
 def test_reconstruction_needs_data():
     with pytest.raises(ValueError, match="pass data="):
         shrink(Net(), torch.randn(4, 12), reconstruction, flops=0.5)

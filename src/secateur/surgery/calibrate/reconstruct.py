@@ -154,9 +154,12 @@ def _inputs(
                 trace.model(*args, **kwargs)
     names = {module: name for name, module in trace.model.named_modules()}
     if unseen := next((m for m, s in sums.items() if not s.count), None):
-        raise ValueError(
-            f"{names[unseen]}: no row of data= reached it, so its inputs cannot be scored; pass more data or exclude it"
-        )
+        if unseen in outputs:
+            why, advice = "no row of data= reached it", "pass more data or exclude it"
+        else:
+            why = "the model did not call this layer on data= (some models use the weight of a layer directly)"
+            advice = "use another criterion, such as 'obs', or exclude it"
+        raise ValueError(f"{names[unseen]}: {why}, so its inputs cannot be scored; {advice}")
     found = {m: s.moments() for m, s in sums.items()}
     for module in (m for m, moments in found.items() if not bool(moments[1].isfinite().all())):
         raise ValueError(f"{names[module]}: its inputs are not finite on data=; check the data and the model")

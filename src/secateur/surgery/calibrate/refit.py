@@ -132,7 +132,7 @@ def _order(small: nn.Module, layers: Sequence[FitLayer], batch: Any, skipped: di
         if times > 1:
             skipped[layer.name] = f"it runs {times} times in one forward pass, so it has no single target"
         elif not times and not layer.turned:
-            skipped[layer.name] = "the model did not run it on the first batch"
+            skipped[layer.name] = "the model did not call it on the first batch; it may use the weight of the layer directly"
     once = [layer for layer in layers if bypasses.times[layer.name] == 1 and layer.name in linear]
     found = {layer.name: layer._replace(bypass=bypasses.of(layer.name)) for layer in once}
     used = {*found, *(layer.bypass for layer in found.values())}
