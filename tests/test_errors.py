@@ -284,7 +284,7 @@ def test_percent_is_answered_with_the_fraction(model):
             sc.gate_(model, sparsity=given, method="topk")
         with pytest.raises(ValueError, match=says):
             sc.shrink(model, X, params=given)
-    with pytest.raises(ValueError, match="input elements to zero$"):
+    with pytest.raises(ValueError, match=r"input elements to zero$"):
         sc.gate_(model, sparsity=-1, method="topk")
 
 
@@ -294,6 +294,40 @@ def test_a_compiled_model_is_shrunk_before_torch_compile(model):
             shrink(torch.compile(model), X, params=0.8)
         with pytest.raises(ValueError, match=r"module '0' is compiled; shrink the model before torch\.compile$"):
             shrink(nn.Sequential(torch.compile(nn.Linear(8, 4)), nn.Linear(4, 2)), X, params=0.8)
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.fc, self.head = nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 9)
+
+    def forward(self, input_ids, attention_mask=None, past_key_values=None):
+        return self.head(self.fc(self.embed(input_ids)).relu())
+
+
+MASKED_CALLS = {
+    "wanda": lambda model, data: sc.plan(model, "wanda", sparsity=0.5, data=data),
+    "flow": lambda model, data: sc.plan(model, method="flow", sparsity=0.5, data=data),
+    "loss": lambda model, data: sc.plan(model, method="loss", sparsity=0.5, data=data),
+    "refit": lambda model, data: sc.shrink(model, data[0], channels=0.5, data=data, refit=True),
+}
+
+
+@pytest.mark.parametrize("name", MASKED_CALLS)
+def test_a_mask_of_another_shape_than_the_tokens_is_refused(name):
+    model, ids = Tokens(), torch.arange(14).view(2, 7) % 9
+    good = {"input_ids": ids, "attention_mask": torch.ones(2, 7).long()}
+    for shape in ((2, 5), (2, 9), (1, 7)):
+        bad = {"input_ids": ids, "attention_mask": torch.ones(shape).long()}
+        shown = re.escape(
+            f"batch 2 of data= (counted from 1): attention_mask has the shape {shape} and input_ids the shape (2, 7)"
+        )
+        with pytest.raises(ValueError, match=shown):
+            MASKED_CALLS[name](model, [good, bad])
+    square = {"input_ids": ids, "attention_mask": torch.ones(7, 7).tril().bool()}  # which position reads which
+    longer = {"input_ids": ids, "attention_mask": torch.ones(2, 9).long(), "past_key_values": (torch.zeros(2, 2),)}
+    for batch in (good, square, longer) if name != "refit" else (good,):
+        MASKED_CALLS[name](model, [batch])
 
 
 def test_regular_expressions_are_told_from_globs(model):

@@ -23,7 +23,17 @@ from .moments import layer_inputs
 from .products import matmul, rough_matmul
 from .progress import Progress
 from .reads import listen
-from .stats import Loss, as_it_was, backward_of, check_evidence, check_gradients, on_batch, split_batch, valid_positions
+from .stats import (
+    Loss,
+    as_it_was,
+    backward_of,
+    check_evidence,
+    check_gradients,
+    check_values,
+    on_batch,
+    split_batch,
+    valid_positions,
+)
 from .targeting import Target
 
 KINDS = ("none", "diag", "fisher")  # each knows more than the one before
@@ -85,7 +95,8 @@ def curvature(
         progress = Progress("curvature", len(batches) if isinstance(batches, Sequence) else None)
         for number, batch in enumerate(batches, 1):
             progress(f"batch {number}")
-            args, kwargs, wanted = split_batch(batch)
+            check_values(split := split_batch(batch), number)
+            args, kwargs, wanted = split
             if any(isinstance(value, Tensor) and not value.numel() for value in (*args, *kwargs.values())):
                 continue
             ran += 1

@@ -138,12 +138,28 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
 
 
 def check_values(batch: tuple[tuple[Any, ...], dict[str, Any], Any], number: int) -> None:
-    """Raises ValueError for tokens on the meta device: an embedding runs on them, and statistics would be zeros."""
+    """Raises ValueError for tokens on the meta device, with which statistics would be zeros, and for masks that do not fit."""
     args, kwargs, _ = batch
     if any(
         isinstance(value, Tensor) and value.is_meta and not value.is_floating_point() for value in (*args, *kwargs.values())
     ):
         raise ValueError(f"batch {number} of data= (counted from 1) is on the meta device, so it holds no values")
+
+    _check_mask(kwargs, number)
+
+
+def _check_mask(kwargs: Mapping[str, Any], number: int) -> None:
+    """Raises ValueError for a mask of padding of another shape than the tokens. With a cache it may be longer."""
+    name = next((name for name in ("input_ids", "inputs") if kwargs.get(name) is not None), "")
+    tokens, mask = kwargs.get(name), kwargs.get("attention_mask")
+    if not isinstance(tokens, Tensor) or not isinstance(mask, Tensor) or tokens.ndim != 2 or mask.ndim != 2:
+        return
+    fits = mask.shape in (tokens.shape, (tokens.shape[1],) * 2)  # a square one says which position reads which
+    if not fits and not tokens.is_floating_point() and kwargs.get("past_key_values") is None:
+        raise ValueError(
+            f"batch {number} of data= (counted from 1): attention_mask has the shape {tuple(mask.shape)} and {name} the shape "
+            f"{tuple(tokens.shape)}; the mask marks the padding among the tokens, so the shapes must be equal"
+        )
 
 
 def valid_positions(batch: Any) -> Tensor | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...edit import Cuts, eval_mode
 from ...progress import track
-from ...stats import on_batch, split_batch
+from ...stats import check_values, on_batch, split_batch
 
 Statistics = tuple[Tensor, Tensor]  # mean and variance of each channel
 
@@ -100,4 +100,6 @@ def list_batches(data: Iterable[Any]) -> list[Any]:
     batches = list(data)
     if not batches:
         raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
+    for number, batch in enumerate(batches, 1):
+        check_values(split_batch(batch), number)
     return batches
