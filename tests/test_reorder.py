@@ -181,6 +181,25 @@ def test_where_the_order_matters_it_stays():
     assert "out.weight" in done.skipped
 
 
+def test_weights_that_keep_their_order_are_named_with_the_reason():
+    layers = [nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 1, groups=2), nn.Conv2d(8, 6, 1), nn.Conv2d(6, 4, 1)]
+    model, x = nn.Sequential(*layers), torch.randn(2, 4, 9, 9)
+    skipped = reorder_(model, "2:4", data=[x]).skipped
+    assert skipped["1.weight"] == "its neighbouring weights are those of one kernel, not of different inputs"
+    assert skipped["2.weight"] == "it is a grouped convolution, whose inputs are not reordered"
+    assert skipped["4.weight"] == "its inputs can be reordered only within groups of 6, which is not a multiple of 4"
+
+
+def test_experts_keep_their_order_with_the_reason():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads)).eval()
+    skipped = reorder_(model, "2:4", data=[{"input_ids": torch.arange(24).view(2, 12)}]).skipped
+    why = {reason for name, reason in skipped.items() if ".experts." in name}
+    assert why == {"it holds the matrices of several experts; only the inputs of single matrices are reordered"}
+
+
 def test_outputs_that_matter_to_the_loss_count_more():
     model, batch = made("llama", torch.float32)
     plain = find_orders(model, data=[batch])

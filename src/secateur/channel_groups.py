@@ -237,8 +237,12 @@ def _candidates(traced: Trace, found: Mapping[str, Target], m: int, skipped: dic
 
 def _why_not(traced: Trace, target: Target, group: Group | None, m: int) -> str | None:
     """Why the inputs of a weight keep their order, or None."""
-    if target.layout.span > 1 or target.layout.groups > 1:
-        return "the neighbours of a weight are in its own kernel or group"
+    if target.layout.stacked:
+        return "it holds the matrices of several experts; only the inputs of single matrices are reordered"
+    if target.layout.groups > 1:
+        return "it is a grouped convolution, whose inputs are not reordered"
+    if target.layout.span > 1:
+        return "its neighbouring weights are those of one kernel, not of different inputs"
     if group is None:
         return "its inputs are not the units of one layer"
     if group.frozen:
@@ -246,7 +250,7 @@ def _why_not(traced: Trace, target: Target, group: Group | None, m: int) -> str 
     if len({member.tensor for member in group.members if member.role == "consume"}) > 1:
         return "other layers read its inputs too"
     if group.size % m:
-        return f"its inputs come in runs of {group.size}, which {m} does not divide"
+        return f"its inputs can be reordered only within groups of {group.size}, which is not a multiple of {m}"
     if any(isinstance(part, Fam) for member in group.members for part in _parts(traced.dims[member.tensor][member.dim])):
         return "its inputs are split in a way that depends on another axis"
     return None

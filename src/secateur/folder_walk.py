@@ -56,7 +56,7 @@ def prune_blocks(
     if orders is not None:
         notes |= orders.notes
         if orders.taken:
-            notes["channels"] = "got another order inside of blocks, which leaves the function as it is"
+            notes["channels"] = "reordered inside blocks; the order by itself does not change the output of the model"
     return home.kept, notes
 
 

@@ -133,7 +133,7 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     given = f"a {type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
     raise TypeError(
         f"a batch is a tensor, a mapping or a pair (inputs, target), not {given}. For several inputs pass "
-        "a mapping, or a pair ((first, second), target); text is given as tokens, arrays as tensors"
+        "a mapping, or a pair ((first, second), target); tokenize texts first, and convert arrays to tensors"
     )
 
 

@@ -53,6 +53,11 @@ def test_pruned_layers_are_compressed_and_compute_the_same():
     assert "2 of 2 layers compressed for speed, 1 thread:" in str(result)
 
 
+def test_the_summary_says_where_no_layer_was_timed():
+    result = compress_(nn.Sequential(nn.Linear(8, 4)), torch.randn(2, 8))
+    assert str(result).endswith("bytes of weights are now 128; no layer was timed")
+
+
 def test_decompress_restores_bit_for_bit():
     model, x = net(), torch.randn(64, 512)
     with torch.no_grad():

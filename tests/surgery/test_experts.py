@@ -191,7 +191,7 @@ def test_blocks_beside_a_classifier_are_no_experts():
     ("options", "words"),
     [
         ({}, "pass data="),
-        ({"data": tokens(), "params": 0.5}, "stands alone"),
+        ({"data": tokens(), "params": 0.5}, "experts= cannot be combined with params="),
         ({"data": tokens(), "exact_only": True}, "never exact"),
         ({"data": tokens(), "criterion": "wanda"}, "scored by reap"),
         ({"data": tokens(), "experts": 0.95}, "removes none of the 4 experts"),

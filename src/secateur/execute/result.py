@@ -126,9 +126,11 @@ class Compression(Reported):
 
     def _summary(self) -> str:
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        timed = any(row.dense_seconds is not None for row in self.rows)
         return (
             f"{len(self.compressed)} of {len(self.rows)} layers compressed for {self.objective}, {threads}: "
-            f"{self.before:,} bytes of weights are now {self.after:,}; measured layers {self.speedup:.2f}x"
+            f"{self.before:,} bytes of weights are now {self.after:,}; "
+            f"{f'measured layers {self.speedup:.2f}x' if timed else 'no layer was timed'}"
         )
 
     def _notes(self) -> list[str]:

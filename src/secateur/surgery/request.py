@@ -158,8 +158,8 @@ def _check_experts(request: ShrinkRequest, asked: Mapping[str, Any]) -> None:
     if others or request.refit or request.reestimate:
         more = [*others, *(key for key in ("refit", "reestimate") if getattr(request, key))]
         raise ValueError(
-            f"experts= stands alone, and {', '.join(f'{key}=' for key in more)} was given too; remove experts first, and call "
-            "shrink again for the rest"
+            f"experts= cannot be combined with {', '.join(f'{key}=' for key in more)}; remove experts first, and call shrink "
+            "again for the rest"
         )
     if request.exact_only:
         raise ValueError(
