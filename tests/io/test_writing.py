@@ -210,6 +210,10 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file"):
         io.save(build(), tmp_path / "file")
+    for path, wanted in (("x/model.safetensors", "x"), ("x/small.safetensors", "x/small")):
+        with pytest.raises(ValueError, match=f"names a file; save.* writes a folder .*such as '{tmp_path / wanted}'"):
+            io.save(build(), tmp_path / path)
+    assert not (tmp_path / "x").exists()
     assert not (tmp_path / "out").exists()
     for name in ("model.safetensors", "secateur.json"):
         (tmp_path / name / name).mkdir(parents=True)

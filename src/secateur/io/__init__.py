@@ -129,6 +129,12 @@ def save(
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; save() writes a folder with {TENSOR_FILES[0]} and {MANIFEST} in it")
+    if folder.suffix == ".safetensors" and not folder.exists():
+        wanted = folder.parent if folder.name in TENSOR_FILES else folder.with_suffix("")
+        raise ValueError(
+            f"{folder} names a file; save() writes a folder with {TENSOR_FILES[0]} and {MANIFEST} in it, so pass the path of a "
+            f"folder, such as {str(wanted)!r}"
+        )
     if max_file_bytes is not None and (type(max_file_bytes) is not int or max_file_bytes < 1):
         raise ValueError(f"max_file_bytes={max_file_bytes!r} must be a positive integer, or None for one file")
     model = without_soft_masks(model)
