@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from layouts import build, shard_by_hand, spread, weights
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -114,6 +115,55 @@ def test_four_processes_save_and_load_what_one_does(four, tmp_path, layout):
     same_files(tmp_path / "four", tmp_path / "one")
     for found in four.both(loaded, layout, "even", str(tmp_path / "four")):
         assert all(torch.equal(found[name], parameter) for name, parameter in model.named_parameters())
+
+
+# --- the same files by torch.distributed.checkpoint -----------------------------------------------------------------
+
+
+def loaded_by_torch(rank: int, layout: str, kind: str, folder: str) -> dict[str, torch.Tensor]:
+    model = laid_out(layout, kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-1)
+    state = model.state_dict()
+    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(folder))
+    model.load_state_dict(state)
+    return weights(model)
+
+
+FILES = [("fsdp", "even", False), ("fsdp on axis 1", "even", True), ("axis 0", "uneven bfloat16", True), ("tp", "even", True)]
+
+
+@pytest.mark.parametrize(("layout", "kind", "several"), FILES)
+def test_torch_loads_what_a_sharded_model_saved(pair, tmp_path, layout, kind, several):
+    pair.both(saved, layout, kind, str(tmp_path), 3000 if several else None)
+    model = build(kind)
+    sc.prune_(model, **CUT)
+    for found in pair.both(loaded_by_torch, layout, kind, str(tmp_path)):
+        assert all(torch.equal(found[name], parameter) for name, parameter in model.named_parameters())
+
+
+def saved_by_torch(rank: int, layout: str, kind: str, folder: str, files: dict[str, int] | None, consolidated: bool) -> None:
+    model = laid_out(layout, kind)
+    sc.prune_(model, **CUT)
+    how = {"fqn_to_index_mapping": files, "save_distributed": True, "enable_consolidation": consolidated}
+    dcp.save(model.state_dict(), storage_writer=dcp.HuggingFaceStorageWriter(folder, **how))
+
+
+@pytest.mark.parametrize(("layout", "kind", "several"), FILES)
+def test_what_torch_saved_of_a_sharded_model_is_loaded(pair, tmp_path, layout, kind, several):
+    model = build(kind)
+    files = {name: 1 + i % 2 for i, name in enumerate(model.state_dict())} if several else None
+    pair.both(saved_by_torch, layout, kind, str(tmp_path), files, True)
+    sc.prune_(model, **CUT)
+    for found in (weights(sc.load(tmp_path, build(kind))), *pair.both(loaded, layout, kind, str(tmp_path))):
+        assert all(torch.equal(found[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_parts_that_torch_did_not_put_together_are_refused(pair, tmp_path):
+    pair.both(saved_by_torch, "fsdp", "even", str(tmp_path), None, False)
+    with pytest.raises(FileNotFoundError, match="enable_consolidation=True"):
+        sc.load(tmp_path, build())
 
 
 # --- tied tensors, buffers ------------------------------------------------------------------------------------------
