@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from where import DEVICE
 
 LAYOUTS = ("fsdp", "hsdp", "fsdp on axis 1", "tp", "fsdp + tp", "ddp")
 
@@ -29,7 +30,13 @@ def build(kind: str = "even") -> nn.Module:
     for dtype in ("bfloat16", "float16", "float64"):
         if dtype in kind:
             model.to(getattr(torch, dtype))
-    return model
+    return model.to(DEVICE)
+
+
+def two_axes() -> tuple[int, int]:
+    """The shape of a mesh of all processes with two axes, the first of size 2 where there are several."""
+    first = min(2, dist.get_world_size())
+    return first, dist.get_world_size() // first
 
 
 def spread(model: nn.Module, layout: str) -> nn.Module:
@@ -42,13 +49,14 @@ def spread(model: nn.Module, layout: str) -> nn.Module:
             fully_shard(layer)
         return fully_shard(model)
     if layout == "hsdp":
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards"))
+        mesh = init_device_mesh(DEVICE.type, two_axes(), mesh_dim_names=("replicas", "shards"))
         for layer in model:
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
     if layout == "fsdp on axis 1":
         return fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 and p.shape[1] % world == 0 else None)
-    mesh = init_device_mesh("cpu", (2, world // 2) if layout == "fsdp + tp" else (world,), mesh_dim_names=("data", "model")[: 1 + ("+" in layout)])
+    shape = two_axes() if layout == "fsdp + tp" else (world,)
+    mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=("data", "model")[: len(shape)])
     styles = {"0": ColwiseParallel(), "1": RowwiseParallel()}  # the third layer is whole on every process
     parallelize_module(model, mesh["model"] if layout == "fsdp + tp" else mesh, styles)
     if layout == "fsdp + tp":
@@ -70,7 +78,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 def shard_by_hand(model: nn.Module, axis: int) -> nn.Module:
     """Every weight as a DTensor that is cut along one axis, also into uneven and empty parts."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
     for layer in model:
         layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(axis)]))
     return model

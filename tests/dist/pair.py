@@ -1,4 +1,4 @@
-"""Two or four real processes that talk over gloo on the loopback, kept between tests because starting them costs seconds."""
+"""Real processes that form a process group, kept between tests because starting them costs seconds."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from where import BACKEND, DEVICE, moved
 
 START = 200.0  # seconds in which the processes must have started, on a machine that is busy with other tests
 PATIENCE = 240.0  # seconds; a busy machine is slow, and only a hang should end here
@@ -72,6 +73,7 @@ class Pair:
         """What each process gave, or a Raised. A hang kills the processes and fails the test."""
         if not self._processes:
             self._start()
+        args = moved(args, "cpu")
         for questions in self._questions:
             questions.put((function, args))
         deadline = time.monotonic() + PATIENCE
@@ -86,7 +88,7 @@ class Pair:
                 raise AssertionError(f"rank {rank} {why}; before it: {found}") from None
         if not all(in_step for _, in_step in found):
             self.stop()  # what they say to each other no longer fits
-        return [answer for answer, _ in found]
+        return [moved(answer, DEVICE) for answer, _ in found]
 
     def _answer(self, rank: int, answers: Any, deadline: float) -> Any:
         """The answer of a process. Raises queue.Empty when time is up, or when the process has died."""
@@ -109,13 +111,17 @@ class Pair:
 def _serve(rank: int, world: int, meeting: str, questions: Any, answers: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=100))
+    how = {"init_method": meeting, "rank": rank, "world_size": world, "timeout": timedelta(seconds=100)}
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(DEVICE)
+        how["device_id"] = DEVICE
+    dist.init_process_group(BACKEND, **how)
     answers.put("started")
     while True:
         function, args = questions.get()
         torch.manual_seed(0)
         try:
-            answer = function(rank, *args)
+            answer = moved(function(rank, *moved(args, DEVICE)), "cpu")
         except BaseException as error:
             answer = Raised(error)
         try:

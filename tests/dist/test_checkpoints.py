@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from layouts import bare, build, spread, weights
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from where import DEVICE
 
 import secateur as sc
 
@@ -31,7 +32,12 @@ RUNS = {
 def start(layout: str | None, run: str) -> tuple[nn.Module, torch.optim.Optimizer, sc.Pruner]:
     model = build("uneven" if run == "uneven" else "even")
     model = model if layout is None else spread(model, layout)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01), sc.Pruner(model, **RUNS[run])
+    return model, optimizer_of(model), sc.Pruner(model, **RUNS[run])
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Updates tensor by tensor: on a GPU, torch would update several plain tensors in one call, and round differently."""
+    return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -40,7 +46,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
     for step in steps:
         for number, parameter in enumerate(model.parameters()):
-            gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * step + number))
+            gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * step + number)).to(DEVICE)
             if hasattr(parameter, "placements"):
                 copies = distribute_tensor(gradient, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim)
                 gradient = copies.redistribute(placements=parameter.placements)
@@ -142,8 +148,7 @@ def test_saved_on_a_mesh_of_two_axes_and_gone_on_with_one_process(four, tmp_path
 def from_one_state(rank: int, state: dict) -> tuple:
     model, optimizer, pruner = start("fsdp", "taylor")
     whole = build("even")
-    whole_optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
-    train(whole, whole_optimizer, range(3))
+    train(whole, optimizer_of(whole), range(3))
     pruner.load_state_dict(state)
     return bare(pruner.masks), {name: value["grad"].full_tensor() for name, value in pruner.state_dict()["gathered"].items()}
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from layouts import bare, build, spread
 from torch import Tensor, nn
+from where import DEVICE, several
 
 import secateur as sc
 
@@ -21,7 +22,8 @@ def square(output: Tensor, _: Tensor) -> Tensor:
 def batches(rank: int, numbers: list[int]) -> list[Tensor]:
     """As many batches as `numbers` has for this process; no two batches are alike."""
     first = sum(numbers[:rank])
-    return [torch.randn(4, 32, generator=torch.Generator().manual_seed(n)) for n in range(first, first + numbers[rank])]
+    seeds = range(first, first + numbers[rank])
+    return [torch.randn(4, 32, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in seeds]
 
 
 CRITERIA = [(sc.wanda, "row"), (sc.taylor, "global"), (sc.fisher, "tensor"), (sc.ria, "row")]
@@ -50,6 +52,7 @@ def expected(numbers: list[int]) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp"])
 def test_masks_are_those_of_one_process_with_all_the_data(four, layout, numbers):
     """Sums are added in another order, so this holds to rounding; of these data and weights it holds exactly."""
+    numbers = numbers[: four.world]
     wanted = expected(numbers)
     for found in four.both(pruned, layout, numbers):
         for got, masks, (criterion, _) in zip(found, wanted, CRITERIA, strict=True):
@@ -66,8 +69,9 @@ def decoder(kind: str) -> nn.Module:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}
     if kind == "experts":
         config = transformers.MixtralConfig(num_key_value_heads=2, num_local_experts=6, num_experts_per_tok=1, **sizes)
-        return transformers.MixtralForCausalLM(config).double().eval()
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **sizes)).double().eval()
+        return transformers.MixtralForCausalLM(config).double().eval().to(DEVICE)
+    config = transformers.LlamaConfig(num_key_value_heads=2, **sizes)
+    return transformers.LlamaForCausalLM(config).double().eval().to(DEVICE)
 
 
 def texts(rank: int, numbers: list[int], kind: str) -> list[dict[str, Tensor]]:
@@ -77,7 +81,7 @@ def texts(rank: int, numbers: list[int], kind: str) -> list[dict[str, Tensor]]:
         tokens = torch.randint(40, (2, 2 if kind == "experts" else 12 + n), generator=torch.Generator().manual_seed(n))
         mask = torch.ones_like(tokens)
         mask[0, : n % 3] = 0 if kind == "llama" else 1
-        found.append({"input_ids": tokens, "attention_mask": mask})
+        found.append({"input_ids": tokens.to(DEVICE), "attention_mask": mask.to(DEVICE)})
     return found
 
 
@@ -105,13 +109,15 @@ def test_methods_that_solve_blocks_use_the_data_of_all_processes(pair, kind, met
 
     In double precision: in single precision the order of the batches alone changes some weights by 1e-4.
     """
-    data = [batch for rank in range(2) for batch in texts(rank, numbers, kind)]
+    numbers = numbers[: pair.world]
+    data = [batch for rank in range(pair.world) for batch in texts(rank, numbers, kind)]
     plan = sc.plan(decoder(kind), **how, method=method, data=data, exclude="lm_head")
     alone = sc.plan(decoder(kind), **how, method=method, data=texts(0, [1], kind), exclude="lm_head")
     assert any(not torch.equal(alone.masks[name], mask) for name, mask in plan.masks.items())  # the data do matter
-    (masks, weights), other = pair.both(solved, kind, method, how, numbers)
-    for mine, theirs in zip((masks, weights), other, strict=True):
-        assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
+    (masks, weights), *others = pair.both(solved, kind, method, how, numbers)
+    for other_masks, other_weights in others:
+        assert all(torch.equal(masks[name], mask) for name, mask in other_masks.items())
+        assert all(torch.equal(weights[name], tensor) for name, tensor in other_weights.items())
     assert masks.keys() == plan.masks.keys()
     for name, mask in plan.masks.items():
         assert torch.equal(masks[name], mask), name
@@ -127,6 +133,7 @@ def with_nan(rank: int) -> str:
     return "nothing was raised"
 
 
+@several("another has the NaN")
 def test_a_batch_with_nan_on_one_process_is_refused_on_all(pair):
     other, own = pair.both(with_nan)
     assert "batch 2" in own
@@ -149,7 +156,7 @@ def test_no_batch_on_any_process_raises_on_all(four, layout):
 
 def tensor_parallel(rank: int) -> str:
     try:
-        sc.plan(spread(build(), "tp"), sc.wanda, sparsity=0.5, data=[torch.ones(2, 32)])
+        sc.plan(spread(build(), "tp"), sc.wanda, sparsity=0.5, data=[torch.ones(2, 32, device=DEVICE)])
     except NotImplementedError as error:
         return str(error)
     return "nothing was raised"
@@ -181,6 +188,7 @@ def ordered(rank: int) -> tuple[dict[str, Tensor], list[str], dict[str, str]]:
     return model.module.state_dict(), [order.reader for order in plan.order.orders], plan.order.skipped
 
 
+@several("their channels differ")
 def test_processes_agree_on_the_channels_that_they_move(pair):
     first, second = pair.both(ordered)
     assert all(torch.equal(first[0][name], second[0][name]) for name in first[0])

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
+from where import DEVICE, several
 
 import secateur as sc
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.dist
 
 def build() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(DEVICE)
 
 
 def refusal(call, kind: type[Exception] | tuple[type[Exception], ...]) -> str:
@@ -28,7 +29,7 @@ def refusal(call, kind: type[Exception] | tuple[type[Exception], ...]) -> str:
     try:
         call()
     except kind as error:
-        total = torch.ones(1)
+        total = torch.ones(1, device=DEVICE)
         dist.all_reduce(total)
         assert int(total) == dist.get_world_size()
         return str(error)
@@ -41,7 +42,7 @@ def refusal(call, kind: type[Exception] | tuple[type[Exception], ...]) -> str:
 def flat(rank: int, original: bool, arguments: dict) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = FullyShardedDataParallel(build(), use_orig_params=original, device_id=torch.device("cpu"))
+        model = FullyShardedDataParallel(build(), use_orig_params=original, device_id=DEVICE)
     return refusal(lambda: sc.prune_(model, sparsity=0.5, **arguments), NotImplementedError)
 
 
@@ -66,7 +67,7 @@ def stage_of_a_pipeline(rank: int) -> str:
     from torch.distributed.pipelining import PipelineStage
 
     model = build()[0] if rank == 0 else build()[2]
-    stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+    stage = PipelineStage(model, rank, 2, DEVICE)
     sc.plan(stage.submod, sparsity=0.5)  # a pool for each tensor is exact
     return refusal(lambda: sc.prune_(stage.submod, sparsity=0.5, scope="global"), NotImplementedError)
 
@@ -80,7 +81,7 @@ def test_a_global_pool_on_one_stage_is_refused(pair):
 
 
 def with_partial_sums(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
     model[0].weight = nn.Parameter(DTensor.from_local(model[0].weight.detach(), mesh, [Partial()], run_check=False))
     return model
 
@@ -88,22 +89,22 @@ def with_partial_sums(model: nn.Module) -> nn.Module:
 SHARDED = {
     "partial sums": ("not added up yet", "", lambda model: sc.prune_(with_partial_sums(model), sparsity=0.5)),
     "partial sums, saved": ("not added up yet", "", lambda model: sc.save(with_partial_sums(model), "out")),
-    "shrink": ("shard it afterwards", "fsdp", lambda model: sc.shrink(model, torch.zeros(2, 8), channels=0.5)),
-    "shrink_": ("shard it afterwards", "tp", lambda model: sc.shrink_(model, torch.zeros(2, 8), channels=0.5)),
-    "compress_": ("compress the whole model", "fsdp", lambda model: sc.compress_(model, torch.zeros(2, 8))),
-    "compress_, tp": ("compress the whole model", "tp", lambda model: sc.compress_(model, torch.zeros(2, 8))),
+    "shrink": ("shard it afterwards", "fsdp", lambda model: sc.shrink(model, torch.zeros(2, 8, device=DEVICE), channels=0.5)),
+    "shrink_": ("shard it afterwards", "tp", lambda model: sc.shrink_(model, torch.zeros(2, 8, device=DEVICE), channels=0.5)),
+    "compress_": ("compress the whole model", "fsdp", lambda model: sc.compress_(model, torch.zeros(2, 8, device=DEVICE))),
+    "compress_, tp": ("compress the whole model", "tp", lambda model: sc.compress_(model, torch.zeros(2, 8, device=DEVICE))),
     "ste": ("before the model is sharded", "fsdp", lambda model: sc.Pruner(model, sparsity=0.5, ste=True)),
     "sparsegpt": (
         "before sharding",
         "fsdp",
-        lambda model: sc.prune_(model, sparsity=0.5, method="sparsegpt", data=[torch.ones(2, 8)]),
+        lambda model: sc.prune_(model, sparsity=0.5, method="sparsegpt", data=[torch.ones(2, 8, device=DEVICE)]),
     ),
 }
 
 
 def of_shards(rank: int, what: str) -> str:
     _, layout, call = SHARDED[what]
-    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)) if layout == "tp" else build()
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)).to(DEVICE) if layout == "tp" else build()
     return refusal(lambda: call(spread(model, layout) if layout else model), (NotImplementedError, ValueError))
 
 
@@ -120,6 +121,7 @@ def in_other_dtypes(rank: int) -> str:
     return refusal(lambda: sc.prune_(model, sparsity=0.5, scope="global"), ValueError)
 
 
+@several("the dtypes of two differ")
 def test_shards_of_other_dtypes_are_refused(pair):
     for text in pair.both(in_other_dtypes):
         assert "do not do the same" in text
@@ -129,7 +131,7 @@ def test_shards_of_other_dtypes_are_refused(pair):
 
 
 def odd_batches(rank: int):
-    yield torch.ones(2, 8)
+    yield torch.ones(2, 8, device=DEVICE)
     if rank == 1:
         raise OSError("the disk is gone")
 
@@ -146,9 +148,11 @@ ODD = {
     "step": lambda rank, model: one_step_ahead(rank, model),
     "criterion": lambda rank, model: sc.prune_(model, sc.weight.map([abs, failing][rank]), sparsity=0.5, include="2"),
     "data": lambda rank, model: sc.prune_(model, sc.wanda, sparsity=0.5, data=odd_batches(rank)),
-    "batch": lambda rank, model: sc.prune_(model, sc.wanda, sparsity=0.5, data=[[torch.ones(2, 8), "text"][rank]]),
+    "batch": lambda rank, model: sc.prune_(
+        model, sc.wanda, sparsity=0.5, data=[[torch.ones(2, 8, device=DEVICE), "text"][rank]]
+    ),
     "loss": lambda rank, model: sc.prune_(
-        model, sc.taylor, sparsity=0.5, data=[torch.ones(2, 8)], loss=[mean, lambda a, b: failing(a)][rank]
+        model, sc.taylor, sparsity=0.5, data=[torch.ones(2, 8, device=DEVICE)], loss=[mean, lambda a, b: failing(a)][rank]
     ),
     "state": lambda rank, model: sc.Pruner(model, sparsity=0.5).load_state_dict({"version": [1, 7][rank]}),
     "zeros": lambda rank, model: overwritten(rank, model).verify(),
@@ -179,12 +183,14 @@ def odd_one_out(rank: int, what: str, layout: str) -> str:
     return refusal(lambda: ODD[what](rank, model), Exception)
 
 
+@several("only one cannot go on")
 @pytest.mark.parametrize("what", ODD)
 def test_all_processes_raise_if_one_of_them_cannot_go_on(pair, what):
     for text in pair.both(odd_one_out, what, "fsdp"):
         assert text
 
 
+@several("only one cannot use its data")
 @pytest.mark.parametrize("what", ["data", "batch", "loss"])
 def test_all_replicas_raise_if_one_of_them_cannot_use_its_data(pair, what):
     other, own = pair.both(odd_one_out, what, "ddp")
@@ -198,6 +204,7 @@ def ragged(rank: int) -> str:
     return refusal(lambda: sc.plan(model, sparsity=0.5, method="sparsegpt", data=data), Exception)
 
 
+@several("the batch fits on another")
 def test_a_batch_that_does_not_fit_on_one_process_is_refused_on_all(pair):
     other, own = pair.both(ragged)
     assert "another process" in other
@@ -215,6 +222,7 @@ def with_own_copies(rank: int) -> str:
     return refusal(lambda: sc.prune_(model, sparsity=0.5, scope="global"), ValueError)
 
 
+@several("the tensors of two differ")
 def test_whole_tensors_that_differ_between_the_processes_are_refused(pair):
     for text in pair.both(with_own_copies):
         assert "'2.weight'" in text
@@ -235,8 +243,11 @@ def with_other_replicas(rank: int, how: dict) -> tuple[str, bool]:
     return text, torch.equal(model.module[0].weight, before)
 
 
+@several("the replicas differ")
 @pytest.mark.parametrize(
-    "how", [{"criterion": sc.wanda}, {"criterion": sc.taylor, "loss": square}, {"method": "sparsegpt"}], ids=str
+    "how",
+    [{"criterion": sc.wanda}, {"criterion": sc.taylor, "loss": square}, {"method": "sparsegpt"}],
+    ids=["wanda", "taylor", "sparsegpt"],
 )
 def test_masks_from_data_that_differ_between_replicas_are_refused(pair, how):
     """The digests of the masks are compared after each cut that used data."""
@@ -251,6 +262,7 @@ def sharded_over_its_group(rank: int) -> str:
     return refusal(lambda: sc.prune_(model, sparsity=0.5, scope="global", group=dist.group.WORLD), ValueError)
 
 
+@several("a group of one is that of no stages")
 def test_a_group_over_which_the_tensors_are_sharded_is_refused(pair):
     for text in pair.both(sharded_over_its_group):
         assert "need no group=" in text
@@ -264,6 +276,7 @@ def outside_of_the_group(rank: int) -> str:
     return refusal(lambda: sc.prune_(build(), "no such criterion"), ValueError)
 
 
+@several("there is no other outside of the group")
 def test_a_process_outside_of_the_group_is_told(four):
     *_, text = four.both(outside_of_the_group)
     assert "not in group=" in text

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
+from where import DEVICE, SINGLE, several
 
 import secateur as sc
 from secateur import digits
@@ -79,6 +80,7 @@ def counted(rank: int, side: int, arguments: dict, axis: int = 0, equal: int = 1
     with torch.no_grad():
         for layer, values in zip(model, torch.randperm(4 * side * side).view(4, side, side), strict=True):
             layer.weight.copy_(values // equal)
+    model.to(DEVICE)
     model, gather = fully_shard(model, shard_placement_fn=lambda _: Shard(axis)), DTensor.full_tensor
     DTensor.full_tensor = refuse
     try:
@@ -100,15 +102,16 @@ def counted(rank: int, side: int, arguments: dict, axis: int = 0, equal: int = 1
     ids=["global", "global, ties", "global, no magnitude", "tensor"],
 )
 def test_traffic_does_not_grow_with_the_model(pair, arguments, equal, most_calls, most_bytes):
-    (small, _, _), _ = pair.both(counted, 512, arguments, 0, equal)  # 1 M weights
-    (large, biggest, shard), _ = pair.both(counted, 2048, arguments, 0, equal)  # 16 M weights
+    small, _, _ = pair.both(counted, 512, arguments, 0, equal)[0]  # 1 M weights
+    large, biggest, shard = pair.both(counted, 2048, arguments, 0, equal)[0]  # 16 M weights
     assert len(small) <= most_calls
     assert sum(size for _, size in small) <= most_bytes
     assert len(large) == len(small)
     assert sum(size for _, size in large) == sum(size for _, size in small)
-    assert biggest <= max(shard, MIB)  # no allocation is larger than a shard
+    assert SINGLE or biggest <= max(shard, MIB)  # no allocation is larger than a shard
 
 
+@several("it ranks whole tensors")
 @pytest.mark.parametrize(
     ("arguments", "axis", "times"),
     [
@@ -137,10 +140,13 @@ def moved(rank: int) -> list:
 
 
 def test_an_axis_is_moved_with_two_exchanges(four):
-    """The second layer is cut along its inputs: its shard goes out once, and a bit for each element comes back."""
+    """The second layer is cut along its inputs: its shard goes out once, and a bit for each element comes back.
+
+    One process sends nothing.
+    """
     for calls in four.both(moved):
         sizes = [size for kind, size in calls if kind == "all_to_all"]
-        assert sizes == [32 * 64 * 4 // 4, 32 * 64 // 4 // 8]
+        assert sizes == ([] if SINGLE else [32 * 64 * 4 // 4, 32 * 64 // 4 // 8])
 
 
 EXCHANGES = {  # how often parts of the first two layers are sent if these are cut along their outputs, and along their inputs
@@ -174,7 +180,7 @@ def test_a_part_is_sent_only_where_the_sharding_divides_a_pool(four):
     """The table of operations, cell by cell: n:m, rows and blocks are local where they are whole on a process."""
     for found in four.both(exchanges):
         for name, (_, outputs, inputs) in EXCHANGES.items():
-            assert [sent for sent, _ in found[name]] == [outputs, inputs], name
+            assert [sent for sent, _ in found[name]] == ([0, 0] if SINGLE else [outputs, inputs]), name
             assert max(others for _, others in found[name]) <= 9, name
 
 
@@ -238,9 +244,7 @@ def test_counts_are_all_that_travels_at_thousands_of_ranks(fake, shape):
     for layer in model:
         weight = torch.empty(4096, 4096, device="meta")
         part = torch.randn(4096 // (shape[-2] if len(shape) > 1 else shape[0]), 4096 // (shape[-1] if len(shape) > 1 else 1))
-        layer.weight = nn.Parameter(
-            DTensor.from_local(part, mesh, axes, run_check=False, shape=weight.shape, stride=(4096, 1))
-        )
+        layer.weight = nn.Parameter(DTensor.from_local(part, mesh, axes, run_check=False, shape=weight.shape, stride=(4096, 1)))
     with traffic() as calls:
         sc.plan(model, sparsity=1e-4, scope="global")
     bins = [size for _, size in calls if size > 65_536]

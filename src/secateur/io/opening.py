@@ -100,6 +100,11 @@ def _fitting(folder: Path, stack: ExitStack, comm: Comm) -> tuple[str, Manifest,
     sizes = {file.name: file.stat().st_size for file in folder.glob("*.safetensors") if FILE_NAME.fullmatch(file.name)}
     if not folder.exists():
         raise FileNotFoundError(f"{folder} does not exist; pass a folder that sc.save wrote")
+    if not names and any(folder.glob("shard-*.safetensors")):
+        raise FileNotFoundError(
+            f"{folder} holds only parts of tensors, as torch's HuggingFaceStorageWriter writes them on each process; save with "
+            "enable_consolidation=True"
+        )
     if not names or not sizes:
         missing = "is a file" if folder.is_file() else f"holds no {TENSOR_FILES[0] if names else MANIFEST}"
         raise FileNotFoundError(f"{folder} {missing}: it is not a folder that sc.save wrote")
