@@ -293,11 +293,31 @@ def test_the_teacher_writes_text_for_the_steps_after_the_first_pass():
     assert known.count(False) == done.written == 4
     assert all(any(torch.equal(ids[:, 0], batch["input_ids"][:, 0]) for batch in data) for ids in seen)
     assert torch.equal(torch.get_rng_state(), state)
-    assert "the teacher wrote 4" in str(done)
+    assert "the teacher wrote 4 of the training batches and 1 of the held-out batches" in str(done)
     again = copy.deepcopy(before)
     assert distill_(again, dense, data, steps=7, lr=1e-3).looks == done.looks
     assert distill_(copy.deepcopy(before), dense, data, steps=3, lr=1e-3).written == 0
-    assert distill_(copy.deepcopy(before), dense, data, steps=7, lr=1e-3, generate=False).written == 0
+    without = distill_(copy.deepcopy(before), dense, data, steps=7, lr=1e-3, generate=False)
+    assert without.written == without.written_held == 0
+
+
+def test_new_text_is_held_out_beside_batches_that_pruning_has_used():
+    dense = llama()
+    model, seen = copy.deepcopy(dense), []
+    sc.prune_(model, sparsity=0.5, exclude="lm_head")
+    before = copy.deepcopy(model)
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: None if torch.is_grad_enabled() else seen.append(kwargs), with_kwargs=True
+    )
+    data = texts(8)
+    done = distill_(model, dense, data, steps=4, holdout=0.25)
+    looks = 1 + len(done.looks)
+    known = [any(torch.equal(batch["input_ids"], each["input_ids"]) for each in data) for batch in seen]
+    assert done.written_held == 2
+    assert known == [True, True, False, False] * looks
+    given = distill_(before, dense, data, steps=1, holdout=seen[:4])
+    assert given.before == done.before
+    assert given.written_held == 0
 
 
 def test_progress_counts_the_steps_and_the_batches_that_are_written(monkeypatch):
@@ -318,7 +338,7 @@ def test_progress_counts_the_steps_and_the_batches_that_are_written(monkeypatch)
     sc.prune_(model, sparsity=0.5, exclude="lm_head")
     distill_(model, dense, texts(), steps=7)
     assert counts["distill"] == [7, 7]
-    assert counts["distill, writing text"] == [4, 4]
+    assert counts["distill, writing text"] == [5, 5]  # one of them is held out
 
 
 def test_written_text_goes_on_from_the_beginnings_of_sequences():

@@ -37,7 +37,7 @@ class Distilled(Reported):
 
     `looks` lists (step, distance on the held-out batches), and `training` the distance on the batch of each step. `kept_step`
     is the step whose weights the model has now: 0 if no step improved, and then the model is unchanged. `written` is the number
-    of batches that the teacher wrote.
+    of training batches that the teacher wrote, and `written_held` that of the held-out batches.
     """
 
     recipe: str
@@ -48,6 +48,7 @@ class Distilled(Reported):
     training: list[float]
     tensors: int
     written: int = 0
+    written_held: int = 0
     dense: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
@@ -86,6 +87,7 @@ class Distilled(Reported):
             "steps": len(self.training),
             "tensors": self.tensors,
             "written": self.written,
+            "written_held": self.written_held,
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,7 +112,9 @@ class Distilled(Reported):
         ]
         worse = "no step was better on the held-out batches, so the model is unchanged (try a lower lr=)"
         note = [] if self.improved else [worse]
-        note += [f"the teacher wrote {self.written} of the batches"] if self.written else []
+        wrote = {"training": self.written, "held-out": self.written_held}
+        counts = " and ".join(f"{count} of the {kind} batches" for kind, count in wrote.items() if count)
+        note += [f"the teacher wrote {counts}"] if counts else []
         return Table(("step", "in training", "held out", ""), rows, right=range(3), title=f"distill, {self.recipe}", notes=note)
 
     def __str__(self) -> str:
@@ -144,7 +148,7 @@ def distill_(
 
     Every step is one batch, in an order drawn with `seed`: all of `data=`, and for further steps text that the teacher
     writes, if it has the method `generate` of Hugging Face models. Zeros stay zero: those of the masks of `pruner=`, or
-    else all that weights have. The mean distance on held-out batches is measured a few times. Where it got much worse,
+    else all that weights have. The mean distance on held-out batches is measured a few times. If it grows much,
     training goes back to the best weights, and on at half the rate. The model gets the best weights that were found; if
     none are better than those it had, it comes out unchanged, bit for bit. Large models run in bfloat16 where the processor
     is faster at it; their weights stay in their own precision.
@@ -159,7 +163,8 @@ def distill_(
         warmup: the number of steps over which the rate rises.
         generate: whether the teacher writes text for the steps after the first pass over `data=`, from the first tokens of its
             sequences on. Without it these steps use the same batches again, which fits the model to them too closely.
-        holdout: the fraction of the batches that is held out, at least one; or batches to use for that.
+        holdout: the fraction of the batches that is held out, at least one; or batches to use for that. Pruning has used the
+            batches of a fraction already, so the teacher also writes as many new ones, which are held out too.
         loss: a function of the two models' outputs. By default it is the Kullback-Leibler divergence of their logits.
         pruner: takes the masks of a `Pruner`.
         include, exclude: globs over the parameters to train. By default all are trained except embeddings and a head of the
@@ -178,15 +183,16 @@ def distill_(
     recipe = f"{steps} steps, lr {lr:g}"
     result = Distilled(recipe, 0.0, 0.0, 0, [], [], len(trained))
     with _only(model, trained), preserve_rng(), as_it_was(model), as_it_was(teacher):
-        result.before = result.after = held_out(model, teacher, held, loss)
         old = best = student.values()
         looks = {math.ceil(part * steps) for part in _LOOKS}
         try:
             if generate and can_write(teacher, training):
                 torch.manual_seed(seed)
-                missing = list(_order(training, max(steps - len(training), 0), draw))
-                training = [*training, *write(teacher, track(missing, "distill, writing text"))]
-                result.written = len(missing)
+                more = list(_order(training, max(steps - len(training), 0), draw))
+                unseen = held if isinstance(holdout, Real) else []
+                training, held = _written(teacher, training, held, more, unseen)
+                result.written, result.written_held = len(more), len(unseen)
+            result.before = result.after = held_out(model, teacher, held, loss)
             with Progress("distill", steps) as progress:
                 for step, batch in enumerate(_order(training, steps, draw), 1):
                     progress(f"step {step}")
@@ -280,6 +286,14 @@ def _split(data: Iterable[Any], holdout: Any, seed: int) -> tuple[list[Any], lis
             "and one that is held out (pass more, smaller batches)"
         )
     return training, held, draw
+
+
+def _written(
+    teacher: nn.Module, training: list[Any], held: list[Any], more: list[Any], unseen: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The batches to train on and those held out, each with new ones: the teacher goes on from `more` and from `unseen`."""
+    new = list(write(teacher, track([*more, *unseen], "distill, writing text")))
+    return [*training, *new[: len(more)]], [*held, *new[len(more) :]]
 
 
 def _trained(model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> dict[str, nn.Parameter]:
