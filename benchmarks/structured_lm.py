@@ -3,9 +3,10 @@
     python benchmarks/structured_lm.py --models DIR [--model stories15m|smollm2] [--rows NAME ...] [--device cuda] [--seed 0]
 
 DIR, the models and the texts are those of oneshot_lm.py. Both models have an output layer that is tied to the embedding. The
-rows: whole layers, by the change of the output; the whole model narrower, by magnitude; units of all kinds by what they cost
-the loss ("obs"), in the given coordinates of the residual stream and in those that `rotate_` finds; and each of them after
-`distill_` on the calibration sequences. Times are processor seconds of this process; on a GPU, seconds.
+rows: whole layers, by the change of the output or by what they cost the loss ("obs"); the whole model narrower, by magnitude;
+units of all kinds by what they cost the loss, in the given coordinates of the residual stream and in those that `rotate_`
+finds; and each of them after `distill_` on the calibration sequences. Times are processor seconds of this process; on a GPU,
+seconds.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import secateur as sc
 
 ROWS: dict[str, dict[str, Any]] = {
     "layers": {"depth": True},
+    "layers, obs": {"criterion": "obs", "depth": True},
     "magnitude": {"criterion": sc.magnitude},
     "magnitude, re-fitted": {"criterion": sc.magnitude, "refit": True},
     "obs": {"criterion": "obs"},
@@ -63,13 +65,17 @@ def layers_left(model: Decoder, remains: float) -> float:
     return 1 - gone / len(model.layers)
 
 
-def shrunk(dense: Decoder, how: dict[str, Any], remains: float, data: list[dict[str, Tensor]]) -> tuple[nn.Module, Any]:
+def shrunk(
+    dense: Decoder, how: dict[str, Any], remains: float, data: list[dict[str, Tensor]], tried: int | None
+) -> tuple[nn.Module, Any]:
     options, model = dict(how), dense
     if options.pop("rotate", False):
         model = copy.deepcopy(dense)
         sc.rotate_(model, data=data)
-    target = {"depth": layers_left(dense, remains)} if options.pop("depth", False) else {"params": remains, "bias": False}
     example = {key: value[:1, :64] for key, value in data[-1].items()}
+    target: dict[str, Any] = {"params": remains, "bias": False}
+    if options.pop("depth", False):
+        target, data = {"depth": layers_left(dense, remains)}, data[-(tried or 0) :]
     return sc.shrink(model, example, options.pop("criterion", sc.magnitude), data=data, **target, **options)
 
 
@@ -85,6 +91,7 @@ def main(
     size: int,
     steps: int,
     lr: float,
+    tried: int | None,
 ) -> None:
     folder = models / model
     if missing := [str(p) for p in (folder / "config.json", folder / "model.safetensors", models / "text") if not p.exists()]:
@@ -100,7 +107,7 @@ def main(
     for row in rows:
         begin = clock(device)
         try:
-            small, plan = shrunk(dense, ROWS[row], remains, data)
+            small, plan = shrunk(dense, ROWS[row], remains, data, tried)
         except ValueError as error:  # `rotate_` refuses models whose output layer is tied and whose last norm is uneven
             print(f"{row}: {error}", file=sys.stderr, flush=True)
             table.append((row, "", "refused", "", "", "", ""))
@@ -137,4 +144,5 @@ if __name__ == "__main__":
     parser.add_argument("--size", type=int, default=8, help="sequences in a batch")
     parser.add_argument("--steps", type=int, default=32, help="of distill_; 0: none")
     parser.add_argument("--lr", type=float, default=1e-3, help="of distill_")
+    parser.add_argument("--tried", type=int, help="batches on which layers are left out in turn; by default all")
     main(**vars(parser.parse_args()))

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 import secateur as sc
 from secateur.distill import Distilled, _order, distill_
+from secateur.logits import divergence as divergence_and_gradient
 from secateur.progress import Progress
 from secateur.teaching import can_write, write
-from secateur.teaching import divergence as divergence_and_gradient
 
 
 def net(seed=0):

@@ -8,7 +8,7 @@ tr(G D H D') / 2 per token.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from ._dist import sharded
 from ._tree import Loose
 from .edit import half_products, preserve_rng
 from .input_squares import is_float
+from .logits import logits_of, parts_of
 from .moments import layer_inputs
 from .products import matmul, rough_matmul
 from .progress import Progress
@@ -41,7 +42,6 @@ _WIDEST = 8192  # with more outputs, only the diagonal of G is kept
 _ENOUGH = 10  # tokens per output; with fewer, G is shrunk towards its diagonal
 _DRAWS = 2  # random vectors for each token; each takes a backward pass
 _PLACES = 1 << 16  # of a list of random signs, at which those of a token may begin
-_ELEMENTS = {"cpu": 1 << 18}  # logits are worked on in parts of about this size, which fits into the cache of a CPU
 
 
 @dataclass(frozen=True)
@@ -116,26 +116,6 @@ def curvature(
     if not ran:
         raise ValueError("data= gave no batch; an iterator that was used up before gives none (pass a list or a loader)")
     return sums.means(targets)
-
-
-def logits_of(output: Any) -> Tensor:
-    """The logits in the output of a model: the output itself, its `logits`, or the first float tensor of a tuple."""
-    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
-    if isinstance(found, tuple | list):
-        found = next((value for value in found if is_float(value)), None)
-    if not isinstance(found, Tensor) or not is_float(found) or found.ndim not in (2, 3) or found.shape[-1] < 2:
-        given = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(output).__name__
-        raise ValueError(
-            f"the model returns {given}, and not logits of shape (batch, classes) or (batch, tokens, classes); pass loss=, a "
-            "function of the output and the target"
-        )
-    return found
-
-
-def parts_of(logits: Tensor) -> Iterator[slice]:
-    """The rows of a matrix of logits, in parts that take little memory."""
-    step = max(_ELEMENTS.get(logits.device.type, 1 << 22) // logits.shape[1], 1)
-    return (slice(first, first + step) for first in range(0, len(logits), step))
 
 
 def _sampled(logits: Tensor, valid: Tensor | None, draw: torch.Generator, number: int) -> list[Tensor]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .curvature import logits_of, parts_of
 from .edit import half_products
+from .logits import divergence, logits_of
 from .stats import backward_of, on_batch, split_batch, valid_positions
 
 Distance = Callable[[Any, Any], Tensor]
@@ -57,36 +57,6 @@ def held_out(model: nn.Module, teacher: nn.Module, batches: Sequence[Any], loss:
                 distance, tokens, _ = divergence(logits_of(output), logits_of(wanted), valid, gradient=False)
             total, count = total + distance, count + tokens
     return total / max(count, 1)
-
-
-def divergence(logits: Tensor, wanted: Tensor, valid: Tensor | None, *, gradient: bool) -> tuple[float, int, Tensor | None]:
-    """The summed KL(teacher || model) over tokens, their number, and the gradient of the mean by the model's logits.
-
-    The gradient is softmax(logits) - softmax(wanted), so no graph over the logits is needed.
-    """
-    if logits.shape != wanted.shape:
-        raise ValueError(f"the model gives logits of shape {tuple(logits.shape)} and the teacher {tuple(wanted.shape)}")
-    own, other = logits.reshape(-1, logits.shape[-1]), wanted.reshape(-1, wanted.shape[-1])
-    there = None
-    if valid is not None and valid.shape == logits.shape[:-1]:
-        there = valid.flatten().to(own.device)
-    count = len(own) if there is None else int(there.sum())
-    slope = torch.empty_like(own) if gradient else None
-    total = 0.0
-    for part in parts_of(own):
-        x, y = own[part].float(), other[part].float()
-        q, p = x.softmax(-1), y.softmax(-1)
-        # log p - log q = y - x + a number for each row, which the largest elements give: a logarithm of all would take longer
-        shift = (x.amax(-1) - q.amax(-1).log()) - (y.amax(-1) - p.amax(-1).log())
-        apart = (y - x).masked_fill_(p == 0, 0)  # classes that the teacher excludes count nothing
-        each = torch.linalg.vecdot(p, apart) + shift
-        if there is not None:
-            each = torch.where(there[part], each, 0)
-        total += float(each.double().sum())
-        if slope is not None:
-            difference = q.sub_(p).div_(max(count, 1))
-            slope[part] = difference if there is None else difference * there[part, None]
-    return total, count, None if slope is None else slope.view_as(logits)
 
 
 # --- text that the teacher writes -----------------------------------------------------------------------------------

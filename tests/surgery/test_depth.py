@@ -56,6 +56,63 @@ def chain(**more):
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
 
 
+class Add(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+        with torch.no_grad():
+            self.linear.weight.copy_(change)
+
+    def forward(self, x):
+        return x + self.linear((x - x.mean(-1, keepdim=True)).sign())
+
+
+def predictor():
+    """Three blocks that add to logits: much to all of them nearly alike, much to one, and a little to one."""
+    parts = 2 + torch.eye(4) * 0.2, torch.eye(4), torch.eye(4).flip(0) * 0.5
+    return nn.Sequential(nn.Linear(3, 4), nn.Sequential(*map(Add, parts)), nn.Identity()).eval()
+
+
+@pytest.mark.parametrize(("criterion", "kept"), [("magnitude", [0, 1]), ("obs", [1, 2])])
+def test_obs_removes_the_blocks_that_cost_the_loss_least(criterion, kept):
+    torch.manual_seed(0)
+    model = predictor()
+    data = [torch.randn(2, 7, 3) for _ in range(3)]
+    small, plan = shrink(model, data[0], criterion, depth=2 / 3, data=data)
+    assert list(plan.cuts.drop.values()) == [[i for i in range(3) if i not in kept]]
+    assert ("the growth of the loss" in str(plan)) == (criterion == "obs")
+    if criterion == "obs":
+        now, before = (torch.cat([m(x).detach() for x in data]).log_softmax(-1) for m in (small, model))
+        growth = float((before.exp() * (before - now)).sum(-1).mean())
+        assert float(plan.recipe.partition("(")[2].rstrip(")")) == pytest.approx(growth, rel=0.01)
+
+
+def test_padding_does_not_count_in_the_loss_that_blocks_cost():
+    class Masked(nn.Sequential):
+        def forward(self, x, attention_mask=None):
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = Masked(*predictor())
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0]])
+    x = torch.randn(2, 7, 3)
+    noise = torch.where(mask.bool()[..., None], x, torch.randn(2, 7, 3) * 50)
+    plans = [shrink(model, {"x": x}, "obs", depth=2 / 3, data=[{"x": each, "attention_mask": mask}])[1] for each in (x, noise)]
+    assert plans[0].recipe == plans[1].recipe
+
+
+def test_blocks_of_a_model_without_logits_cannot_be_priced():
+    class Named(nn.Sequential):
+        def forward(self, x):
+            return {"hidden": super().forward(x)}
+
+    model, x = Named(*predictor()), torch.randn(2, 7, 3)
+    with pytest.raises(ValueError, match="logits"):
+        shrink(model, x, "obs", depth=2 / 3, data=[x])
+    _, plan = shrink(model, x, "obs", depth=2 / 3, data=[x], loss=lambda output, target: output["hidden"].sum())
+    assert "the change of the output" in plan.recipe
+
+
 def test_blocks_that_change_the_output_least_are_removed():
     model = chain()
     before = model(X).detach()

@@ -91,7 +91,7 @@ def add_blocks_(plan: Shrunk, blocks: RemovedBlocks, request: ShrinkRequest) -> 
 
 
 def _depth_recipe(blocks: RemovedBlocks, request: ShrinkRequest) -> str:
-    return f"depth={request.depth:g} by the change of the output ({blocks.effect:.3g})"
+    return f"depth={request.depth:g} by {blocks.effect}"
 
 
 def _block_rows(blocks: RemovedBlocks) -> list[GroupCut]:

@@ -95,7 +95,8 @@ def shrink(
         latency: the fraction of the time on the example inputs, in eval mode without gradients, measured in turn with the
             original. Met within 5 %, or within the spread of the measurement if that is larger, at most 10 %.
         depth: the fraction of blocks (transformer layers, residual blocks) that remains, alone or before one of the targets
-            above. Blocks whose removal changes the output least on `data`, or else on the example inputs, are removed first.
+            above. Blocks whose removal changes the output least on `data`, or else on the example inputs, are removed first;
+            with "obs" those whose removal costs the loss least, if the model returns logits and `loss` is left out.
         experts: the fraction of the experts of each mixture that remains, alone. Those with the least effect on `data` are
             removed first (`sc.reap`), with their rows of the router. This is never exact.
         multiple_of: sizes that are multiples of this number stay multiples.
@@ -249,7 +250,15 @@ def _without_blocks(model: nn.Module, inputs: Inputs, request: ShrinkRequest) ->
     if request.depth is None or (request.depth == 1 and request.what):
         return None
     batches = None if request.data is None else [split_batch(batch)[:2] for batch in request.data]
-    return remove_blocks(model, inputs, request.depth, exclude=request.exclude, batches=batches, exact_only=request.exact_only)
+    return remove_blocks(
+        model,
+        inputs,
+        request.depth,
+        exclude=request.exclude,
+        batches=batches,
+        exact_only=request.exact_only,
+        by_loss=request.priced and request.loss is None,
+    )
 
 
 def _only_blocks(
@@ -332,7 +341,6 @@ def _budget(
     sizes: SizeModel, inputs: Inputs, baseline: Baseline, drop: Mapping[str, list[int]], request: ShrinkRequest
 ) -> Budget:
     names = {new: ratio for glob, ratio in request.ratios.items() for new in renamed(baseline.model, drop, [glob])}
-    priced = isinstance(request.criterion, UnitCriterion) and request.criterion.priced
     return Budget(
         sizes=sizes,
         inputs=inputs,
@@ -343,7 +351,7 @@ def _budget(
         scope=request.scope,
         multiple_of=request.multiple_of,
         floor=request.floor,
-        priced=priced,
+        priced=request.priced,
         bias=request.bias,
     )
 

@@ -84,6 +84,11 @@ class ShrinkRequest:
         return self.channels if isinstance(self.channels, Mapping) else {}
 
     @property
+    def priced(self) -> bool:
+        """Whether the criterion gives costs of the loss, which units of all kinds can be compared by."""
+        return isinstance(self.criterion, UnitCriterion) and self.criterion.priced
+
+    @property
     def repair(self) -> Repair:
         return "refit" if self.refit else "reestimate" if self.reestimate else "none"
 

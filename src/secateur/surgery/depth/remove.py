@@ -1,13 +1,13 @@
 """Chooses blocks and removes them: first the block whose removal changes the output least.
 
-The change is measured: the relative change of the model's output on data, again after each removal. Many blocks of deep models
-change their input only a little (Men et al., 2024, ShortGPT; Gromov et al., 2024). The blocks in front of a removed one are not
-run again (`prefix`).
+The change is measured on data, again after each removal: that of the output, or of the loss (`effect`). Many blocks of deep
+models change their input only a little (Men et al., 2024, ShortGPT; Gromov et al., 2024). The blocks in front of a removed one
+are not run again (`prefix`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -20,11 +20,11 @@ from ...edit import Cuts, Inputs, copied, run, without, write_attribute
 from ...progress import track
 from ..compare import difference, lost_finite, tensors_of
 from ..names import matches
+from .effect import LOSS, OUTPUT, Effect
 from .lengths import Link, links_of, mended
 from .prefix import Prefixes, can_skip
 
 _INEXACT = "a removed block also returned other tensors, which the model uses"
-_PART = 1 << 20  # outputs are compared so many elements at a time
 
 
 class BlockList(NamedTuple):
@@ -38,13 +38,13 @@ class BlockList(NamedTuple):
 
 
 class RemovedBlocks(NamedTuple):
-    """A copy of the model without some blocks. `effect`: the relative change of the output; `kept`: blocks that had to stay."""
+    """A copy of the model without some blocks. `effect`: what the removal changes; `kept`: blocks that had to stay."""
 
     model: nn.Module
     cuts: Cuts
     lists: list[BlockList]
     kept: dict[str, str]
-    effect: float
+    effect: str
 
 
 def remove_blocks(
@@ -55,18 +55,21 @@ def remove_blocks(
     exclude: Sequence[str] = (),
     batches: Sequence[Inputs] | None = None,
     exact_only: bool = False,
+    by_loss: bool = False,
 ) -> RemovedBlocks:
     """Remove blocks so that this fraction of them remains. The model is unchanged.
 
-    The change of the output is measured on `batches`, else on the example inputs. Removal is exact where the model without a
-    block computes what it computes with the block skipped; `exact_only` keeps the other blocks.
+    What is measured on `batches`, else on the example inputs, is the change of the output. With `by_loss` it is the growth of
+    the loss, for models that return logits. Removal is exact where the model without a block computes what it computes with the
+    block skipped; `exact_only` keeps the other blocks.
     """
-    drop, kept, effect = _choose(model, inputs, depth, exclude, batches, exact_only)
+    effect = LOSS if by_loss else OUTPUT
+    drop, kept, change = _choose(model, inputs, depth, exclude, batches, exact_only, effect)
     why = None if not drop or _is_exact(model, drop, links_of(model, drop), inputs) else _INEXACT
     lengths = {path: len(model.get_submodule(path)._modules) for path in drop}
     cuts = Cuts(attributes=mended(model, drop, links_of(model, drop)), drop=drop, lengths=lengths)
     lists = [_listed(model, path, places, why) for path, places in drop.items()]
-    return RemovedBlocks(copied_without(model, drop), cuts, lists, kept, effect)
+    return RemovedBlocks(copied_without(model, drop), cuts, lists, kept, f"{effect.name} ({change:.3g})")
 
 
 def copied_without(model: nn.Module, drop: Drop) -> nn.Module:
@@ -137,8 +140,9 @@ def _choose(
     exclude: Sequence[str],
     batches: Sequence[Inputs] | None,
     exact_only: bool,
+    effect: Effect,
 ) -> tuple[Drop, dict[str, str], float]:
-    """The blocks to remove, the blocks that cannot be removed with the reason, and the change of the output."""
+    """The blocks to remove, the blocks that cannot be removed with the reason, and what the removal changes."""
     if depth == 1:
         return {}, {}, 0.0
     blocks, kept = find_blocks(model, inputs)
@@ -147,9 +151,9 @@ def _choose(
     kept |= {name: "excluded" for name in names.values() if matches(name, exclude)}
     links = links_of(model, blocks)
     source, batches = ("the example inputs", [inputs]) if batches is None else ("data=", batches)
-    whole = _answers(model, batches, source)
+    whole = _answers(model, batches, source, effect)
     skips = can_skip(model, blocks, batches)
-    drop, effect = Drop(), 0.0
+    drop, last = Drop(), 0.0
     for number in range(1, wanted + 1):
         changes: dict[tuple[str, int], float] = {}
         task = f"remove block {number} of {wanted}"
@@ -161,7 +165,7 @@ def _choose(
             if name in kept:
                 continue
             more = {**drop, path: sorted([*drop.get(path, ()), place])}
-            change = _change_without(model, more, links, batches, whole, started)
+            change = _change_without(model, more, links, batches, whole, started, effect)
             if exact_only and not isinstance(change, str) and not _is_exact(model, more, links, inputs):
                 kept[name] = f"exact_only: {_INEXACT}"
             elif isinstance(change, str):
@@ -175,9 +179,9 @@ def _choose(
                 f"can be removed ({why}). The model is unchanged."
             )
         path, place = min(changes, key=lambda key: changes[key])
-        effect = changes[path, place]
+        last = changes[path, place]
         drop = {**drop, path: sorted([*drop.get(path, ()), place])}
-    return drop, kept, effect
+    return drop, kept, last
 
 
 def _prefixes(
@@ -196,16 +200,17 @@ def _number_to_remove(model: nn.Module, depth: float, total: int, kept: Mapping[
     return wanted
 
 
-def _answers(model: nn.Module, batches: Sequence[Inputs], source: str) -> list[list[Tensor]]:
+def _answers(model: nn.Module, batches: Sequence[Inputs], source: str, effect: Effect) -> list[list[Tensor]]:
     """The outputs of the whole model for each batch. Raises if it does not run, or returns no finite number."""
     kind, found = type(model).__name__, []
     for number, batch in enumerate(batches):
         try:
-            found.append(tensors_of(run(model, *batch)))
+            output = run(model, *batch)
         except Exception as error:
             raise ValueError(
                 f"{kind} does not run on batch {number} of {source}: {type(error).__name__}: {error}. The model is unchanged."
             ) from error
+        found.append(effect.read(output))
     if not any(bool(t.isfinite().any()) for tensors in found for t in tensors):
         raise ValueError(
             f"{kind} returns no finite number on {source}, so the effect of a block cannot be measured; pass other data. The "
@@ -219,38 +224,24 @@ def _change_without(
     drop: Drop,
     links: Mapping[str, list[Link]],
     batches: Sequence[Inputs],
-    whole: Sequence[Sequence[Tensor]],
+    whole: Sequence[list[Tensor]],
     started: AbstractContextManager[Any],
+    effect: Effect,
 ) -> float | str:
-    """The relative change of the output without these blocks, the mean over batches; or what goes wrong."""
+    """What the model without these blocks changes, the mean over batches; or what goes wrong."""
     try:
         with _removed(model, drop, links), started:
-            return _change((tensors_of(run(model, *batch)) for batch in batches), whole)
+            changes = [_change(batch, run(model, *batch), before, effect) for batch, before in zip(batches, whole, strict=True)]
     except Exception as error:
         return f"the model does not run ({type(error).__name__}: {error})"
+    return next((each for each in changes if isinstance(each, str)), None) or sum(map(float, changes)) / len(changes)
 
 
-def _change(found: Iterable[Sequence[Tensor]], whole: Sequence[Sequence[Tensor]]) -> float | str:
-    """The norm of the difference over the norm, where the whole model's output is finite; or what is wrong."""
-    shares = []
-    for now, before in zip(found, whole, strict=True):
-        if [t.shape for t in now] != [t.shape for t in before]:
-            return f"the output has shapes {[tuple(t.shape) for t in now]}"
-        if lost_finite(now, before):
-            return "the output is not finite where it was"
-        moved, size = (sum(each) for each in zip(*(_squares(a, b) for a, b in zip(now, before))))
-        shares.append((moved / max(size, 1e-30)) ** 0.5)
-    return sum(shares) / len(shares)
-
-
-def _squares(now: Tensor, before: Tensor) -> tuple[float, float]:
-    """The squared distance of two tensors and the squared size of the second, where that is finite."""
-    moved = size = 0.0
-    for a, b in zip(*(t.reshape(-1).split(_PART) for t in (now, before)), strict=True):
-        if not (b.is_floating_point() or b.is_complex()):  # torch does not subtract bools, and uint8 wraps around
-            a, b = a.double(), b.double()
-        away, whole, finite = (a - b).abs().double(), b.abs().double(), b.isfinite()
-        if not bool(finite.all()):
-            away, whole = away[finite], whole[finite]
-        moved, size = moved + float(away.square().sum()), size + float(whole.square().sum())
-    return moved, size
+def _change(batch: Inputs, output: Any, before: list[Tensor], effect: Effect) -> float | str:
+    """The change of one output, or what is wrong with it."""
+    now = effect.read(output)
+    if [t.shape for t in now] != [t.shape for t in before]:
+        return f"the output has shapes {[tuple(t.shape) for t in now]}"
+    if lost_finite(now, before):
+        return "the output is not finite where it was"
+    return effect.change(batch, now, before)
