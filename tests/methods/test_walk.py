@@ -9,12 +9,36 @@ from torch import nn
 
 import secateur as sc
 from secateur.methods import Solution, solve_all
+from secateur.methods.stages import find_stages
 from secateur.methods.walk import _Block
 from secateur.moments import Moments, layer_inputs
 from secateur.stream import Chain
+from secateur.tape import record
 from secateur.targeting import targets
 
 ALL = frozenset({"gram", "cross", "residual"})
+
+
+@pytest.mark.parametrize("build", [zoo.llama, zoo.gpt2, zoo.gptj])
+def test_between_stages_the_output_of_a_norm_is_not_kept(build):
+    model = build().eval()
+    blocks = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    chain = Chain.of(model, blocks, [{"input_ids": zoo.IDS[0]}])
+    (call,) = chain.feed().calls(0)
+    found, _ = targets(blocks[0])
+    tape = record(blocks[0], call, found)
+    stages, (windows,) = find_stages(found, [tape])
+    stream = call[0][0].nbytes if call[0] else call[1]["hidden_states"].nbytes
+    for stage, window in zip(stages, windows, strict=True):
+        first = min(read.at for read in tape.reads if read.name in stage.names)
+        between = [str(function) for function in tape.functions[window.start : first]]
+        assert window.start <= first
+        assert not any("mm" in name or "attention" in name for name in between)
+        read_after_norms = any(word in " ".join(stage.names) for word in ("q_proj", "c_attn", "gate_proj"))
+        assert tape._needed(window.start) <= tape._needed(first)
+        if read_after_norms:
+            assert window.start < first
+            assert tape._needed(window.start) < 2 * stream <= tape._needed(first)
 
 
 def answer(target):

@@ -34,12 +34,12 @@ class Stage:
 class Window:
     """Where a stage lies in one tape.
 
-    `first`: the operator before which its first layer is called. `reads`: the number of reads by leaders after which a run
-    can stop; None if that depends on the data. `streams`: leader -> layer -> the tensor that the layer's output is added to,
-    as the number of the operator that returns it and its place among the outputs.
+    `start`: the operator from which the next run goes on, at or before the first call of its layers. `reads`: the number of
+    reads by leaders after which a run can stop; None if that depends on the data. `streams`: leader -> layer -> the tensor that
+    the layer's output is added to, as the number of the operator that returns it and its place among the outputs.
     """
 
-    first: int | None = None
+    start: int | None = None
     reads: int | None = None
     streams: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
 
@@ -132,7 +132,7 @@ def _window(stage: Stage, tape: Tape, by_name: Mapping[str, Target], levels: Map
     reads = [read for read in tape.reads if read.name in leading]
     if not reads:
         return Window()
-    window = Window(reads[0].at, len(reads) if reads[-1].at <= tape.decides else None)
+    window = Window(tape.best_start(reads[0].at), len(reads) if reads[-1].at <= tape.decides else None)
     for name, leader in stage.leaders.items():
         at = [read.at for read in reads if read.name == leader]
         stream = _stream(name, tape, by_name, levels, at[0]) if len(at) == 1 else None

@@ -389,7 +389,7 @@ class _Block:
             moments.feed(reads)
 
     def _reads(self, parts: Parts, number: int, window: Window, leading: Sequence[Target]) -> list[Seen]:
-        """Runs one call up to the last read of a stage, and returns its reads. The next run goes on from the first of them."""
+        """Runs one call up to the last read of a stage, and returns its reads. The next run goes on from its start."""
         found: list[Seen] = []
 
         def note(seen: Seen) -> None:
@@ -398,8 +398,7 @@ class _Block:
                 found.append(_detached(seen, {}))
                 return
             with run.aside():
-                if not found:
-                    run.save()
+                run.save()  # the run may end before the next operator
                 streams = window.streams.get(seen.target.name, {}) if run.same else {}
                 tensors = {name: run.tensor(*place) for name, place in streams.items()}
                 last = run.same and window.reads is not None and len(found) + 1 >= window.reads
@@ -416,7 +415,7 @@ class _Block:
             before=True,
         ):
             self.walk.now = parts is self.dense, number
-            parts.go(number, window.first, found.clear)
+            parts.go(number, window.start, found.clear)
         return found
 
     def outputs(self, parts: Parts) -> Iterator[Any]:

@@ -47,6 +47,8 @@ class _Recording(Run):
             number = self.numbers.get(tensor.untyped_storage()._cdata, OUTSIDE)
             self.depends[number] = self.depends.get(number, 0) | both
             tape.born.setdefault(number, index)
+            if number != OUTSIDE:
+                tape.sizes.setdefault(number, tensor.untyped_storage().nbytes())
         for place, tensor in enumerate(outputs):
             if (made := self.seen(tensor)) is not None:
                 tape.where.setdefault(made, (index, place))
@@ -113,7 +115,9 @@ def record(module: nn.Module, call: Call, targets: Sequence[Target], device: tor
         return output
 
     args, kwargs = run.arguments()
-    run.new.born = {made.memory: -1 for made in run.state.made if made is not None}
+    for made, tensor in zip(run.state.made, tensors_of((args, kwargs)), strict=True):
+        if made is not None:
+            run.new.born[made.memory], run.new.sizes[made.memory] = -1, tensor.untyped_storage().nbytes()
     for place, made in enumerate(run.state.made):
         if made is not None:
             run.new.where.setdefault(made, (-1, place))

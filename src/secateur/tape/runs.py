@@ -72,7 +72,26 @@ class Tape:
     where: dict[Made, tuple[int, int]] = field(
         default_factory=dict
     )  # tensor -> the operator (-1: none) and place of its output
+    sizes: dict[int, int] = field(default_factory=dict)  # memory -> bytes
     decides: float = float("inf")  # the first operator after which other data may lead to other operators
+
+    def best_start(self, first: int) -> int:
+        """The operator from which to go on to operator `first`: the one at which least memory is needed.
+
+        Only operators that take little time are executed again for that, such as the norm in front of a layer: what it reads
+        is needed after the layer, too, as the residual stream is, and then its output need not be kept beside it.
+        """
+        best, least = first, self._needed(first)
+        for at in range(first - 1, -1, -1):
+            if not _takes_little_time(self.functions[at]):
+                break
+            if (needed := self._needed(at)) < least:
+                best, least = at, needed
+        return best
+
+    def _needed(self, at: int) -> int:
+        """The bytes that operators from `at` on read and earlier ones returned."""
+        return sum(size for m, size in self.sizes.items() if self.born.get(m, at) < at <= self.last_use.get(m, -1))
 
 
 class Enough(BaseException):
@@ -116,7 +135,7 @@ class State:
 class Run(TorchDispatchMode):
     """Follows the operators of one run. `same`: so far they are those of the tape.
 
-    `save_at`: the operator before which `save` will be called, so that the memory needed then is held until then. With a
+    `save_at`: the operator before which the run is saved; the memory needed then is held until then. With a
     `device`, the run is on that device, and what lies between runs is on the host; what is much larger than the arguments is
     not kept then, but computed again. `rough` lets products be rounded (see `rough_matmul`).
     """
@@ -152,7 +171,7 @@ class Run(TorchDispatchMode):
             self._aside = before
 
     def save(self) -> None:
-        """Makes the next run of this call go on from here."""
+        """Makes the next run of this call go on from here, if this is the operator to save at."""
         if self.tape is None or not self.same or self.count != self.save_at:
             return
         kept = {n: s for n, s in self._held.items() if self.tape.last_use.get(n, -1) >= self.count}
@@ -211,6 +230,7 @@ class Run(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._aside:
             return func(*args, **kwargs)
+        self.save()
         index, self.count = self.count, self.count + 1
         if index < self.state.at:
             return self._skip(index, func, args, kwargs)
@@ -368,6 +388,25 @@ def _on(storage: UntypedStorage, made: Made) -> Tensor:
 def is_plain(tensor: Tensor) -> bool:
     ordinary = type(tensor) is Tensor or isinstance(tensor, nn.Parameter)
     return ordinary and tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg() and not tensor.is_meta
+
+
+def _takes_little_time(func: Any) -> bool:
+    """Whether an operator computes a few operations for each element, always the same, and writes to no argument."""
+    tags = getattr(func, "tags", ())
+    if writes(func) or torch.Tag.nondeterministic_seeded in tags:
+        return False
+    reduces = getattr(torch.Tag, "reduction", None) in tags
+    return reduces or torch.Tag.pointwise in tags or bool(getattr(func, "is_view", False)) or str(func) in _NORMS
+
+
+_NORMS = {
+    "aten.native_layer_norm.default",
+    "aten._fused_rms_norm.default",
+    "aten._to_copy.default",
+    "aten._unsafe_view.default",
+    "aten.mean.dim",
+    "aten.var_mean.correction",
+}
 
 
 def writes(func: Any) -> bool:
