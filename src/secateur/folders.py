@@ -152,6 +152,9 @@ def prune_folder(
                 raise ValueError(f"{source} holds a model with gates, which would be lost; load it, prune_ it and save it")
             model = None if into is None else built_model(into)
             chosen, found, skipped = _chosen(folder, model, include, exclude, types)
+            tied = [(n, other) for n, one in zip(chosen, found) for other in one.names if other in folder.entries]
+            copies = {other: name for name, other in tied if other != name}
+            folder.check_copies({} if blocks else copies)  # prune_blocks first looks for blocks that share tensors
             run = _run_of(settings, folder, chosen)
             check_free(written, overwrite)
         ranks.comm.check_same(str(run))
@@ -163,7 +166,7 @@ def prune_folder(
             kept, notes = prune_blocks(model, found, folder, journal, batches, settings, where, ranks)
             kept = {name: kept[one.name] for name, one in zip(chosen, found, strict=True)}
         else:
-            job = _Job(folder, settings, chosen, ranks.comm, folder.share(ranks.comm.rank, ranks.comm.size))
+            job = _Job(folder, settings, chosen, copies, ranks.comm, folder.share(ranks.comm.rank, ranks.comm.size))
             kept, notes = _prune_slabs(job, journal), {}
     layers = [Layer(name, layout.shape, kept[name], layout.rows * layout.cols) for name, layout in chosen.items()]
     return PrunedFolder(written, settings.describe(), layers, skipped, notes)
@@ -227,8 +230,7 @@ def _chosen(
     wanted, skipped = targets(model, include=include, exclude=exclude, types=types, meta=True)
     chosen: dict[str, Layout] = {}
     for one in wanted:
-        names = [name for name in (one.name, *one.slot.also) if name in folder.entries]
-        if not names:
+        if not (names := [name for name in one.names if name in folder.entries]):
             raise ValueError(
                 f"{folder.path} has no tensor {one.name!r}; into= must build the model that was saved there, with the names of "
                 "the files. transformers renames some tensors when it loads them, such as those of experts: load such a model "
@@ -302,6 +304,7 @@ class _Job:
     folder: Folder
     settings: Settings
     chosen: Mapping[str, Layout]
+    copies: Mapping[str, str]  # other names of chosen tensors in the folder
     comm: Comm
     mine: Sequence[str]
 
@@ -420,8 +423,8 @@ def _write_file(job: _Job, cuts: Mapping[str, _Cut], file: str, out: Any) -> dic
     with writing_behind(out) as write:
         write(job.folder.header(file))
         for name in job.folder.in_order(file):
-            if name in job.chosen:
-                kept[name] = _write_pruned(job, name, cuts[name], write)
+            if (own := job.copies.get(name, name)) in job.chosen:
+                kept[name] = _write_pruned(job, own, cuts[own], write)
             else:
                 for chunk in job.folder.chunks(name):
                     write(chunk)

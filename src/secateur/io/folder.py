@@ -67,6 +67,16 @@ class Folder:
                     where = f"in {self.file_of[name]}" if name in self.file_of else "in no file"
                     raise BadFile(f"{self.path / file} holds {name!r}, which {INDEX} lists {where}; correct one of the two")
 
+    def check_copies(self, copies: Mapping[str, str]) -> None:
+        """Raises ValueError unless tensors that are one in a model have the same values: {other name: name}."""
+        for other, name in copies.items():
+            same = self.entries[other] == self.entries[name]
+            if not same or any(a != b for a, b in zip(self.chunks(name), self.chunks(other), strict=True)):
+                raise ValueError(
+                    f"{name!r} and {other!r} are one tensor in the model of into=, and {self.path} holds different values for "
+                    "them; exclude the tensor, or save the model with one of the two"
+                )
+
     def size(self, file: str) -> int:
         return (self.path / file).stat().st_size
 
