@@ -11,7 +11,6 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +23,24 @@ from ._arguments import tensors_of
 from ._dist import Box, Comm, DataRanks, Group, together
 from ._hints import hints
 from ._layers import Layout
-from ._tree import nearest_glob
 from .budgets import Spread
 from .criteria import Criterion, magnitude
 from .digits import READ, Part, Pool, find_cuts, keep
 from .display import Table, notes_by_reason
 from .edit import built_model
 from .evidence import random_scores
+from .folder_targets import choose
 from .folder_walk import check_blocks, prune_blocks
 from .io import Folder, Journal, as_bytes, check_free, replacing_file, writing_behind
 from .methods import STREAMED, Method
 from .patterns import Pattern
 from .plans import Layer
-from .scores import RANKED, Scores, nan_in
+from .scores import Scores, nan_in
 from .select import elements, fold, keep_each, row_budget
 from .settings import Settings
 from .shards import Facts, budget_of, facts_of
 from .stats import check_evidence, split_batch
-from .targeting import Globs, Target, globs_of, targets
+from .targeting import Globs
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ def prune_folder(
             if folder.gated:
                 raise ValueError(f"{source} holds a model with gates, which would be lost; load it, prune_ it and save it")
             model = None if into is None else built_model(into)
-            chosen, found, skipped = _chosen(folder, model, include, exclude, types)
+            chosen, found, skipped = choose(folder, model, include, exclude, types)
             tied = [(n, other) for n, one in zip(chosen, found) for other in one.names if other in folder.entries]
             copies = {other: name for name, other in tied if other != name}
             folder.check_copies({} if blocks else copies)  # prune_blocks first looks for blocks that share tensors
@@ -208,44 +207,6 @@ def _digest(batches: Sequence[Any]) -> str:
         for tensor in tensors_of(split_batch(batch)[:2]):
             seen.update(as_bytes(tensor))
     return seen.hexdigest()
-
-
-def _chosen(
-    folder: Folder, model: nn.Module | None, include: Globs, exclude: Globs, types: Sequence[type[nn.Module]] | None
-) -> tuple[dict[str, Layout], list[Target], dict[str, str]]:
-    """The layouts of the tensors to prune, by their names in the folder and in the order of the model; and why not others."""
-    if model is None:
-        named, without = globs_of("include", include), globs_of("exclude", exclude)
-        if not named:
-            raise ValueError("say which tensors are pruned: into= builds the model, or include= names them")
-        for argument, globs in (("include", named), ("exclude", without)):
-            for glob in globs:
-                if not any(_any(name, [glob]) for name in folder.entries):
-                    near = nearest_glob(glob, list(folder.entries))
-                    raise ValueError(f"{argument}={glob!r} matches no tensor of {folder.path}.{near}")
-        found = {n: e for n, e in folder.entries.items() if _any(n, named) and not _any(n, without) and e[0] in RANKED}
-        flat = {name for name, (_, shape) in found.items() if len(shape) < 2 and name not in named}
-        layouts = {name: Layout(shape) for name, (_, shape) in found.items() if name not in flat}
-        return layouts, [], dict.fromkeys(flat, "a vector")
-    wanted, skipped = targets(model, include=include, exclude=exclude, types=types, meta=True)
-    chosen: dict[str, Layout] = {}
-    for one in wanted:
-        if not (names := [name for name in one.names if name in folder.entries]):
-            raise ValueError(
-                f"{folder.path} has no tensor {one.name!r}; into= must build the model that was saved there, with the names of "
-                "the files. transformers renames some tensors when it loads them, such as those of experts: load such a model "
-                "with from_pretrained and use prune_"
-            )
-        if folder.entries[names[0]][1] != one.layout.shape:
-            raise ValueError(f"{names[0]!r} is {folder.entries[names[0]][1]} in the folder and {one.layout.shape} in the model")
-        if one.layout.flip and one.layout.groups > 1 and not one.layout.stacked:
-            raise NotImplementedError(f"{names[0]!r} belongs to a transposed convolution in groups; exclude it")
-        chosen[names[0]] = one.layout
-    return chosen, wanted, skipped
-
-
-def _any(name: str, globs: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, glob) or fnmatchcase(name.rpartition(".")[0], glob) for glob in globs)
 
 
 @dataclass

@@ -126,6 +126,19 @@ def test_tensors_can_be_named_instead_of_building_the_model(tmp_path):
         prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_weights_in_float8_or_integers_are_not_pruned(tmp_path, dtype):
+    model = made()
+    model[2].weight.requires_grad_(False).data = (model[2].weight * 24).to(dtype)
+    write(tmp_path / "dense", model, 1)
+    with pytest.raises(ValueError, match=rf"'2.weight' is stored as {dtype} .* cannot be ranked; exclude it"):
+        prune_folder(tmp_path / "dense", tmp_path / "sparse", pattern="2:4", into=build, exclude=["3", "4"])
+    assert not (tmp_path / "sparse").exists()
+    counts = prune_folder(tmp_path / "dense", tmp_path / "sparse", pattern="2:4", include=["0.weight", "2.weight"])
+    assert [one.name for one in counts.layers] == ["0.weight"]
+    assert counts.skipped == {"2.weight": f"{dtype} values cannot be ranked"}
+
+
 @pytest.mark.parametrize("scope", ["tensor", "global", "row"])
 def test_a_folder_without_such_tensors_is_copied(tmp_path, scope):
     write(tmp_path / "dense", made(), 2)
