@@ -330,6 +330,15 @@ def test_a_mask_of_another_shape_than_the_tokens_is_refused(name):
         MASKED_CALLS[name](model, [batch])
 
 
+@pytest.mark.parametrize("name", MASKED_CALLS)
+def test_a_mask_that_excludes_every_position_is_refused(name):
+    model, ids = Tokens(), torch.arange(14).view(2, 7) % 9
+    batch = {"input_ids": ids, "attention_mask": torch.zeros(2, 7).long()}
+    shown = r"batch 2 of data= \(counted from 1\): attention_mask excludes every position"
+    with pytest.raises(ValueError, match=shown):
+        MASKED_CALLS[name](model, [{"input_ids": ids}, batch])
+
+
 def test_regular_expressions_are_told_from_globs(model):
     with pytest.raises(ValueError, match=r"include='re:\.\*q_proj' .*globs .*not by regular expressions"):
         sc.prune_(model, sparsity=0.5, include="re:.*q_proj")
