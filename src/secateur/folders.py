@@ -114,7 +114,7 @@ def prune_folder(
     `notes` of the result say that a layer in front of the blocks was solved after them. Without `data`,
     files are read in slabs of rows and written as they are read (for pattern "in", and weights stored as (in, out), one tensor
     at a time). With a method that needs `data`, one block of the model at a time is read, solved and written. All other files
-    of the folder are copied. The same call after a crash goes on where it was.
+    of the folder and its subfolders are copied, except for those with weights. The same call after a crash continues the run.
 
     Args:
         source: a folder of Hugging Face, with `model.safetensors` or with several files and `model.safetensors.index.json`.
@@ -167,6 +167,8 @@ def prune_folder(
         else:
             job = _Job(folder, settings, chosen, copies, ranks.comm, folder.share(ranks.comm.rank, ranks.comm.size))
             kept, notes = _prune_slabs(job, journal), {}
+        if left := folder.others(written)[1]:
+            notes["files"] = f"not copied, because they hold weights: {', '.join(path.as_posix() for path in left)}"
     layers = [Layer(name, layout.shape, kept[name], layout.rows * layout.cols) for name, layout in chosen.items()]
     return PrunedFolder(written, settings.describe(), layers, skipped, notes)
 

@@ -148,6 +148,22 @@ def test_a_folder_without_such_tensors_is_copied(tmp_path, scope):
         assert (tmp_path / "sparse" / file.name).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["beside", "inside the source"])
+def test_subfolders_are_copied_except_for_weights(tmp_path, inside):
+    source = tmp_path / "dense"
+    write(source, made(), 1)
+    for name in ("1_Pooling/config.json", "2_Dense/model.safetensors", "2_Dense/deep/x.txt", "training_args.bin", ".git/HEAD"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name)
+    target = (source if inside else tmp_path) / "sparse"
+    result = prune_folder(source, target, sparsity=0.5, into=build)
+    found = {file.relative_to(target).as_posix() for file in target.rglob("*") if file.is_file()}
+    assert found == {"config.json", "model.safetensors", "1_Pooling/config.json", "2_Dense/deep/x.txt"}
+    assert (target / "1_Pooling" / "config.json").read_text() == "1_Pooling/config.json"
+    left = "2_Dense/model.safetensors, training_args.bin"
+    assert result.notes == {"files": f"not copied, because they hold weights: {left}"}
+
+
 def test_old_weights_of_the_target_are_taken_away(tmp_path):
     write(tmp_path / "sparse", made(), 3)
     write(tmp_path / "dense", made(), 1)
