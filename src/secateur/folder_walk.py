@@ -188,8 +188,10 @@ class FromFolder(OnDevice):
     def inside(self, name: str, block: nn.Module) -> Iterator[None]:
         with self.brought(list(block.modules())) as there:
             self._read_ahead(self._number[id(block)] + 1)
+            # Runs of the block may write to its buffers.
+            buffers = {place: tensor.clone() for place, tensor in there.items() if not isinstance(tensor, nn.Parameter)}
             yield
-            by_name = {own: t for (m, attribute), t in there.items() for own in self._names[id(m), attribute]}
+            by_name = {own: t for (m, attribute), t in (there | buffers).items() for own in self._names[id(m), attribute]}
             tensors = {n: by_name[n].detach() for n in self._stored(block)}
             for order in self.orders.take() if self.orders is not None else ():
                 tensors = order.permuted(tensors)
