@@ -165,7 +165,8 @@ def prune_folder(
             kept, notes = prune_blocks(model, found, folder, journal, batches, settings, where, ranks)
             kept = {name: kept[one.name] for name, one in zip(chosen, found, strict=True)}
         else:
-            job = _Job(folder, settings, chosen, copies, ranks.comm, folder.share(ranks.comm.rank, ranks.comm.size))
+            names = {name: one.name for name, one in zip(chosen, found)}  # none without a model
+            job = _Job(folder, settings, chosen, names, copies, ranks.comm, folder.share(ranks.comm.rank, ranks.comm.size))
             kept, notes = _prune_slabs(job, journal), {}
         if left := folder.others(written)[1]:
             notes["files"] = f"not copied, because they hold weights: {', '.join(path.as_posix() for path in left)}"
@@ -218,6 +219,7 @@ class _Rows:
     folder: Folder
     name: str
     layout: Layout
+    known: str  # its name in the model, by which random scores are drawn
     step: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     held: tuple[int, int, Tensor] | None = None  # rows that were read already: the first, the end, and their values
@@ -240,7 +242,7 @@ class _Rows:
         return part.reshape(last - first, self.layout.cols)
 
     def random(self, seed: int, first: int, last: int) -> Tensor:
-        return random_scores(self.name, seed, 0, self.layout, Box((first, last), (0, self.layout.cols)), self.device)
+        return random_scores(self.known, seed, 0, self.layout, Box((first, last), (0, self.layout.cols)), self.device)
 
     def scores(self, criterion: Criterion) -> Scores:
         def rows(first: int, last: int) -> Tensor:
@@ -267,6 +269,7 @@ class _Job:
     folder: Folder
     settings: Settings
     chosen: Mapping[str, Layout]
+    names: Mapping[str, str]  # of chosen tensors in the model
     copies: Mapping[str, str]  # other names of chosen tensors in the folder
     comm: Comm
     mine: Sequence[str]
@@ -277,8 +280,11 @@ class _Job:
         criterion = self.settings.criterion
         return magnitude if self.settings.pattern.elementwise and criterion.power_of_magnitude > 0 else criterion
 
+    def weight(self, name: str) -> _Rows:
+        return _Rows(self.folder, name, self.chosen[name], self.names.get(name, name))
+
     def scores(self, criterion: Criterion) -> dict[str, Scores]:
-        return {name: _Rows(self.folder, name, layout).scores(criterion) for name, layout in self.chosen.items()}
+        return {name: self.weight(name).scores(criterion) for name in self.chosen}
 
     def cuts(self) -> Mapping[str, _Cut]:
         """The cut of each tensor: of the pool that it is in, or the budget of its small pools, which are ranked as written."""
@@ -326,7 +332,7 @@ class _Job:
             own = Scores(Layout((units, across)), scores.device, folded)
         sizes = None if pattern.elementwise else pattern.sizes(_layout_of_rows(layout, last - first, pattern))
         plain = rows is None and pattern.elementwise and self.ranked == magnitude and not layout.flip
-        values = _Rows(self.folder, name, layout).values if plain else None
+        values = self.weight(name).values if plain else None
         return Part(own, number, down * across, across, (top, 0), sizes=sizes, values=values)
 
     def mask(self, weight: _Rows, first: int, last: int, cut: _Cut) -> Tensor:
@@ -396,7 +402,7 @@ def _write_file(job: _Job, cuts: Mapping[str, _Cut], file: str, out: Any) -> dic
 
 def _write_pruned(job: _Job, name: str, cut: _Cut, write: Callable[[Any], None]) -> int:
     layout, kept = job.chosen[name], 0
-    weight, (height, _) = _Rows(job.folder, name, layout), job.settings.pattern.block(layout)
+    weight, (height, _) = job.weight(name), job.settings.pattern.block(layout)
     whole: list[Tensor] = []  # columns of a weight that is stored as (in, out), which is written when all of them are there
     for first, last in weight.slabs(height):
         values = weight.hold(first, last)
