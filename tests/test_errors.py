@@ -310,6 +310,7 @@ MASKED_CALLS = {
     "flow": lambda model, data: sc.plan(model, method="flow", sparsity=0.5, data=data),
     "loss": lambda model, data: sc.plan(model, method="loss", sparsity=0.5, data=data),
     "refit": lambda model, data: sc.shrink(model, data[0], channels=0.5, data=data, refit=True),
+    "distill": lambda model, data: sc.distill_(model, copy.deepcopy(model), data, holdout=data, steps=1),
 }
 
 
@@ -326,8 +327,17 @@ def test_a_mask_of_another_shape_than_the_tokens_is_refused(name):
             MASKED_CALLS[name](model, [good, bad])
     square = {"input_ids": ids, "attention_mask": torch.ones(7, 7).tril().bool()}  # which position reads which
     longer = {"input_ids": ids, "attention_mask": torch.ones(2, 9).long(), "past_key_values": (torch.zeros(2, 2),)}
-    for batch in (good, square, longer) if name != "refit" else (good,):
+    for batch in (good, square, longer) if name not in ("refit", "distill") else (good,):
         MASKED_CALLS[name](model, [batch])
+
+
+@pytest.mark.parametrize("name", MASKED_CALLS)
+def test_a_mask_that_excludes_every_position_is_refused(name):
+    model, ids = Tokens(), torch.arange(14).view(2, 7) % 9
+    batch = {"input_ids": ids, "attention_mask": torch.zeros(2, 7).long()}
+    shown = r"batch 2 of data= \(counted from 1\): attention_mask excludes every position"
+    with pytest.raises(ValueError, match=shown):
+        MASKED_CALLS[name](model, [{"input_ids": ids}, batch])
 
 
 def test_regular_expressions_are_told_from_globs(model):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import secateur as sc
 from secateur import prune_folder
@@ -248,6 +249,30 @@ def test_experts_that_transformers_renames_are_refused_with_what_to_do(tmp_path)
     how = {"pattern": "2:4", "method": "flow", "into": zoo.mixtral, "data": zoo.TEXT}
     with pytest.raises(ValueError, match=r"has no tensor '.*experts.*load such a model with from_pretrained and use prune_"):
         prune_folder(tmp_path / "dense", tmp_path / "pruned", **how)
+
+
+class Counting(torch.nn.Module):
+    """A block that counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x + self.fc(x).relu()
+
+
+def test_buffers_that_blocks_write_to_are_those_of_the_source(tmp_path):
+    model = torch.nn.Sequential(Counting(), Counting())
+    (tmp_path / "dense").mkdir()
+    save_file(model.state_dict(), tmp_path / "dense" / "model.safetensors")
+    how = {"sparsity": 0.5, "method": "sparsegpt", "data": [torch.randn(9, 8) for _ in range(3)]}
+    prune_folder(tmp_path / "dense", tmp_path / "pruned", into=lambda: torch.nn.Sequential(Counting(), Counting()), **how)
+    sc.prune_(model, **how)
+    found = sc.load(tmp_path / "pruned", into=torch.nn.Sequential(Counting(), Counting())).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_old_weights_of_the_target_are_removed_before_the_first_block_is_written(saved):

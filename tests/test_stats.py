@@ -275,7 +275,11 @@ def test_input_norms_leave_padding_out(features):
         return table["first.weight"]["input_norm"], table["second.weight"]["input_norm"]
 
     there = x[mask.bool()][None]
-    for padded, alone in zip(norms(x, mask), norms(there, torch.ones(1, 5)), strict=True):
+    added = torch.where(mask == 1, 0.0, -torch.inf)
+    for each in (mask, mask.bool(), mask.float(), added, added.clamp(min=-1e9)):
+        for padded, alone in zip(norms(x, each), norms(there, torch.ones(1, 5)), strict=True):
+            assert torch.allclose(padded, alone)
+    for padded, alone in zip(norms(x, torch.zeros(2, 4)), norms(x, torch.ones(2, 4)), strict=True):  # nothing is excluded
         assert torch.allclose(padded, alone)
 
 

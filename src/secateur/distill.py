@@ -20,7 +20,7 @@ from .edit import IN_TRAINING, forget_, preserve_rng, record_
 from .masks import Masks
 from .progress import Progress, track
 from .pruner import Pruner
-from .stats import as_it_was, check_evidence
+from .stats import as_it_was, check_evidence, check_values, split_batch
 from .targeting import Globs, all_match, globs_of, under
 from .teaching import Distance, backward, can_write, held_out, write
 
@@ -271,6 +271,8 @@ def _split(data: Iterable[Any], holdout: Any, seed: int) -> tuple[list[Any], lis
     """The batches to train on, those that are held out, and the generator that draws the order."""
     check_evidence(frozenset({"batches"}), data, None, of="distill_")
     batches, draw = list(data), torch.Generator().manual_seed(seed)
+    for number, batch in enumerate(batches, 1):
+        check_values(split_batch(batch), number)
     if not isinstance(holdout, Real):
         check_evidence(frozenset({"held-out batches"}), holdout, None, of="distill_")
         training, held = batches, list(holdout)

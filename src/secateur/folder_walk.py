@@ -11,6 +11,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,7 +123,8 @@ class FromFolder(OnDevice):
         inner = [block.module for block in blocks if block.module is not model]
         self._blocks, self._number = inner, {id(module): i for i, module in enumerate(inner)}
         self._of_blocks = {name for block in inner for name in self._stored(block)}
-        self._changed: dict[str, Tensor] = {}  # solved tensors outside of blocks
+        self._in_files = {target.name: [name for name in target.names if name in folder.entries] for target in found}
+        self._changed: dict[str, Solution] = {}  # of tensors outside of blocks
         self._written: dict[str, str] = {}
         self._saved = time.monotonic()
         self._writer, self._reader = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
@@ -129,6 +132,7 @@ class FromFolder(OnDevice):
         self._writing: Future[None] | None = None
         self._check_names(model)
         self._check_apart(found, inner)
+        folder.check_copies({other: own[0] for own in self._in_files.values() for other in own[1:]})
 
     def __enter__(self) -> FromFolder:
         return self
@@ -138,7 +142,7 @@ class FromFolder(OnDevice):
         self._reader.shutdown(cancel_futures=True)
 
     def _check_names(self, model: nn.Module) -> None:
-        there = {name for names in self._names.values() if self._in_folder(names) for name in names}
+        there = {name for names in self._tied.values() if self._in_folder(names) for name in names}
         for name, tensor in model.named_parameters():
             if tensor.is_meta and name not in there:
                 raise ValueError(f"{self.folder.path} has no tensor {name!r}; into= must build the model that was saved there")
@@ -146,10 +150,13 @@ class FromFolder(OnDevice):
     def _check_apart(self, found: Sequence[Target], blocks: Sequence[nn.Module]) -> None:
         inside = [{id(module) for module in block.modules()} for block in blocks]
         for target in found:
-            if sum(any(id(owner) in one for owner, _ in target.slot.owners) for one in inside) > 1:
+            owners = {id(owner) for owner, _ in target.slot.owners}
+            apart = [bool(owners & one) for one in (*inside, owners.difference(*inside))]
+            if sum(apart) > 1:
+                others = "a block and a layer outside of it" if apart[-1] else "several blocks"
                 raise ValueError(
-                    f"several blocks share {target.name!r}, so that they cannot be pruned one at a time; load the whole model "
-                    "and use prune_, or exclude it"
+                    f"{others} share {target.name!r}, so that blocks cannot be pruned one at a time; load the whole model and "
+                    "use prune_, or exclude it"
                 )
 
     def _in_folder(self, names: Sequence[str]) -> str | None:
@@ -157,7 +164,8 @@ class FromFolder(OnDevice):
 
     def _stored(self, block: nn.Module) -> list[str]:
         """The names, in the folder, of the tensors of a block."""
-        spaces = [(m, attribute) for m in block.modules() for attribute in (*m._parameters, *m._buffers)]
+        own = ((m, attribute, t) for m in block.modules() for attribute, t in (*m._parameters.items(), *m._buffers.items()))
+        spaces = [(m, attribute) for m, attribute, tensor in own if tensor is not None]
         return [name for m, attribute in spaces for name in self._names[id(m), attribute] if name in self.folder.entries]
 
     def fetch(self, module: nn.Module, attribute: str, tensor: Tensor) -> Tensor:
@@ -180,8 +188,10 @@ class FromFolder(OnDevice):
     def inside(self, name: str, block: nn.Module) -> Iterator[None]:
         with self.brought(list(block.modules())) as there:
             self._read_ahead(self._number[id(block)] + 1)
+            # Runs of the block may write to its buffers.
+            buffers = {place: tensor.clone() for place, tensor in there.items() if not isinstance(tensor, nn.Parameter)}
             yield
-            by_name = {own: t for (m, attribute), t in there.items() for own in self._names[id(m), attribute]}
+            by_name = {own: t for (m, attribute), t in (there | buffers).items() for own in self._names[id(m), attribute]}
             tensors = {n: by_name[n].detach() for n in self._stored(block)}
             for order in self.orders.take() if self.orders is not None else ():
                 tensors = order.permuted(tensors)
@@ -204,9 +214,18 @@ class FromFolder(OnDevice):
 
     def solved(self, name: str, solution: Solution) -> Solution:
         self.kept[name] = int(solution.mask.sum())
-        if name not in self._of_blocks and solution.weight is not None:
-            self._changed[name] = solution.weight.to("cpu", copy=True)
+        for stored in self._in_files[name]:
+            if stored not in self._of_blocks:
+                weight = None if solution.weight is None else solution.weight.to("cpu", copy=True)
+                self._changed[stored] = replace(solution, mask=solution.mask.cpu(), weight=weight)
         return Solution(torch.empty(0, dtype=torch.bool))  # the rest is in the block, which is written
+
+    def _read_changed(self, name: str) -> Tensor:
+        """A tensor outside of blocks, as it was solved."""
+        solution = self._changed.get(name)
+        if solution is None:
+            return self.folder.read(name)
+        return self.folder.read(name).masked_fill_(~solution.mask, 0) if solution.weight is None else solution.weight
 
     # --- files ---
 
@@ -276,8 +295,7 @@ class FromFolder(OnDevice):
         self._wait()
         with together(self.comm, "write the rest"):
             rest = [name for name in self.folder.entries if name not in self._of_blocks]
-            new = {name: self._changed.get(name, lambda name=name: self.folder.read(name)) for name in rest}
-            self._write(len(self._number), new)
+            self._write(len(self._number), {name: partial(self._read_changed, name) for name in rest})
             if self.comm.rank == 0:
                 self.folder.copy_rest(self.target, index=False)
                 size = sum(Entry(dtype, shape, torch.empty).bytes for dtype, shape in self.folder.entries.values())

@@ -11,7 +11,6 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +23,24 @@ from ._arguments import tensors_of
 from ._dist import Box, Comm, DataRanks, Group, together
 from ._hints import hints
 from ._layers import Layout
-from ._tree import nearest_glob
 from .budgets import Spread
 from .criteria import Criterion, magnitude
 from .digits import READ, Part, Pool, find_cuts, keep
 from .display import Table, notes_by_reason
 from .edit import built_model
 from .evidence import random_scores
+from .folder_targets import choose
 from .folder_walk import check_blocks, prune_blocks
 from .io import Folder, Journal, as_bytes, check_free, replacing_file, writing_behind
 from .methods import STREAMED, Method
 from .patterns import Pattern
 from .plans import Layer
-from .scores import RANKED, Scores, nan_in
+from .scores import Scores, nan_in
 from .select import elements, fold, keep_each, row_budget
 from .settings import Settings
 from .shards import Facts, budget_of, facts_of
 from .stats import check_evidence, split_batch
-from .targeting import Globs, Target, globs_of, targets
+from .targeting import Globs
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def prune_folder(
     `notes` of the result say that a layer in front of the blocks was solved after them. Without `data`,
     files are read in slabs of rows and written as they are read (for pattern "in", and weights stored as (in, out), one tensor
     at a time). With a method that needs `data`, one block of the model at a time is read, solved and written. All other files
-    of the folder are copied. The same call after a crash goes on where it was.
+    of the folder and its subfolders are copied, except for those with weights. The same call after a crash continues the run.
 
     Args:
         source: a folder of Hugging Face, with `model.safetensors` or with several files and `model.safetensors.index.json`.
@@ -151,7 +150,10 @@ def prune_folder(
             if folder.gated:
                 raise ValueError(f"{source} holds a model with gates, which would be lost; load it, prune_ it and save it")
             model = None if into is None else built_model(into)
-            chosen, found, skipped = _chosen(folder, model, include, exclude, types)
+            chosen, found, skipped = choose(folder, model, include, exclude, types)
+            tied = [(n, other) for n, one in zip(chosen, found) for other in one.names if other in folder.entries]
+            copies = {other: name for name, other in tied if other != name}
+            folder.check_copies({} if blocks else copies)  # prune_blocks first looks for blocks that share tensors
             run = _run_of(settings, folder, chosen)
             check_free(written, overwrite)
         ranks.comm.check_same(str(run))
@@ -163,8 +165,11 @@ def prune_folder(
             kept, notes = prune_blocks(model, found, folder, journal, batches, settings, where, ranks)
             kept = {name: kept[one.name] for name, one in zip(chosen, found, strict=True)}
         else:
-            job = _Job(folder, settings, chosen, ranks.comm, folder.share(ranks.comm.rank, ranks.comm.size))
+            names = {name: one.name for name, one in zip(chosen, found)}  # none without a model
+            job = _Job(folder, settings, chosen, names, copies, ranks.comm, folder.share(ranks.comm.rank, ranks.comm.size))
             kept, notes = _prune_slabs(job, journal), {}
+        if left := folder.others(written)[1]:
+            notes["files"] = f"not copied, because they hold weights: {', '.join(path.as_posix() for path in left)}"
     layers = [Layer(name, layout.shape, kept[name], layout.rows * layout.cols) for name, layout in chosen.items()]
     return PrunedFolder(written, settings.describe(), layers, skipped, notes)
 
@@ -207,45 +212,6 @@ def _digest(batches: Sequence[Any]) -> str:
     return seen.hexdigest()
 
 
-def _chosen(
-    folder: Folder, model: nn.Module | None, include: Globs, exclude: Globs, types: Sequence[type[nn.Module]] | None
-) -> tuple[dict[str, Layout], list[Target], dict[str, str]]:
-    """The layouts of the tensors to prune, by their names in the folder and in the order of the model; and why not others."""
-    if model is None:
-        named, without = globs_of("include", include), globs_of("exclude", exclude)
-        if not named:
-            raise ValueError("say which tensors are pruned: into= builds the model, or include= names them")
-        for argument, globs in (("include", named), ("exclude", without)):
-            for glob in globs:
-                if not any(_any(name, [glob]) for name in folder.entries):
-                    near = nearest_glob(glob, list(folder.entries))
-                    raise ValueError(f"{argument}={glob!r} matches no tensor of {folder.path}.{near}")
-        found = {n: e for n, e in folder.entries.items() if _any(n, named) and not _any(n, without) and e[0] in RANKED}
-        flat = {name for name, (_, shape) in found.items() if len(shape) < 2 and name not in named}
-        layouts = {name: Layout(shape) for name, (_, shape) in found.items() if name not in flat}
-        return layouts, [], dict.fromkeys(flat, "a vector")
-    wanted, skipped = targets(model, include=include, exclude=exclude, types=types, meta=True)
-    chosen: dict[str, Layout] = {}
-    for one in wanted:
-        names = [name for name in (one.name, *one.slot.also) if name in folder.entries]
-        if not names:
-            raise ValueError(
-                f"{folder.path} has no tensor {one.name!r}; into= must build the model that was saved there, with the names of "
-                "the files. transformers renames some tensors when it loads them, such as those of experts: load such a model "
-                "with from_pretrained and use prune_"
-            )
-        if folder.entries[names[0]][1] != one.layout.shape:
-            raise ValueError(f"{names[0]!r} is {folder.entries[names[0]][1]} in the folder and {one.layout.shape} in the model")
-        if one.layout.flip and one.layout.groups > 1 and not one.layout.stacked:
-            raise NotImplementedError(f"{names[0]!r} belongs to a transposed convolution in groups; exclude it")
-        chosen[names[0]] = one.layout
-    return chosen, wanted, skipped
-
-
-def _any(name: str, globs: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, glob) or fnmatchcase(name.rpartition(".")[0], glob) for glob in globs)
-
-
 @dataclass
 class _Rows:
     """The weight of one tensor of a folder as evidence for a criterion, read from the disk when asked for."""
@@ -253,6 +219,7 @@ class _Rows:
     folder: Folder
     name: str
     layout: Layout
+    known: str  # its name in the model, by which random scores are drawn
     step: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     held: tuple[int, int, Tensor] | None = None  # rows that were read already: the first, the end, and their values
@@ -275,7 +242,7 @@ class _Rows:
         return part.reshape(last - first, self.layout.cols)
 
     def random(self, seed: int, first: int, last: int) -> Tensor:
-        return random_scores(self.name, seed, 0, self.layout, Box((first, last), (0, self.layout.cols)), self.device)
+        return random_scores(self.known, seed, 0, self.layout, Box((first, last), (0, self.layout.cols)), self.device)
 
     def scores(self, criterion: Criterion) -> Scores:
         def rows(first: int, last: int) -> Tensor:
@@ -302,6 +269,8 @@ class _Job:
     folder: Folder
     settings: Settings
     chosen: Mapping[str, Layout]
+    names: Mapping[str, str]  # of chosen tensors in the model
+    copies: Mapping[str, str]  # other names of chosen tensors in the folder
     comm: Comm
     mine: Sequence[str]
 
@@ -311,8 +280,11 @@ class _Job:
         criterion = self.settings.criterion
         return magnitude if self.settings.pattern.elementwise and criterion.power_of_magnitude > 0 else criterion
 
+    def weight(self, name: str) -> _Rows:
+        return _Rows(self.folder, name, self.chosen[name], self.names.get(name, name))
+
     def scores(self, criterion: Criterion) -> dict[str, Scores]:
-        return {name: _Rows(self.folder, name, layout).scores(criterion) for name, layout in self.chosen.items()}
+        return {name: self.weight(name).scores(criterion) for name in self.chosen}
 
     def cuts(self) -> Mapping[str, _Cut]:
         """The cut of each tensor: of the pool that it is in, or the budget of its small pools, which are ranked as written."""
@@ -360,7 +332,7 @@ class _Job:
             own = Scores(Layout((units, across)), scores.device, folded)
         sizes = None if pattern.elementwise else pattern.sizes(_layout_of_rows(layout, last - first, pattern))
         plain = rows is None and pattern.elementwise and self.ranked == magnitude and not layout.flip
-        values = _Rows(self.folder, name, layout).values if plain else None
+        values = self.weight(name).values if plain else None
         return Part(own, number, down * across, across, (top, 0), sizes=sizes, values=values)
 
     def mask(self, weight: _Rows, first: int, last: int, cut: _Cut) -> Tensor:
@@ -420,8 +392,8 @@ def _write_file(job: _Job, cuts: Mapping[str, _Cut], file: str, out: Any) -> dic
     with writing_behind(out) as write:
         write(job.folder.header(file))
         for name in job.folder.in_order(file):
-            if name in job.chosen:
-                kept[name] = _write_pruned(job, name, cuts[name], write)
+            if (own := job.copies.get(name, name)) in job.chosen:
+                kept[name] = _write_pruned(job, own, cuts[own], write)
             else:
                 for chunk in job.folder.chunks(name):
                     write(chunk)
@@ -430,7 +402,7 @@ def _write_file(job: _Job, cuts: Mapping[str, _Cut], file: str, out: Any) -> dic
 
 def _write_pruned(job: _Job, name: str, cut: _Cut, write: Callable[[Any], None]) -> int:
     layout, kept = job.chosen[name], 0
-    weight, (height, _) = _Rows(job.folder, name, layout), job.settings.pattern.block(layout)
+    weight, (height, _) = job.weight(name), job.settings.pattern.block(layout)
     whole: list[Tensor] = []  # columns of a weight that is stored as (in, out), which is written when all of them are there
     for first, last in weight.slabs(height):
         values = weight.hold(first, last)

@@ -25,6 +25,7 @@ from ._tree import Loose
 from .edit import eager_experts, eval_mode, no_mha_fastpath, why_failed
 from .input_squares import InputSquares, Table
 from .losses import PASS_LOSS, Loss, check_loss, loss_of, may_give_a_loss
+from .padding import check_mask, included
 from .progress import track
 from .reads import listen
 from .targeting import Target
@@ -145,29 +146,13 @@ def check_values(batch: tuple[tuple[Any, ...], dict[str, Any], Any], number: int
     ):
         raise ValueError(f"batch {number} of data= (counted from 1) is on the meta device, so it holds no values")
 
-    _check_mask(kwargs, number)
-
-
-def _check_mask(kwargs: Mapping[str, Any], number: int) -> None:
-    """Raises ValueError for a mask of padding of another shape than the tokens. With a cache it may be longer."""
-    name = next((name for name in ("input_ids", "inputs") if kwargs.get(name) is not None), "")
-    tokens, mask = kwargs.get(name), kwargs.get("attention_mask")
-    if not isinstance(tokens, Tensor) or not isinstance(mask, Tensor) or tokens.ndim != 2 or mask.ndim != 2:
-        return
-    fits = mask.shape in (tokens.shape, (tokens.shape[1],) * 2)  # a square one says which position reads which
-    if not fits and not tokens.is_floating_point() and kwargs.get("past_key_values") is None:
-        raise ValueError(
-            f"batch {number} of data= (counted from 1): attention_mask has the shape {tuple(mask.shape)} and {name} the shape "
-            f"{tuple(tokens.shape)}; the mask marks the padding among the tokens, so the shapes must be equal"
-        )
+    check_mask(kwargs, number)
 
 
 def valid_positions(batch: Any) -> Tensor | None:
     """True for the positions (batch, position) that are not padding; None if there is no padding or no mask."""
-    mask = split_batch(batch)[1].get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or bool(mask.all()):
-        return None
-    return mask.bool()
+    valid = included(split_batch(batch)[1])
+    return None if valid is None or bool(valid.all()) else valid
 
 
 def warn_of_unused_input(model: nn.Module, batch: Any) -> None:

@@ -36,6 +36,11 @@ class Target:
         return self.slot.name
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the parameter: several where it is tied."""
+        return (self.slot.name, *self.slot.also)
+
+    @property
     def tensor(self) -> Tensor:
         """The parameter itself, sharded or not."""
         return self.slot.tensor

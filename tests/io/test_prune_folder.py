@@ -126,6 +126,19 @@ def test_tensors_can_be_named_instead_of_building_the_model(tmp_path):
         prune_folder(tmp_path / "dense", tmp_path / "sparse", sparsity=0.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_weights_in_float8_or_integers_are_not_pruned(tmp_path, dtype):
+    model = made()
+    model[2].weight.requires_grad_(False).data = (model[2].weight * 24).to(dtype)
+    write(tmp_path / "dense", model, 1)
+    with pytest.raises(ValueError, match=rf"'2.weight' is stored as {dtype} .* cannot be ranked; exclude it"):
+        prune_folder(tmp_path / "dense", tmp_path / "sparse", pattern="2:4", into=build, exclude=["3", "4"])
+    assert not (tmp_path / "sparse").exists()
+    counts = prune_folder(tmp_path / "dense", tmp_path / "sparse", pattern="2:4", include=["0.weight", "2.weight"])
+    assert [one.name for one in counts.layers] == ["0.weight"]
+    assert counts.skipped == {"2.weight": f"{dtype} values cannot be ranked"}
+
+
 @pytest.mark.parametrize("scope", ["tensor", "global", "row"])
 def test_a_folder_without_such_tensors_is_copied(tmp_path, scope):
     write(tmp_path / "dense", made(), 2)
@@ -133,6 +146,22 @@ def test_a_folder_without_such_tensors_is_copied(tmp_path, scope):
     assert counts.metrics()["total"] == 0
     for file in (tmp_path / "dense").iterdir():
         assert (tmp_path / "sparse" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["beside", "inside the source"])
+def test_subfolders_are_copied_except_for_weights(tmp_path, inside):
+    source = tmp_path / "dense"
+    write(source, made(), 1)
+    for name in ("1_Pooling/config.json", "2_Dense/model.safetensors", "2_Dense/deep/x.txt", "training_args.bin", ".git/HEAD"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name)
+    target = (source if inside else tmp_path) / "sparse"
+    result = prune_folder(source, target, sparsity=0.5, into=build)
+    found = {file.relative_to(target).as_posix() for file in target.rglob("*") if file.is_file()}
+    assert found == {"config.json", "model.safetensors", "1_Pooling/config.json", "2_Dense/deep/x.txt"}
+    assert (target / "1_Pooling" / "config.json").read_text() == "1_Pooling/config.json"
+    left = "2_Dense/model.safetensors, training_args.bin"
+    assert result.notes == {"files": f"not copied, because they hold weights: {left}"}
 
 
 def test_old_weights_of_the_target_are_taken_away(tmp_path):

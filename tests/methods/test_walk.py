@@ -752,3 +752,13 @@ def test_blocks_that_return_their_own_memory_feed_the_next_what_they_returned_fo
     for name, weight in found[0].items():
         if "room" not in name:
             torch.testing.assert_close(found[1][name], weight, rtol=0, atol=0, msg=name)
+
+
+def test_what_the_dense_model_read_is_not_overwritten_by_the_pruned_one():
+    batches, found = [torch.randn(4, 8) for _ in range(3)], []
+    for reuses in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(*(Reusing(reuses) for _ in range(3))), nn.Linear(8, 8)).eval()
+        sc.prune_(model, sparsity=0.5, method="flow", data=batches)
+        found.append(model[1].weight)
+    torch.testing.assert_close(*found, rtol=0, atol=0)

@@ -103,6 +103,7 @@ class Compression(Reported):
     def undo_(self, model: nn.Module | None = None) -> nn.Module:
         """Puts the dense layers back in place of the layers that this call compressed, and returns the model.
 
+        Weights that were rounded (`values=`, `store=`) stay rounded: the old values are not kept.
         Layers from earlier calls stay compressed; `decompress_(model)` restores those too. Pass `model` to undo it in a copy.
         """
         model = self.model if model is None else model

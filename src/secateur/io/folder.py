@@ -67,6 +67,16 @@ class Folder:
                     where = f"in {self.file_of[name]}" if name in self.file_of else "in no file"
                     raise BadFile(f"{self.path / file} holds {name!r}, which {INDEX} lists {where}; correct one of the two")
 
+    def check_copies(self, copies: Mapping[str, str]) -> None:
+        """Raises ValueError unless tensors that are one in a model have the same values: {other name: name}."""
+        for other, name in copies.items():
+            same = self.entries[other] == self.entries[name]
+            if not same or any(a != b for a, b in zip(self.chunks(name), self.chunks(other), strict=True)):
+                raise ValueError(
+                    f"{name!r} and {other!r} are one tensor in the model of into=, and {self.path} holds different values for "
+                    "them; exclude the tensor, or save the model with one of the two"
+                )
+
     def size(self, file: str) -> int:
         return (self.path / file).stat().st_size
 
@@ -139,14 +149,31 @@ class Folder:
                     raise BadFile(f"{self.path / self.file_of[name]} ends within {name!r}; it was cut short")
                 yield chunk
 
+    def others(self, target: Path) -> tuple[list[Path], list[Path]]:
+        """The other files of the folder and its subfolders, as relative paths: those without weights, and those with weights.
+
+        Hidden subfolders, such as those of git, and the folder `target` are left out.
+        """
+        plain: list[Path] = []
+        weights: list[Path] = []
+        for root, folders, files in os.walk(self.path):
+            here = Path(root)
+            folders[:] = [name for name in folders if name[0] != "." and (here / name).resolve() != target.resolve()]
+            for file in (here / name for name in files):
+                path = file.relative_to(self.path)
+                if file.is_file() and path.as_posix() not in self.files:
+                    (weights if file.suffix in _WEIGHTS else plain).append(path)
+        return sorted(plain), sorted(weights)
+
     def copy_rest(self, target: Path, index: bool = True) -> None:
         """Copies the files that hold no weights, except for the manifest, which has the digests of the old weights."""
-        skipped = {MANIFEST} if index else {MANIFEST, INDEX}
-        for file in self.path.iterdir():
-            if file.is_file() and file.suffix not in _WEIGHTS and file.name not in skipped:
-                with replacing(target / file.name) as beside:  # on the disk before the journal is removed
-                    shutil.copyfile(file, beside)
-                rename(beside, target / file.name)
+        skipped = {Path(MANIFEST)} if index else {Path(MANIFEST), Path(INDEX)}
+        for path in self.others(target)[0]:
+            if path not in skipped:
+                (target / path).parent.mkdir(parents=True, exist_ok=True)
+                with replacing(target / path) as beside:  # on the disk before the journal is removed
+                    shutil.copyfile(self.path / path, beside)
+                rename(beside, target / path)
 
 
 class Journal:

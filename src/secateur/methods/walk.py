@@ -404,7 +404,7 @@ class _Block:
                 last = run.same and window.reads is not None and len(found) + 1 >= window.reads
                 there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
                 seen = seen._replace(picked=run.picked)
-                found.append(seen._replace(streams=there) if last else _detached(seen, there))
+                found.append(seen._replace(streams=there) if last and parts is self.pruned else _detached(seen, there))
             if last:
                 raise Enough
 
@@ -444,6 +444,6 @@ def _distance(call: Call, dense: Call) -> float:
 
 
 def _detached(seen: Seen, streams: Mapping[str, Tensor]) -> Seen:
-    """A read with copies of its tensors: the block goes on, and may write to them."""
+    """A read with copies of its tensors, to which the block, or its run in the pruned model, may write."""
     args, kwargs, x, streams = copied((seen.args, dict(seen.kwargs), seen.x, dict(streams)), {})
     return seen._replace(args=args, kwargs=kwargs, x=x, streams=streams)
