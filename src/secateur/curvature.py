@@ -245,7 +245,7 @@ class _Sums:
             self._of_experts.setdefault(target.name, torch.zeros(layout.groups))[first] += number
         if layout.stacked or first == 0:
             self._tokens[target.name] = self._tokens.get(target.name, 0) + number
-        if self.kind == "none":
+        if self.kind == "none" or not torch.is_grad_enabled():  # the model may choose tokens or experts without gradients
             return output
         if not output.requires_grad:  # nothing before it does: the backward pass ends here
             anchor = output.new_zeros((), requires_grad=True)
@@ -304,7 +304,8 @@ class _Sums:
         for target in targets:
             name, n = target.name, self._tokens.get(target.name, 0)
             if not n or (self.kind != "none" and name not in self._G):
-                notes[name] = "no token reached it, so it has no curvature and its outputs are weighed alike"
+                which = "gradient of the loss" if n else "token"
+                notes[name] = f"no {which} reached it, so it has no curvature and its outputs are weighed alike"
             if name not in self._G:
                 continue
             G[name] = self._G.pop(name)
