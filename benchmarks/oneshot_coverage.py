@@ -245,7 +245,9 @@ def check(holds: bool, what: str) -> None:
 
 def bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are equal, NaN included."""
-    return one.shape == other.shape and one.dtype == other.dtype and bool(((one == other) | (one != one) & (other != other)).all())
+    return (
+        one.shape == other.shape and one.dtype == other.dtype and bool(((one == other) | (one != one) & (other != other)).all())
+    )
 
 
 def unchanged(model: nn.Module, before: nn.Module, when: str, leave: Mapping[str, Any] = {}) -> None:

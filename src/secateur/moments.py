@@ -20,6 +20,7 @@ from .products import Products, rough_matmul, tensor_cores
 from .reads import listen
 from .targeting import Target
 
+_SHOWN = 8  # names in an error
 _ELEMENTS = 1 << 24  # patches of a convolution are cut out in parts of about this size
 
 
@@ -75,6 +76,17 @@ class Seen(NamedTuple):
     x: Tensor | None = None
     streams: Mapping[str, Tensor] = {}
     picked: tuple[int, Tensor] | None = None
+
+
+class NoInput(ValueError):
+    """Layers, by name or by a glob over names, that no input reached."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+        shown = ", ".join(map(repr, self.names[:_SHOWN]))
+        more = f" and {len(self.names) - _SHOWN} more" if len(self.names) > _SHOWN else ""
+        which = "it" if len(self.names) == 1 else "them"
+        super().__init__(f"{shown}{more} saw no input while the data ran through; exclude {which}, or use another method")
 
 
 class Moments:
@@ -190,7 +202,7 @@ class Moments:
         for pool in self.pools:
             self._fill(pool)
         if unseen := [name for name, sums in self._sums.items() if not all(one.parts for one in sums.values())]:
-            raise ValueError(f"{unseen[0]!r} saw no input while the data ran through; exclude it, or use another method")
+            raise NoInput(unseen)
         sums, self._sums = self._sums, {}
         table: dict[str, dict[str, Any]] = {}
         stacked = {target.name: target.layout.cols for target in self.targets if target.layout.stacked}

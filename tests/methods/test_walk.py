@@ -728,3 +728,30 @@ def test_blocks_that_return_their_own_memory_feed_the_next_what_they_returned_fo
     for name, weight in found[0].items():
         if "room" not in name:
             torch.testing.assert_close(found[1][name], weight, rtol=0, atol=0, msg=name)
+
+
+class TwoTowers(nn.Module):
+    """Two rows of blocks. The longer one runs only with images, as in models that read text and images."""
+
+    def __init__(self, deep=3):
+        super().__init__()
+        self.vision, self.text = zoo.Mixtures(), zoo.Mixtures()
+        self.vision.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(deep))
+        self.joint, self.spare = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, image=None):
+        x = x if image is None else x + self.joint(self.vision(image))
+        return self.text(x)
+
+
+@pytest.mark.parametrize("deep", [2, 30])
+@pytest.mark.parametrize("how", [{"method": "flow", "pattern": "2:4"}, {"method": "loss", "sparsity": 0.5}])
+def test_all_layers_that_no_batch_reaches_are_named_at_once(deep, how):
+    torch.manual_seed(0)
+    model, data = TwoTowers(deep), [{"x": torch.randn(2, 5, 8)} for _ in range(2)]
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"^'vision\.\*', 'joint\.weight', 'spare\.weight' saw no input .* exclude them"):
+        sc.prune_(model, data=data, **how)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+    plan = sc.prune_(model, data=data, exclude=["vision.*", "joint.weight", "spare.weight"], **how)
+    assert plan.metrics()["sparsity"] == 0.5
