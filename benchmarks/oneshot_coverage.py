@@ -7,11 +7,12 @@ padding, where the model takes it). The methods are `"flow"` with the pattern 2:
 `"loss"` with half of the weights for models that return logits. A layer that an error names is excluded, as the error says, and
 the call is repeated; the table says how many layers were left out.
 
-Checked are: the exact pattern or count; finite weights; zeros where the masks are, and no others; other tensors, flags, hooks and
-gradients as before; the same bits from a copy; an error not above that of the mask alone; a finite output; the dense model, bit
-for bit, after `undo_`; and where channels were permuted, that the dense model still computes the same function. `inputs` is a
-method that records what it gets: the Gram matrix of each layer, and its product with the inputs of the dense model, have to be
-those that plain hooks see in the pruned model and in the dense one. The verdicts:
+Checked are: the exact pattern or count; finite weights; zeros where the masks are, and no others; other tensors, flags, hooks
+and gradients as before; the same bits from a copy; an error not above that of the mask alone; a finite output; the dense model,
+bit for bit, after `undo_`; and where channels were permuted, that the dense model still computes the same function. `inputs` is
+a method that records what it gets. The Gram matrix of a linear layer, and the product with the inputs of the dense model, have to
+be those that plain hooks see in the pruned model and in the dense one. The Gram matrix of any layer has to give the squared
+change of its output that the new weights cause on these inputs. The verdicts:
 
 - ok, or partly: with layers that were left out, because an error names them and says why;
 - refused: an error with a reason, which names no layer; wrong: a check failed; crash: any other error; slow: over the limit.
@@ -49,6 +50,7 @@ HOW: dict[str, dict[str, Any]] = {
 VERDICTS = ("ok", "partly", "refused", "wrong", "crash", "slow")
 REASONS = (ValueError, TypeError, NotImplementedError)
 CLOSE = 1e-3  # of Gram matrices, relative to the largest element
+ROUNDED = 1e-2  # of products with the inputs of the dense model, which are rounded where they differ much
 SAME = 1e-3  # of the output of the dense model with permuted channels
 
 
@@ -126,7 +128,8 @@ def examine(model: nn.Module, inputs: dict[str, Tensor], methods: Sequence[str])
             except Wrong as error:
                 answer.verdict, answer.why = "wrong", str(error)
             except REASONS as error:
-                names = [name for name in dict(own.named_parameters()) if f"'{name}'" in str(error) and name not in excluded]
+                quoted = re.findall(r"'([^' ]+)'", str(error))
+                names = [name for name, _ in own.named_parameters() if name not in excluded and match(name, quoted)]
                 if names and "does not run on a batch" not in str(error):
                     answer.left |= dict.fromkeys(names, reason(error))
                     excluded += names
@@ -139,6 +142,10 @@ def examine(model: nn.Module, inputs: dict[str, Tensor], methods: Sequence[str])
         answer.why = " ".join(answer.why.split())[:500]
         answers[method] = answer
     return answers
+
+
+def match(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
 def reason(error: Exception) -> str:
@@ -301,20 +308,25 @@ def recorded(
             mask = amount.keep(problem.name, problem.scores, pattern, previous)
             return Solution(mask, problem.W * mask * 1.1)
 
+    before = copy.deepcopy(own)
     plan = sc.prune_(own, method=Record(), data=as_data(batches), exclude=list(excluded), **HOW[method])
-    found = {name: inputs_of(name, own, dense, batches) for name in seen}
     compared = 0
-    for name, pairs in found.items():
-        if pairs is None or any(name.startswith(f"{noted}.") or name == noted for noted in plan.notes):
+    for name, (H, C) in seen.items():
+        if any(name.startswith(f"{noted}.") or name == noted for noted in plan.notes):
             continue
-        compared += 1
-        H = C = torch.zeros(())
-        for x, y in pairs:
-            H, C = H + x.mT @ x, C + (y - x).mT @ x
-        for what, own_one, plain in (("inputs", seen[name][0], H), ("inputs of the dense model", seen[name][1], C)):
-            scale = max(float(H.abs().max()), 1e-9)
-            apart = float((own_one.double() - plain).abs().max()) / scale
-            check(apart < CLOSE, f"{name} was solved with other {what} than hooks see: {apart:.1e}")
+        pairs = inputs_of(name, own, dense, batches)
+        if pairs is not None:
+            grams = sum(x.mT @ x for x, _ in pairs), sum((y - x).mT @ x for x, y in pairs)
+            scale = max(float(grams[0].abs().max()), 1e-9)
+            apart = [float((one.double() - plain).abs().max()) / scale for one, plain in zip((H, C), grams, strict=True)]
+            check(apart[0] < CLOSE, f"{name} was solved with other inputs than hooks see: {apart[0]:.1e}")
+            check(apart[1] < ROUNDED, f"{name} was solved with other dense inputs than hooks see: {apart[1]:.1e}")
+        change = change_of(name, own, before, batches)
+        if change is not None:
+            wanted = squared_change(name, own, before, H)
+            fits = abs(change - wanted) <= CLOSE * max(change, wanted, 1e-9)
+            check(fits, f"the new {name} changes its output by {change:.4g}, and its Gram matrix gives {wanted:.4g}")
+        compared += pairs is not None or change is not None
     answer.why = f"{compared} of {len(seen)} layers compared"
     return len(plan.notes)
 
@@ -324,29 +336,70 @@ def inputs_of(
 ) -> list[tuple[Tensor, Tensor]] | None:
     """The inputs of a linear layer, in the pruned model and in the dense one; None where hooks do not tell."""
     path = name.rpartition(".")[0]
-    if not isinstance(own.get_submodule(path), nn.Linear):
+    if type(own.get_submodule(path)) is not nn.Linear:
         return None
-    flags = [module.training for module in own.modules()]
     found = []
     for batch in batches:
-        valid = batch["attention_mask"].bool() if "attention_mask" in batch else None
-        pair = [calls_of(one.eval().get_submodule(path), one, batch) for one in (own, dense)]
-        fits = all(len(calls) == 1 for calls in pair) and pair[0][0].shape == pair[1][0].shape
-        if not fits or (valid is not None and not bool(valid.all()) and pair[0][0].shape[:2] != valid.shape):
-            found = None
-            break
-        rows = [x.double().flatten(0, -2) if valid is None or x.ndim != 3 else x.double()[valid] for (x,) in pair]
+        valid = padding(batch)
+        pair = [calls_of(one, path, batch) for one in (own, dense)]
+        if any(len(calls) != 1 for calls in pair) or pair[0][0][0].shape != pair[1][0][0].shape:
+            return None
+        inputs = [calls[0][0] for calls in pair]
+        if valid is not None and inputs[0].shape[:2] != valid.shape:
+            return None
+        rows = [x.double().flatten(0, -2) if valid is None else x.double()[valid] for x in inputs]
         found.append((rows[0], rows[1]))
-    for module, flag in zip(own.modules(), flags, strict=True):
-        module.training = flag
     return found
 
 
-def calls_of(layer: nn.Module, model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
-    calls: list[Tensor] = []
-    handle = layer.register_forward_pre_hook(lambda _, args: calls.append(args[0].clone()) if args else None)
-    run(model, batch)
+def change_of(name: str, own: nn.Module, before: nn.Module, batches: Sequence[dict[str, Tensor]]) -> float | None:
+    """The squared change of a layer's output that its new weight causes, on the inputs that it gets in the pruned model."""
+    path, _, attribute = name.rpartition(".")
+    total, old = 0.0, before.get_submodule(path)
+    if attribute != "weight" or len(list(old.parameters())) > 2:
+        return None
+    for batch in batches:
+        valid, calls = padding(batch), calls_of(own, path, batch)
+        if len(calls) != 1 or not isinstance(calls[0][1], Tensor):
+            return None
+        with torch.no_grad():
+            change = (calls[0][1].double() - old(calls[0][0]).double()).square()
+        if valid is not None and change.shape[:2] != valid.shape:
+            return None
+        total += float(change.sum() if valid is None else change[valid].sum())
+    return total
+
+
+def squared_change(name: str, own: nn.Module, before: nn.Module, H: Tensor) -> float:
+    """The trace of D H D', where D is the change of a weight."""
+    from secateur.targeting import targets
+
+    layout = next(target.layout for target in targets(before, include=name)[0])
+    D = layout.matrix((own.get_parameter(name) - before.get_parameter(name)).detach()).double()
+    D = D.reshape(layout.groups if H.ndim == 3 else 1, -1, D.shape[-1])
+    return float(((D @ H.double()) * D).sum())
+
+
+def padding(batch: Mapping[str, Tensor]) -> Tensor | None:
+    """True for the positions that count; None where all do."""
+    mask = batch.get("attention_mask")
+    return None if mask is None or bool(mask.all()) else mask.bool()
+
+
+def calls_of(model: nn.Module, path: str, batch: Mapping[str, Tensor]) -> list[tuple[Tensor, Any]]:
+    """The input and the output of each call of a layer, while the model runs for evaluation."""
+    calls: list[tuple[Tensor, Any]] = []
+    flags = [module.training for module in model.modules()]
+
+    def see(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if args:
+            calls.append((args[0].clone(), output))
+
+    handle = model.get_submodule(path).register_forward_hook(see)
+    run(model.eval(), batch)
     handle.remove()
+    for module, flag in zip(model.modules(), flags, strict=True):
+        module.training = flag
     return calls
 
 
@@ -417,8 +470,7 @@ def main() -> None:
         models = {**kinds(), **images()}
 
     def chosen(name: str, task: str) -> bool:
-        names, tasks = options.only.split(","), options.task.split(",")
-        return any(fnmatch.fnmatchcase(name, g) for g in names) and any(fnmatch.fnmatchcase(task, g) for g in tasks)
+        return match(name, options.only.split(",")) and match(task, options.task.split(","))
 
     models = {name: model for name, model in models.items() if chosen(name, model[0])}
     if not models:

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
-from ._layers import Layout, features_axis
+from ._layers import Layout, bare_layer, features_axis
 from .targeting import Target
 
 Table = dict[str, dict[str, Tensor]]
@@ -73,15 +72,6 @@ class InputSquares:
         if "input_norm" not in entry:
             entry["input_norm"] = squares.new_zeros(target.layout.groups, target.layout.cols)
         entry["input_norm"][groups] += squares
-
-
-def bare_layer(module: nn.Module, parameters: dict[str, Tensor]) -> nn.Module:
-    """A copy of a layer with these parameters, without bias, hooks and parametrizations. The layer itself is unchanged."""
-    twin = object.__new__(parametrize.type_before_parametrizations(module))
-    twin.__dict__.update(module.__dict__)
-    twin._parameters = {**module._parameters, **parameters} | ({"bias": None} if "bias" in module._parameters else {})
-    twin._modules = {name: child for name, child in module._modules.items() if name != "parametrizations"}
-    return twin
 
 
 def _own_graph() -> torch.autograd.graph.saved_tensors_hooks:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ._dist import DataRanks
-from ._layers import Layout, features_axis, is_product
-from .input_squares import bare_layer, is_float
+from ._layers import Layout, bare_layer, features_axis, is_product
+from .input_squares import is_float
 from .products import Products, rough_matmul, tensor_cores
 from .reads import listen
 from .targeting import Target
