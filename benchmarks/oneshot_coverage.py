@@ -10,9 +10,9 @@ the call is repeated; the table says how many layers were left out.
 Checked are: the exact pattern or count; finite weights; zeros where the masks are, and no others; other tensors, flags, hooks
 and gradients as before; the same bits from a copy; an error not above that of the mask alone; a finite output; the dense model,
 bit for bit, after `undo_`; and where channels were permuted, that the dense model still computes the same function. `inputs` is
-a method that records what it gets. The Gram matrix of a linear layer, and the product with the inputs of the dense model, have to
-be those that plain hooks see in the pruned model and in the dense one. The Gram matrix of any layer has to give the squared
-change of its output that the new weights cause on these inputs. The verdicts:
+a method that records what it gets. The Gram matrix of a linear layer, and the product with the inputs of the dense model,
+have to be those that plain hooks see in the pruned model and in the dense one. The Gram matrix of any layer has to give the
+squared change of its output that the new weights cause on these inputs. The verdicts:
 
 - ok, or partly: with layers that were left out, because an error names them and says why;
 - refused: an error with a reason, which names no layer; wrong: a check failed; crash: any other error; slow: over the limit.
@@ -29,7 +29,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -50,6 +50,9 @@ HOW: dict[str, dict[str, Any]] = {
 VERDICTS = ("ok", "partly", "refused", "wrong", "crash", "slow")
 REASONS = (ValueError, TypeError, NotImplementedError)
 CLOSE = 1e-3  # of Gram matrices, relative to the largest element
+OTHERWISE = (
+    "solved as one stage|solved after the blocks|saw no token|padding could not|runs more than once"  # notes of other inputs
+)
 ROUNDED = 1e-2  # of products with the inputs of the dense model, which are rounded where they differ much
 SAME = 1e-3  # of the output of the dense model with permuted channels
 
@@ -310,9 +313,10 @@ def recorded(
 
     before = copy.deepcopy(own)
     plan = sc.prune_(own, method=Record(), data=as_data(batches), exclude=list(excluded), **HOW[method])
-    compared = 0
+    compared, inside = 0, inside_blocks(own, seen)
     for name, (H, C) in seen.items():
-        if any(name.startswith(f"{noted}.") or name == noted for noted in plan.notes):
+        holders = [name, "" if name in inside else "outside of blocks", *modules_of(name)]
+        if any(re.search(OTHERWISE, plan.notes.get(holder, "")) for holder in holders):
             continue
         pairs = inputs_of(name, own, dense, batches)
         if pairs is not None:
@@ -331,6 +335,19 @@ def recorded(
     return len(plan.notes)
 
 
+def modules_of(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts))]
+
+
+def inside_blocks(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """The layers in the repeated blocks of a model; the others are outside of blocks."""
+    from secateur.blocks import repeated_blocks
+
+    blocks = repeated_blocks(model, names, lists=(nn.ModuleList, nn.Sequential))
+    return {name for block in blocks if block.module is not model for name in block.names}
+
+
 def inputs_of(
     name: str, own: nn.Module, dense: nn.Module, batches: Sequence[dict[str, Tensor]]
 ) -> list[tuple[Tensor, Tensor]] | None:
@@ -342,13 +359,12 @@ def inputs_of(
     for batch in batches:
         valid = padding(batch)
         pair = [calls_of(one, path, batch) for one in (own, dense)]
-        if any(len(calls) != 1 for calls in pair) or pair[0][0][0].shape != pair[1][0][0].shape:
+        if not pair[0] or [x.shape for x, _ in pair[0]] != [x.shape for x, _ in pair[1]]:
             return None
-        inputs = [calls[0][0] for calls in pair]
-        if valid is not None and inputs[0].shape[:2] != valid.shape:
+        if valid is not None and any(x.shape[:2] != valid.shape for x, _ in pair[0]):
             return None
-        rows = [x.double().flatten(0, -2) if valid is None else x.double()[valid] for x in inputs]
-        found.append((rows[0], rows[1]))
+        rows = [[x.double().flatten(0, -2) if valid is None else x.double()[valid] for x, _ in calls] for calls in pair]
+        found.append((torch.cat(rows[0]), torch.cat(rows[1])))
     return found
 
 
@@ -360,13 +376,14 @@ def change_of(name: str, own: nn.Module, before: nn.Module, batches: Sequence[di
         return None
     for batch in batches:
         valid, calls = padding(batch), calls_of(own, path, batch)
-        if len(calls) != 1 or not isinstance(calls[0][1], Tensor):
+        if not calls or not all(isinstance(output, Tensor) for _, output in calls):
             return None
-        with torch.no_grad():
-            change = (calls[0][1].double() - old(calls[0][0]).double()).square()
-        if valid is not None and change.shape[:2] != valid.shape:
-            return None
-        total += float(change.sum() if valid is None else change[valid].sum())
+        for x, output in calls:
+            with torch.no_grad():
+                change = (output.double() - old(x).double()).square()
+            if valid is not None and change.shape[:2] != valid.shape:
+                return None
+            total += float(change.sum() if valid is None else change[valid].sum())
     return total
 
 

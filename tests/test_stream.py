@@ -76,7 +76,7 @@ def test_blocks_that_feed_each_other_need_one_run_of_the_model():
     model = Decoder()
     for _ in stream.stream(model, list(model.layers), [{"ids": ids, "use_cache": False} for ids in IDS]):
         pass
-    assert model.runs == len(IDS)
+    assert model.runs == len(IDS) + 1  # and one of a single sample, in which blocks return zeros
 
 
 @torch.no_grad()
@@ -84,7 +84,28 @@ def test_blocks_that_get_one_object_need_another_run_of_the_first_batch():
     model = Decoder()
     for _ in stream.stream(model, list(model.layers), IDS):
         pass
-    assert model.runs == len(IDS) + 1
+    assert model.runs == len(IDS) + 2
+
+
+@pytest.mark.parametrize("bare", [True, False], ids=["tensors", "tuples"])
+def test_blocks_that_run_again_after_the_last_one_are_recorded_in_every_run(bare):
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) if bare else Block(4) for _ in range(2))
+
+        def forward(self, x):
+            for _ in range(3):
+                for layer in self.layers:
+                    x = layer(x) if bare else layer(x, scale=0.5)[0]
+            return x
+
+    model, batches = Again(), [torch.randn(2, 4), torch.randn(3, 4)]
+    with torch.no_grad():
+        assert stream.Chain.of(model, list(model.layers), batches) == "they run more than once"
+        for replay in stream.stream(model, list(model.layers), batches):
+            assert [len(args[0]) for args, _ in replay.calls] == [2, 2, 2, 3, 3, 3]
+            assert replay.batches == [0, 0, 0, 1, 1, 1]
 
 
 @torch.no_grad()

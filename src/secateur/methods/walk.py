@@ -163,6 +163,10 @@ class _Walk:
                         calls = self._calls(block.module, i, feeds)
                     if not all(self.ranks.flags(bool(calls[0]))):
                         raise NoInput(block.names)
+                    if len(set(calls[2])) < len(calls[2]):
+                        self.note(
+                            name, "runs more than once for a batch; solved with the inputs that its own dense weights produce"
+                        )
                     part = _Block(self, name, block.module, own, *calls)
                     if self.enter is not None and names[id(block.module)] in closed:
                         self.enter(names[id(block.module)], block.module, part.examples(), own)
@@ -278,18 +282,18 @@ class _Walk:
         _log.info("solved %s: %s; %s left", name, summary, format_seconds(seconds * left))
         self._summary = f" (last block: {summary})"
 
-    def _calls(self, module: nn.Module, i: int, feeds: tuple[Feed, Feed] | None) -> tuple[list[Call], list[Call] | None]:
-        """The calls of a block, in the model as it is now and in the dense one."""
-        if module is self.model:
-            calls = record(self.model, module, self.batches).calls
-            return calls, calls if self.both else None
-        if feeds is not None:
-            return feeds[0].calls(i), feeds[1].calls(i) if self.both else None
-        calls = record(self.model, module, self.batches).calls
-        if not self.both:
-            return calls, None
+    def _calls(
+        self, module: nn.Module, i: int, feeds: tuple[Feed, Feed] | None
+    ) -> tuple[list[Call], list[Call] | None, list[int]]:
+        """The calls of a block in the model as it is now, those in the dense one, and the number of the batch of each."""
+        if module is not self.model and feeds is not None:
+            calls = feeds[0].calls(i)
+            return calls, feeds[1].calls(i) if self.both else None, list(range(len(calls)))
+        found = record(self.model, module, self.batches)
+        if module is self.model or not self.both:
+            return found.calls, found.calls if self.both else None, found.batches
         with self.changes.out(self.model):
-            return calls, record(self.model, module, self.batches).calls
+            return found.calls, record(self.model, module, self.batches).calls, found.batches
 
 
 @dataclass
@@ -302,6 +306,7 @@ class _Block:
     targets: list[Target]
     calls: list[Call]
     dense_calls: list[Call] | None
+    batches: list[int]  # the number of the batch of each call
     dense: Parts | None = None
 
     def evidence(self) -> Iterator[tuple[list[Target], Evidence]]:
@@ -385,14 +390,14 @@ class _Block:
         return found
 
     def _run(self, moments: Moments, windows: Sequence[Window], leading: Sequence[Target]) -> None:
-        """Runs all batches through a stage, in the dense block and in the pruned one. One run does for two that are equal."""
+        """Runs all calls through a stage, in the dense block and in the pruned one. One run does for two that are equal."""
         dense = self.pruned if self.dense is not None and self.unchanged else self.dense
-        for batch, window in enumerate(windows):
-            moments.next_batch(self.walk.valid[batch])
+        for call, window in enumerate(windows):
+            moments.next_batch(self.walk.valid[self.batches[call]])
             if dense is self.dense and dense is not None:
                 with self.walk.changes.out(self.module):
-                    moments.feed(self._reads(dense, batch, window, leading), dense=True)
-            reads = self._reads(self.pruned, batch, window, leading)
+                    moments.feed(self._reads(dense, call, window, leading), dense=True)
+            reads = self._reads(self.pruned, call, window, leading)
             if dense is self.pruned:
                 moments.feed(reads, dense=True)
             moments.feed(reads)
