@@ -361,9 +361,9 @@ def inputs_of(
         pair = [calls_of(one, path, batch) for one in (own, dense)]
         if not pair[0] or [x.shape for x, _ in pair[0]] != [x.shape for x, _ in pair[1]]:
             return None
-        if valid is not None and any(x.shape[:2] != valid.shape for x, _ in pair[0]):
+        rows = [[counted(x.double(), valid) for x, _ in calls] for calls in pair]
+        if any(x is None for x in (*rows[0], *rows[1])):
             return None
-        rows = [[x.double().flatten(0, -2) if valid is None else x.double()[valid] for x, _ in calls] for calls in pair]
         found.append((torch.cat(rows[0]), torch.cat(rows[1])))
     return found
 
@@ -381,9 +381,10 @@ def change_of(name: str, own: nn.Module, before: nn.Module, batches: Sequence[di
         for x, output in calls:
             with torch.no_grad():
                 change = (output.double() - old(x).double()).square()
-            if valid is not None and change.shape[:2] != valid.shape:
+            rows = counted(change, valid)
+            if rows is None:
                 return None
-            total += float(change.sum() if valid is None else change[valid].sum())
+            total += float(rows.sum())
     return total
 
 
@@ -403,6 +404,15 @@ def padding(batch: Mapping[str, Tensor]) -> Tensor | None:
     return None if mask is None or bool(mask.all()) else mask.bool()
 
 
+def counted(x: Tensor, valid: Tensor | None) -> Tensor | None:
+    """The vectors of a tensor that are not at padded positions; None if it does not have these positions."""
+    if valid is None:
+        return x.flatten(0, -2)
+    if x.shape[:2] == valid.shape:
+        return x[valid].flatten(0, -2)
+    return x[valid.flatten()] if x.ndim == 2 and len(x) == valid.numel() else None
+
+
 def calls_of(model: nn.Module, path: str, batch: Mapping[str, Tensor]) -> list[tuple[Tensor, Any]]:
     """The input and the output of each call of a layer, while the model runs for evaluation."""
     calls: list[tuple[Tensor, Any]] = []
@@ -410,7 +420,7 @@ def calls_of(model: nn.Module, path: str, batch: Mapping[str, Tensor]) -> list[t
 
     def see(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if args:
-            calls.append((args[0].clone(), output))
+            calls.append((args[0].clone(), output.clone() if isinstance(output, Tensor) else output))
 
     handle = model.get_submodule(path).register_forward_hook(see)
     run(model.eval(), batch)
