@@ -208,3 +208,31 @@ def test_a_grouped_layer_that_does_not_say_so_is_refused_by_name():
         block.middle.__class__ = Unknown
     with pytest.raises(ValueError, match=r"rows 0 to 8 of '0\.middle\.weight' are multiplied with inputs of their own"):
         sc.plan(model, method="flow", sparsity=0.5, data=BATCHES)
+
+
+class Standardized(nn.Conv2d):
+    """Standardises its weight in every call, as in the ResNets of Big Transfer."""
+
+    def forward(self, x):
+        mean, deviation = self.weight.mean((1, 2, 3), keepdim=True), self.weight.std((1, 2, 3), keepdim=True)
+        return F.conv2d(x, (self.weight - mean) / deviation, self.bias, self.stride, self.padding)
+
+
+class SamePadding(nn.Conv2d):
+    """Pads its inputs itself."""
+
+    def forward(self, x):
+        return super().forward(F.pad(x, (1, 1, 1, 1)))
+
+
+@pytest.mark.parametrize(
+    "how", [{"method": "flow"}, {"method": "loss", "loss": lambda output, _: output.square().sum()}, {"criterion": sc.wanda}]
+)
+def test_layers_that_are_not_linear_in_their_weight_are_refused_by_name(how):
+    torch.manual_seed(0)
+    data = [torch.randn(2, 3, 6, 6) for _ in range(2)]
+    model = nn.Sequential(SamePadding(3, 4, 3), nn.ReLU(), Standardized(4, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    with pytest.raises(ValueError, match=r"'2\.weight' cannot be (read|measured): Standardized is not linear in it"):
+        sc.plan(model, sparsity=0.5, data=data, **how)
+    plan = sc.plan(model, sparsity=0.5, data=data, exclude="2.weight", **how)
+    assert list(plan.masks) == ["0.weight", "4.weight"]

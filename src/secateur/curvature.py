@@ -19,7 +19,7 @@ from ._dist import sharded
 from ._tree import Loose
 from .edit import half_products, preserve_rng
 from .input_squares import is_float
-from .moments import layer_inputs
+from .moments import linear_inputs
 from .products import matmul, rough_matmul
 from .progress import Progress
 from .reads import listen
@@ -226,7 +226,7 @@ class _Sums:
         if len(inputs) == 1 and len(layout.shape) == 2 and (layout.product or isinstance(module, nn.Linear)):
             self.passed(target, slice(None), inputs[0])
         else:
-            self._read(target, slice(None), object(), inputs[0], lambda: layer_inputs(module, attribute, layout, args, kwargs))
+            self._read(target, slice(None), object(), inputs[0], lambda: linear_inputs(target, attribute, module, args, kwargs))
 
     def passed(self, target: Target, groups: slice, x: Tensor) -> None:
         if self._forward and self.gram != "none":

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ._dist import DataRanks
 from ._layers import Layout, bare_layer, features_axis, is_product
-from .input_squares import is_float
+from .input_squares import check_linear, is_float
 from .products import Products, rough_matmul, tensor_cores
 from .reads import listen
 from .targeting import Target
@@ -247,11 +247,7 @@ class Moments:
         streams: Mapping[str, Tensor] = {},
         picked: tuple[int, Tensor] | None = None,
     ) -> None:
-        try:
-            x = layer_inputs(module, attribute, target.layout, args, kwargs)
-        except Exception as error:
-            kind = type(module).__name__
-            raise ValueError(f"the inputs of {target.name!r} cannot be read: {kind} is not linear in it; exclude it") from error
+        x = linear_inputs(target, attribute, module, args, kwargs)
         shape = next(tuple(value.shape) for value in (*args, *kwargs.values()) if is_float(value))
         axis = features_axis(module)
         flat = {name: _wide(r).movedim(axis, -1).flatten(0, -2)[None] for name, r in streams.items()}
@@ -394,6 +390,17 @@ def _check_finite(name: str, entry: Mapping[str, Any]) -> None:
                 f"the inputs of {name!r} are NaN or infinite, or so large that their products are; look at the data and "
                 "at the weights of the layers before it"
             )
+
+
+def linear_inputs(target: Target, attribute: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The `layer_inputs` of a target. Raises ValueError, with its name, where the layer is not linear in it."""
+    try:
+        if not is_product(module, target.layout):
+            check_linear(module, attribute, args, kwargs)
+        return layer_inputs(module, attribute, target.layout, args, kwargs)
+    except Exception as error:
+        kind = type(module).__name__
+        raise ValueError(f"the inputs of {target.name!r} cannot be read: {kind} is not linear in it; exclude it") from error
 
 
 def layer_inputs(module: nn.Module, attribute: str, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

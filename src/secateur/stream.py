@@ -214,7 +214,14 @@ class _Template:
     def learn(self, arguments: Any, output: Any) -> None:
         looks = [(t.shape, t.dtype, t.device) for t in tensors_of(arguments)[:1]]
         alike = looks and all((t.shape, t.dtype, t.device) == looks[0] for t in tensors_of(output))
-        self.tree = output if alike and is_tree(output) and tensors_of(output) else None
+        self.tree = output if alike and _holds_tensors_alone(output) and tensors_of(output) else None
+
+
+def _holds_tensors_alone(tree: Any) -> bool:
+    """True if a tree holds tensors and None, and no numbers or text, such as the size of an image."""
+    if isinstance(tree, tuple | list | dict):
+        return is_tree(tree) and all(map(_holds_tensors_alone, tree.values() if isinstance(tree, dict) else tree))
+    return tree is None or isinstance(tree, Tensor)
 
 
 def _share_objects(calls: Sequence[_Call]) -> bool:
@@ -320,8 +327,8 @@ def _linked(
             with touched.aside():
                 _on_meta(module, forward, args, kwargs)
         tree = first[0] if first else like.tree if like is not None else None
-        if not is_tree(tree):
-            raise _Enough  # what it holds cannot be replaced
+        if not _holds_tensors_alone(tree):
+            raise _Enough  # what it holds cannot be replaced, or may be another number for each block
         made = tensors_of(tree) if first else tensors_of((args, kwargs))[:1] * len(tensors_of(tree))
         with touched.aside():
             empty = {i: touched.watch(torch.empty_like(t)) for i, t in enumerate(made)}
