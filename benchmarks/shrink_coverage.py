@@ -17,22 +17,21 @@ with a run of the whole model in which normalisations see the kept units alone. 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fnmatch
-import multiprocessing
 import os
 import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from _bench import machine, show
+from _processes import in_processes
 from _zoo import Built, images, kinds, quiet, settled
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -222,53 +221,33 @@ def from_probe(build: Callable[[], Any]) -> Built:
 # ---------------------------------------------------------------- one process for each model
 
 
-def work(name: str, task: str, build: Callable[[], Built], draws: int, pipe: Any) -> None:
-    torch.set_num_threads(1)
+def work(name: str, task: str, build: Callable[[], Built], draws: int) -> Result:
     result = Result(name, task)
     begin = time.perf_counter()
-    with quiet(), open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
+    try:
+        model, inputs = build()
+    except Exception as error:
+        result.verdict, result.why = "not built", f"{type(error).__name__}: {error}".split("\n")[0][:160]
+    else:
         try:
-            model, inputs = build()
+            examine(result, model, inputs, draws)
         except Exception as error:
-            result.verdict, result.why = "not built", f"{type(error).__name__}: {error}".split("\n")[0][:160]
-        else:
-            try:
-                examine(result, model, inputs, draws)
-            except Exception as error:
-                where = traceback.extract_tb(error.__traceback__)[-1]
-                result.verdict = "crash"
-                result.why = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            result.verdict = "crash"
+            result.why = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
     result.seconds = time.perf_counter() - begin
     result.why = " ".join(result.why.split())[:400]
-    pipe.send(asdict(result))
+    return result
 
 
 def sweep(models: dict[str, tuple[str, Callable[[], Built]]], jobs: int, limit: float, draws: int) -> list[Result]:
     """Every model in a process of its own, `jobs` at a time; a line for each as it ends."""
-    fork, waiting, running, done = multiprocessing.get_context("fork"), list(models.items()), {}, []
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            name, (task, build) = waiting.pop(0)
-            mine, theirs = fork.Pipe(duplex=False)
-            process = fork.Process(target=work, args=(name, task, build, draws, theirs))
-            process.start()
-            theirs.close()
-            running[name] = (process, mine, time.monotonic(), task)
-        time.sleep(0.02)
-        for name, (process, mine, begin, task) in list(running.items()):
-            late = time.monotonic() - begin > limit
-            if not (mine.poll() or late or not process.is_alive()):
-                continue
-            result = Result(name, task, why=f"no answer after {limit:g} s" if late else "the process died", seconds=limit)
-            if mine.poll():
-                with contextlib.suppress(EOFError):
-                    result = Result(**mine.recv())
-            process.kill()
-            process.join()
-            del running[name]
-            done.append(result)
-            print(result.line(), flush=True)
+    calls = {name: (work, name, task, build, draws) for name, (task, build) in models.items()}
+    done = []
+    for name, found, seconds in in_processes(calls, jobs, limit):
+        result = found if isinstance(found, Result) else Result(name, models[name][0], why=found, seconds=seconds)
+        done.append(result)
+        print(result.line(), flush=True)
     return done
 
 

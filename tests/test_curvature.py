@@ -263,6 +263,25 @@ def test_layers_without_tokens_are_named():
     assert "no token" in made.notes["spare.weight"]
 
 
+def test_layers_that_run_without_gradients_are_named():
+    class Selecting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.score, self.value = nn.Linear(4, 1), nn.Linear(4, 3)
+
+        def forward(self, x):
+            with torch.no_grad():
+                chosen = self.score(x) > 0
+            return self.value(x) * chosen
+
+    model = Selecting()
+    made = curvature(model, found(model), [torch.randn(50, 4)])
+    assert list(made.G) == ["value.weight"]
+    assert made.notes["score.weight"].startswith("no gradient of the loss reached it")
+    plan = sc.prune_(model, method="loss", sparsity=0.5, data=[torch.randn(50, 4)])
+    assert plan.metrics()["pruned"] == 8
+
+
 def test_half_precision_models_have_factors_in_single_precision():
     model = llama().to(torch.bfloat16)
     made = curvature(model, found(model, exclude="lm_head"), [torch.randint(31, (2, 8))])

@@ -125,3 +125,114 @@ def test_curvature_of_experts_is_the_mean_over_their_own_tokens():
     wanted = torch.stack([gradient[chosen == e].square().mean(0) if e < 2 else torch.zeros(12) for e in range(3)])
     torch.testing.assert_close(measured.G["0.weight"].view(3, 12), wanted)
     assert measured.tokens["0.weight"] == 14
+
+
+class Grouped(nn.Linear):
+    """Groups of its rows read inputs of their own, as in the output projection of DeepSeek-V4."""
+
+    def __init__(self, width, rows, n_groups):
+        super().__init__(width, rows, bias=False)
+        self.n_groups = n_groups
+
+    def forward(self, x):
+        weight = self.weight.view(self.n_groups, -1, x.shape[-1]).transpose(1, 2)
+        y = torch.bmm(x.reshape(-1, self.n_groups, x.shape[-1]).transpose(0, 1), weight)
+        return y.transpose(0, 1).reshape(*x.shape[:-1], -1)
+
+
+class Scores(nn.Linear):
+    """Returns its product and its maximum, as routers of experts do."""
+
+    def forward(self, x):
+        scores = super().forward(x)
+        return scores, scores.amax(-1, keepdim=True)
+
+
+class Heads(nn.Module):
+    """A block whose heads have a projection each: one grouped layer, or a layer for each head."""
+
+    def __init__(self, grouped):
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 24), nn.Linear(16, 12)
+        self.middle = Grouped(12, 16, 2) if grouped else nn.ModuleList(nn.Linear(12, 8, bias=False) for _ in range(2))
+        self.score = Scores(12, 16) if grouped else nn.Linear(12, 16)
+
+    def forward(self, x):
+        heads = self.first(x).unflatten(-1, (2, 12)).relu()
+        if isinstance(self.middle, Grouped):
+            y, score = self.middle(heads).flatten(-2), self.score(x)[0]
+        else:
+            y, score = torch.cat([layer(head) for layer, head in zip(self.middle, heads.unbind(-2))], -1), self.score(x)
+        return x + self.last(y * score)
+
+
+def heads(grouped):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Heads(grouped) for _ in range(2))).eval()
+    draw = torch.Generator().manual_seed(1)
+    for name, parameter in sorted(model.named_parameters()):
+        parameter.data = torch.randn(parameter.shape, generator=draw) / 4 if ".middle" not in name else parameter.data
+    middle = torch.randn(4, 8, 12, generator=draw) / 4
+    for i, block in enumerate(model):
+        parts = [block.middle.weight[:8], block.middle.weight[8:]] if grouped else [one.weight for one in block.middle]
+        for part, values in zip(parts, middle[2 * i : 2 * i + 2]):
+            part.data.copy_(values)
+    return model
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_layers_derived_from_linear_that_multiply_otherwise_are_read_as_they_multiply(how):
+    model, oracle = heads(True), heads(False)
+    torch.testing.assert_close(model(BATCHES[0]), oracle(BATCHES[0]))
+    options = {"pattern": "2:4", "data": BATCHES} | HOW[how]
+    if "method" in options:
+        options["method"] += "(reorder=False, curvature='diag')" if how == "loss" else "(reorder=False)"
+    found, wanted = sc.plan(model, **options), sc.plan(oracle, **options)
+    assert not found.notes.keys() & {"0", "1"}
+    for name in ("first", "score", "middle", "last"):
+        for block in range(2):
+            own = f"{block}.{name}.weight"
+            names = [own] if name != "middle" else [f"{block}.middle.{head}.weight" for head in range(2)]
+            assert torch.equal(found.masks[own], torch.cat([wanted.masks[name] for name in names]))
+            if wanted.weights:
+                weights = torch.cat([wanted.weights[name] for name in names])
+                torch.testing.assert_close(found.weights[own], weights, rtol=1e-3, atol=1e-4)
+
+
+def test_a_grouped_layer_that_does_not_say_so_is_refused_by_name():
+    model = heads(True)
+    for block in model:
+        block.middle.parts = vars(block.middle).pop("n_groups")
+    Unknown = type("Unknown", (Grouped,), {"n_groups": property(lambda self: self.parts)})
+    for block in model:
+        block.middle.__class__ = Unknown
+    with pytest.raises(ValueError, match=r"rows 0 to 8 of '0\.middle\.weight' are multiplied with inputs of their own"):
+        sc.plan(model, method="flow", sparsity=0.5, data=BATCHES)
+
+
+class Standardized(nn.Conv2d):
+    """Standardises its weight in every call, as in the ResNets of Big Transfer."""
+
+    def forward(self, x):
+        mean, deviation = self.weight.mean((1, 2, 3), keepdim=True), self.weight.std((1, 2, 3), keepdim=True)
+        return F.conv2d(x, (self.weight - mean) / deviation, self.bias, self.stride, self.padding)
+
+
+class SamePadding(nn.Conv2d):
+    """Pads its inputs itself."""
+
+    def forward(self, x):
+        return super().forward(F.pad(x, (1, 1, 1, 1)))
+
+
+@pytest.mark.parametrize(
+    "how", [{"method": "flow"}, {"method": "loss", "loss": lambda output, _: output.square().sum()}, {"criterion": sc.wanda}]
+)
+def test_layers_that_are_not_linear_in_their_weight_are_refused_by_name(how):
+    torch.manual_seed(0)
+    data = [torch.randn(2, 3, 6, 6) for _ in range(2)]
+    model = nn.Sequential(SamePadding(3, 4, 3), nn.ReLU(), Standardized(4, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    with pytest.raises(ValueError, match=r"'2\.weight' cannot be (read|measured): Standardized is not linear in it"):
+        sc.plan(model, sparsity=0.5, data=data, **how)
+    plan = sc.plan(model, sparsity=0.5, data=data, exclude="2.weight", **how)
+    assert list(plan.masks) == ["0.weight", "4.weight"]

@@ -76,7 +76,7 @@ def test_blocks_that_feed_each_other_need_one_run_of_the_model():
     model = Decoder()
     for _ in stream.stream(model, list(model.layers), [{"ids": ids, "use_cache": False} for ids in IDS]):
         pass
-    assert model.runs == len(IDS)
+    assert model.runs == len(IDS) + 1  # and one of a single sample, in which blocks return zeros
 
 
 @torch.no_grad()
@@ -84,7 +84,28 @@ def test_blocks_that_get_one_object_need_another_run_of_the_first_batch():
     model = Decoder()
     for _ in stream.stream(model, list(model.layers), IDS):
         pass
-    assert model.runs == len(IDS) + 1
+    assert model.runs == len(IDS) + 2
+
+
+@pytest.mark.parametrize("bare", [True, False], ids=["tensors", "tuples"])
+def test_blocks_that_run_again_after_the_last_one_are_recorded_in_every_run(bare):
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) if bare else Block(4) for _ in range(2))
+
+        def forward(self, x):
+            for _ in range(3):
+                for layer in self.layers:
+                    x = layer(x) if bare else layer(x, scale=0.5)[0]
+            return x
+
+    model, batches = Again(), [torch.randn(2, 4), torch.randn(3, 4)]
+    with torch.no_grad():
+        assert stream.Chain.of(model, list(model.layers), batches) == "they run more than once"
+        for replay in stream.stream(model, list(model.layers), batches):
+            assert [len(args[0]) for args, _ in replay.calls] == [2, 2, 2, 3, 3, 3]
+            assert replay.batches == [0, 0, 0, 1, 1, 1]
 
 
 @torch.no_grad()
@@ -249,3 +270,35 @@ def test_a_block_that_returns_its_own_memory_feeds_the_next_what_it_returned_for
         got = [[args[0].clone() for args, _ in replay.calls] for replay in stream.stream(model, list(model), batches)][1]
         for x, seen in zip(batches, got, strict=True):
             torch.testing.assert_close(seen, model[0](x), rtol=0, atol=0)
+
+
+class Halving(nn.Module):
+    """Takes an image as a list of positions with its size, and returns a smaller one with its size."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x, size):
+        image = self.layer(x).unflatten(1, size)[:, ::2, ::2]
+        return image.flatten(1, 2), tuple(image.shape[1:3])
+
+
+@torch.no_grad()
+def test_numbers_that_blocks_return_are_those_of_each_block():
+    class Stages(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stages = nn.ModuleList(Halving(4) for _ in range(3))
+
+        def forward(self, x):
+            size, x = x.shape[1:3], x.flatten(1, 2)
+            for stage in self.stages:
+                x, size = stage(x, tuple(size))
+            return x
+
+    model, batches = Stages(), [torch.randn(2, 8, 8, 4), torch.randn(1, 16, 8, 4)]
+    for i, replay in enumerate(stream.stream(model, list(model.stages), batches)):
+        assert [size for (_, size), _ in replay.calls] == [(8 >> i, 8 >> i), (16 >> i, 8 >> i)]
+        for output in replay.run():
+            assert output[0].isfinite().all()

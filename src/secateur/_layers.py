@@ -13,7 +13,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import _disable_current_modes
 
 Kind = type[nn.Module] | str
 
@@ -141,12 +144,19 @@ class Layout:
         return tensor[:, :1] if self.flip else tensor[: self.groups]
 
 
+_GROUPS = ("groups", "n_groups", "num_groups")  # attributes of linear layers whose groups of rows read different inputs
+
+
 def layout_of(module: nn.Module, shape: tuple[int, ...], attribute: str = "weight") -> Layout:
     """The layout of a parameter of this shape in this module."""
     if is_experts(module, shape):
         return Layout(tuple(shape), bool(getattr(module, "is_transposed", True)), groups=shape[0], stacked=True)
     flip = len(shape) > 1 and is_kind(module, _INPUT_FIRST)
-    groups = vars(module).get("groups", 1) if len(shape) > 2 else _several(module).get(attribute, 1)
+    if len(shape) == 2 and _multiplies_otherwise(module):
+        sizes = (vars(module).get(name) for name in _GROUPS)
+        groups = next((size for size in sizes if isinstance(size, int) and size > 0 and not shape[0] % size), 1)
+    else:
+        groups = vars(module).get("groups", 1) if len(shape) > 2 else _several(module).get(attribute, 1)
     return Layout(tuple(shape), flip, groups if isinstance(groups, int) else 1)
 
 
@@ -170,11 +180,40 @@ def is_weight(module: nn.Module, attribute: str) -> bool:
     return attribute in (_several(module) or (attribute,))
 
 
+def bare_layer(module: nn.Module, parameters: dict[str, Tensor]) -> nn.Module:
+    """A copy of a layer with these parameters, without bias, hooks and parametrizations. The layer itself is unchanged."""
+    twin = object.__new__(parametrize.type_before_parametrizations(module))
+    twin.__dict__.update(module.__dict__)
+    twin._parameters = {**module._parameters, **parameters} | ({"bias": None} if "bias" in module._parameters else {})
+    twin._modules = {name: child for name, child in module._modules.items() if name != "parametrizations"}
+    return twin
+
+
 def passes_its_weights(module: nn.Module) -> bool:
     """Whether the layer passes its weights to a function, so that its own call is not linear in any of them."""
-    return bool(_several(module)) or any(
-        is_experts(module, tuple(p.shape)) for p in module._parameters.values() if p is not None
+    return (
+        bool(_several(module))
+        or any(is_experts(module, tuple(p.shape)) for p in module._parameters.values() if p is not None)
+        or _multiplies_otherwise(module)
     )
+
+
+def _multiplies_otherwise(module: nn.Module) -> bool:
+    """Whether a type derived from `nn.Linear` does not map a vector of inputs to a vector of outputs.
+
+    Grouped linear layers take a vector for each group, and routers of experts return more than their product.
+    """
+    if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
+        return False
+    weight = module.weight
+    with _disable_current_modes(), torch.no_grad():
+        twin = bare_layer(module, {name: p.to("meta") for name, p in module._parameters.items() if p is not None})
+        twin._buffers = {name: None if b is None else b.to("meta") for name, b in module._buffers.items()}
+        try:
+            output = twin.forward(torch.empty(1, weight.shape[-1], dtype=weight.dtype, device="meta"))
+        except Exception:
+            return True
+    return not isinstance(output, Tensor) or output.shape != (1, weight.shape[0])
 
 
 def is_product(module: nn.Module, layout: Layout) -> bool:

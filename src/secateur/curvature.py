@@ -20,7 +20,7 @@ from ._tree import Loose
 from .edit import half_products, preserve_rng
 from .input_squares import is_float
 from .logits import logits_of, parts_of
-from .moments import layer_inputs
+from .moments import linear_inputs
 from .products import matmul, rough_matmul
 from .progress import Progress
 from .reads import listen
@@ -206,7 +206,7 @@ class _Sums:
         if len(inputs) == 1 and len(layout.shape) == 2 and (layout.product or isinstance(module, nn.Linear)):
             self.passed(target, slice(None), inputs[0])
         else:
-            self._read(target, slice(None), object(), inputs[0], lambda: layer_inputs(module, attribute, layout, args, kwargs))
+            self._read(target, slice(None), object(), inputs[0], lambda: linear_inputs(target, attribute, module, args, kwargs))
 
     def passed(self, target: Target, groups: slice, x: Tensor) -> None:
         if self._forward and self.gram != "none":
@@ -225,7 +225,7 @@ class _Sums:
             self._of_experts.setdefault(target.name, torch.zeros(layout.groups))[first] += number
         if layout.stacked or first == 0:
             self._tokens[target.name] = self._tokens.get(target.name, 0) + number
-        if self.kind == "none":
+        if self.kind == "none" or not torch.is_grad_enabled():  # the model may choose tokens or experts without gradients
             return output
         if not output.requires_grad:  # nothing before it does: the backward pass ends here
             anchor = output.new_zeros((), requires_grad=True)
@@ -284,7 +284,8 @@ class _Sums:
         for target in targets:
             name, n = target.name, self._tokens.get(target.name, 0)
             if not n or (self.kind != "none" and name not in self._G):
-                notes[name] = "no token reached it, so it has no curvature and its outputs are weighed alike"
+                which = "gradient of the loss" if n else "token"
+                notes[name] = f"no {which} reached it, so it has no curvature and its outputs are weighed alike"
             if name not in self._G:
                 continue
             G[name] = self._G.pop(name)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
-from ._layers import Layout, features_axis
+from ._arguments import first_row
+from ._layers import Layout, bare_layer, features_axis, is_product
 from .targeting import Target
 
 Table = dict[str, dict[str, Tensor]]
@@ -43,6 +43,8 @@ class InputSquares:
             return
         last = features_axis(module) == -1
         try:
+            if not is_product(module, layout):
+                check_linear(module, attribute, args, kwargs)
             inputs = tuple(self._squared(value, last) for value in args)
             named = {key: self._squared(value, last) for key, value in kwargs.items()}
             probe = layout.probe(torch.empty(layout.shape, device="meta"))
@@ -75,13 +77,38 @@ class InputSquares:
         entry["input_norm"][groups] += squares
 
 
-def bare_layer(module: nn.Module, parameters: dict[str, Tensor]) -> nn.Module:
-    """A copy of a layer with these parameters, without bias, hooks and parametrizations. The layer itself is unchanged."""
-    twin = object.__new__(parametrize.type_before_parametrizations(module))
-    twin.__dict__.update(module.__dict__)
-    twin._parameters = {**module._parameters, **parameters} | ({"bias": None} if "bias" in module._parameters else {})
-    twin._modules = {name: child for name, child in module._modules.items() if name != "parametrizations"}
-    return twin
+_LINEAR = {
+    kind.forward
+    for kind in (
+        nn.Conv1d,
+        nn.Conv2d,
+        nn.Conv3d,
+        nn.ConvTranspose1d,
+        nn.ConvTranspose2d,
+        nn.ConvTranspose3d,
+    )
+}
+_TOLERANCE = 1e-2  # relative; layers may round their products
+
+
+def check_linear(module: nn.Module, attribute: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError unless a layer is linear in its weight on a sample: it adds up where two weights are added.
+
+    Layers that standardise or round their weight are not. Types of torch are not checked.
+    """
+    if type(module).forward in _LINEAR:
+        return
+    weight = getattr(module, attribute).detach()
+    other = weight.flatten().roll(1).view(weight.shape).mul(0.5)
+    args, kwargs = first_row((args, dict(kwargs)))
+
+    def output(values: Tensor) -> Tensor:
+        return bare_layer(module, {attribute: values}).forward(*args, **kwargs)
+
+    with torch.no_grad():
+        one, two, both = output(weight), output(other), output(weight + other)
+    if not bool((one + two - both).norm() <= _TOLERANCE * (one.norm() + two.norm())):
+        raise ValueError(f"{type(module).__name__} changes its weight before it multiplies with it")
 
 
 def _own_graph() -> torch.autograd.graph.saved_tensors_hooks:

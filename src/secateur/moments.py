@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from ._dist import DataRanks
-from ._layers import Layout, features_axis, is_product
-from .input_squares import bare_layer, is_float
+from ._layers import Layout, bare_layer, features_axis, is_product
+from .input_squares import check_linear, is_float
 from .products import Products, rough_matmul, tensor_cores
 from .reads import listen
 from .targeting import Target
 
+_SHOWN = 8  # names in an error
 _ELEMENTS = 1 << 24  # patches of a convolution are cut out in parts of about this size
 
 
@@ -75,6 +76,17 @@ class Seen(NamedTuple):
     x: Tensor | None = None
     streams: Mapping[str, Tensor] = {}
     picked: tuple[int, Tensor] | None = None
+
+
+class NoInput(ValueError):
+    """Layers, by name or by a glob over names, that no input reached."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+        shown = ", ".join(map(repr, self.names[:_SHOWN]))
+        more = f" and {len(self.names) - _SHOWN} more" if len(self.names) > _SHOWN else ""
+        which = "it" if len(self.names) == 1 else "them"
+        super().__init__(f"{shown}{more} saw no input while the data ran through; exclude {which}, or use another method")
 
 
 class Moments:
@@ -190,7 +202,7 @@ class Moments:
         for pool in self.pools:
             self._fill(pool)
         if unseen := [name for name, sums in self._sums.items() if not all(one.parts for one in sums.values())]:
-            raise ValueError(f"{unseen[0]!r} saw no input while the data ran through; exclude it, or use another method")
+            raise NoInput(unseen)
         sums, self._sums = self._sums, {}
         table: dict[str, dict[str, Any]] = {}
         stacked = {target.name: target.layout.cols for target in self.targets if target.layout.stacked}
@@ -235,11 +247,7 @@ class Moments:
         streams: Mapping[str, Tensor] = {},
         picked: tuple[int, Tensor] | None = None,
     ) -> None:
-        try:
-            x = layer_inputs(module, attribute, target.layout, args, kwargs)
-        except Exception as error:
-            kind = type(module).__name__
-            raise ValueError(f"the inputs of {target.name!r} cannot be read: {kind} is not linear in it; exclude it") from error
+        x = linear_inputs(target, attribute, module, args, kwargs)
         shape = next(tuple(value.shape) for value in (*args, *kwargs.values()) if is_float(value))
         axis = features_axis(module)
         flat = {name: _wide(r).movedim(axis, -1).flatten(0, -2)[None] for name, r in streams.items()}
@@ -382,6 +390,17 @@ def _check_finite(name: str, entry: Mapping[str, Any]) -> None:
                 f"the inputs of {name!r} are NaN or infinite, or so large that their products are; look at the data and "
                 "at the weights of the layers before it"
             )
+
+
+def linear_inputs(target: Target, attribute: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The `layer_inputs` of a target. Raises ValueError, with its name, where the layer is not linear in it."""
+    try:
+        if not is_product(module, target.layout):
+            check_linear(module, attribute, args, kwargs)
+        return layer_inputs(module, attribute, target.layout, args, kwargs)
+    except Exception as error:
+        kind = type(module).__name__
+        raise ValueError(f"the inputs of {target.name!r} cannot be read: {kind} is not linear in it; exclude it") from error
 
 
 def layer_inputs(module: nn.Module, attribute: str, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -126,8 +126,11 @@ class _Matrices:
                 continue
             if target.layout.stacked and matrix.shape == whole.shape and matrix.stride() == whole.stride():
                 found += [_Part(target, slice(i, i + 1), each) for i, each in enumerate(x)] if x.ndim == 3 else []
-            elif matrix.ndim == 2 and (groups := _groups(target, whole, matrix)) is not None:
-                found.append(_Part(target, groups, x))
+                continue
+            each = list(zip(matrix, x)) if matrix.ndim == 3 and x.ndim == 3 else [(matrix, x)] if matrix.ndim == 2 else []
+            for part, own in each:
+                if (groups := _groups(target, whole, part)) is not None:
+                    found.append(_Part(target, groups, own))
         return found
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._arguments import apart, copied, is_tree, moved, objects_of, replaced, tensors_of
+from ._arguments import apart, copied, first_row, is_tree, moved, objects_of, replaced, tensors_of
 from .edit import StandIns
 from .outside import Watch
 from .paused import paused_calls
@@ -33,6 +33,7 @@ class Replay:
 
     module: nn.Module
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    batches: list[int] = field(default_factory=list)  # the number of the batch of each call, where the calls were recorded
 
     def run(self) -> Iterator[Any]:
         """Calls the module again, as it is now, with the recorded arguments."""
@@ -48,6 +49,7 @@ def record(model: nn.Module, module: nn.Module, batches: Iterable[Any]) -> Repla
     found = Replay(module, [])
     if module is model:
         found.calls = [(args, kwargs) for args, kwargs, _ in map(split_batch, batches)]
+        found.batches = list(range(len(found.calls)))
         return found
 
     def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -55,8 +57,9 @@ def record(model: nn.Module, module: nn.Module, batches: Iterable[Any]) -> Repla
         found.calls.append((copied(args, memo), copied(kwargs, memo)))
 
     with _hook(module.register_forward_pre_hook(see, with_kwargs=True, prepend=True)):
-        for batch in batches:
+        for number, batch in enumerate(batches):
             _call(model, batch)
+            found.batches += [number] * (len(found.calls) - len(found.batches))
     return found
 
 
@@ -129,6 +132,8 @@ class Chain:
             calls = _linked(model, modules, batch, like) or _linked(model, modules, batch, None)
             if calls is None:
                 return "they do not each read what the block before returned"
+            if not links and (present or like.tree is not None) and _runs_again(model, modules, batch, like):
+                return "they run more than once"
             if not links and _share_objects(calls):
                 watch = Watch()
                 _linked(model, modules, batch, None if present else _Template(), watch)
@@ -209,7 +214,14 @@ class _Template:
     def learn(self, arguments: Any, output: Any) -> None:
         looks = [(t.shape, t.dtype, t.device) for t in tensors_of(arguments)[:1]]
         alike = looks and all((t.shape, t.dtype, t.device) == looks[0] for t in tensors_of(output))
-        self.tree = output if alike and is_tree(output) and tensors_of(output) else None
+        self.tree = output if alike and _holds_tensors_alone(output) and tensors_of(output) else None
+
+
+def _holds_tensors_alone(tree: Any) -> bool:
+    """True if a tree holds tensors and None, and no numbers or text, such as the size of an image."""
+    if isinstance(tree, tuple | list | dict):
+        return is_tree(tree) and all(map(_holds_tensors_alone, tree.values() if isinstance(tree, dict) else tree))
+    return tree is None or isinstance(tree, Tensor)
 
 
 def _share_objects(calls: Sequence[_Call]) -> bool:
@@ -224,6 +236,41 @@ def _on_meta(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ..
     with contextlib.suppress(Exception), StandIns(module, lambda _, tensor: tensor.to(meta)):
         args, kwargs = moved((args, kwargs), meta)
         forward(*args, **kwargs)
+
+
+def _runs_again(model: nn.Module, modules: Sequence[nn.Module], batch: Any, like: _Template) -> bool:
+    """Whether the model runs a block a second time after the last one. The run is of one sample, where the model takes that.
+
+    With a template, blocks return zeros instead of running.
+    """
+    seen: set[nn.Module] = set()
+    again = False
+
+    def enter(module: nn.Module, _: Any) -> None:
+        nonlocal again
+        again = module in seen
+        seen.add(module)
+        if again:
+            raise _Enough
+
+    def stub(*args: Any, **kwargs: Any) -> Any:
+        made = tensors_of((args, kwargs))[:1] * len(tensors_of(like.tree))
+        return replaced(like.tree, {i: torch.zeros_like(t) for i, t in enumerate(made)}, [0])
+
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(_hook(module.register_forward_pre_hook(enter)))
+            if like.tree is not None:
+                stack.enter_context(instead(module, stub))
+        whole = split_batch(batch)[:2]
+        for args, kwargs in (first_row(whole), whole):
+            seen.clear()
+            with contextlib.suppress(_Enough, Exception):  # it may refuse other sizes, or zeros
+                _call(model, kwargs if kwargs else (args, None))
+                break
+            if again:
+                break
+    return again
 
 
 def _linked(
@@ -280,8 +327,8 @@ def _linked(
             with touched.aside():
                 _on_meta(module, forward, args, kwargs)
         tree = first[0] if first else like.tree if like is not None else None
-        if not is_tree(tree):
-            raise _Enough  # what it holds cannot be replaced
+        if not _holds_tensors_alone(tree):
+            raise _Enough  # what it holds cannot be replaced, or may be another number for each block
         made = tensors_of(tree) if first else tensors_of((args, kwargs))[:1] * len(tensors_of(tree))
         with touched.aside():
             empty = {i: touched.watch(torch.empty_like(t)) for i, t in enumerate(made)}

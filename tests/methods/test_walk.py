@@ -762,3 +762,64 @@ def test_what_the_dense_model_read_is_not_overwritten_by_the_pruned_one():
         sc.prune_(model, sparsity=0.5, method="flow", data=batches)
         found.append(model[1].weight)
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+class TwoTowers(nn.Module):
+    """Two rows of blocks. The longer one runs only with images, as in models that read text and images."""
+
+    def __init__(self, deep=3):
+        super().__init__()
+        self.vision, self.text = zoo.Mixtures(), zoo.Mixtures()
+        self.vision.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(deep))
+        self.joint, self.spare = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, image=None):
+        x = x if image is None else x + self.joint(self.vision(image))
+        return self.text(x)
+
+
+@pytest.mark.parametrize("deep", [2, 30])
+@pytest.mark.parametrize("how", [{"method": "flow", "pattern": "2:4"}, {"method": "loss", "sparsity": 0.5}])
+def test_all_layers_that_no_batch_reaches_are_named_at_once(deep, how):
+    torch.manual_seed(0)
+    model, data = TwoTowers(deep), [{"x": torch.randn(2, 5, 8)} for _ in range(2)]
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"^'vision\.\*', 'joint\.weight', 'spare\.weight' saw no input .* exclude them"):
+        sc.prune_(model, data=data, **how)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+    plan = sc.prune_(model, data=data, exclude=["vision.*", "joint.weight", "spare.weight"], **how)
+    assert plan.metrics()["sparsity"] == 0.5
+
+
+class Repeating(nn.Module):
+    """Its blocks run several times, as in models that reason by repeating their layers."""
+
+    def __init__(self, times=3):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)) for _ in range(2))
+        self.times = times
+
+    def forward(self, x, attention_mask=None):
+        for _ in range(self.times):
+            for block in self.blocks:
+                x = x + block(x)
+        return x
+
+
+def test_blocks_that_repeat_are_solved_with_the_inputs_of_all_their_runs():
+    torch.manual_seed(0)
+    model, padded = Repeating().eval(), torch.ones(2, 7, dtype=torch.long)
+    padded[1, 4:] = 0
+    batches = [{"x": torch.randn(2, 7, 8), "attention_mask": padded}, {"x": torch.randn(3, 5, 8)}]
+    inputs = []
+    handle = model.blocks[0][0].register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach().double()))
+    for batch in batches:
+        call(model, batch)
+    handle.remove()
+    kept = torch.cat([*(x[padded.bool()] for x in inputs[:3]), *(x.flatten(0, 1) for x in inputs[3:])])
+    seen, notes, _ = walked(model, batches)
+    assert seen["blocks.0.0.weight"]["tokens"] == len(kept) == 3 * (11 + 15)
+    close(seen["blocks.0.0.weight"]["gram"], kept.mT @ kept, "gram", rtol=1e-5)
+    why = "runs more than once for a batch; solved with the inputs that its own dense weights produce"
+    assert notes == {"blocks.0": why, "blocks.1": why}
+    sc.prune_(model, method="flow", pattern="2:4", data=batches)

@@ -77,12 +77,12 @@ def _levels(names: Sequence[str], tape: Tape) -> dict[str, int] | None:
         levels[read.name] = max(levels.get(read.name, 0), level)
     if any(levels.get(name, 0) >= levels[read.name] for read in tape.reads for name in before(read)):
         return None
-    alike = {_pattern(name): level for name, level in levels.items()}
+    alike = {pattern(name): level for name, level in levels.items()}
     last = max(levels.values(), default=1)
-    return {name: levels.get(name, alike.get(_pattern(name), last)) for name in names}
+    return {name: levels.get(name, alike.get(pattern(name), last)) for name in names}
 
 
-def _pattern(name: str) -> str:
+def pattern(name: str) -> str:
     """The name without its numbers: an expert that saw no token here belongs where the other experts are."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
@@ -108,7 +108,7 @@ def _lead_unseen(leaders: dict[str, str], names: Sequence[str]) -> None:
         parts, leaders[name] = name.split("."), name
         for other, leader in list(leaders.items()):
             away = [i for i, (a, b) in enumerate(zip(parts, other.split("."))) if a != b]
-            if other != name and _pattern(other) == _pattern(name) and len(away) == 1:
+            if other != name and pattern(other) == pattern(name) and len(away) == 1:
                 own = leader.split(".")
                 own[away[0]] = parts[away[0]]
                 leaders[name] = ".".join(own) if ".".join(own) in names else name
@@ -123,7 +123,7 @@ def _pools(stage: Stage, by_name: Mapping[str, Target], tapes: Sequence[Tape]) -
     pools: dict[object, list[str]] = {}
     for name in dict.fromkeys(stage.leaders.values()):
         if name not in early and by_name[name].layout.groups == 1:
-            pools.setdefault((_pattern(name), by_name[name].layout.shape), []).append(name)
+            pools.setdefault((pattern(name), by_name[name].layout.shape), []).append(name)
     return [pool for pool in pools.values() if len(pool) > 1]
 
 

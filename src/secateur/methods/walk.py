@@ -15,15 +15,15 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .._arguments import apart, copied, first_row, moved, same, signature, tensors_of
+from .._arguments import apart, copied, first_row, moved, same, signature
 from .._dist import DataRanks, data_ranks_of, run_of, together
 from .._transfers import finish
 from .._tree import Loose
 from ..blocks import repeated_blocks
 from ..display import format_seconds
-from ..moments import Moments, Seen
+from ..moments import Moments, NoInput, Seen
 from ..outside import not_closed
 from ..progress import Progress, track
 from ..reads import listen
@@ -33,10 +33,12 @@ from ..tape import Call, Enough, Parts, Tape
 from ..tape import record as record_tape
 from ..targeting import Target
 from .batches import usable
+from .calls import detached, distance, size_of
 from .changes import Changes, checked
 from .residence import Residence, on_cpu, without_blocks
 from .seam import Solution
 from .stages import Stage, Window, find_stages
+from .unread import no_input
 
 STREAMED = frozenset({"gram", "cross", "residual"})  # evidence that is taken block by block
 Solve = Callable[[Target, Mapping[str, Any]], Solution]
@@ -85,12 +87,17 @@ def solve_all(
     with torch.inference_mode(False), torch.no_grad(), as_it_was(run), Changes() as changes:
         home = residence or Residence()
         walk = _Walk(run, found, needs & STREAMED, batches, changes, notes, home, blend, ranks, counts, enter)
-        for part, table in walk.evidence():
-            for target in part:
-                solution = checked(target, solve(given[target.name], table.pop(target.name)))
-                solutions[target.name] = walk.residence.solved(target.name, solution)
-                changes.write(target, solution)
-                walk.errors.append(solution.error)
+        try:
+            for part, table in walk.evidence():
+                for target in part:
+                    solution = checked(target, solve(given[target.name], table.pop(target.name)))
+                    solutions[target.name] = walk.residence.solved(target.name, solution)
+                    changes.write(target, solution)
+                    walk.errors.append(solution.error)
+        except NoInput as error:
+            if home.device is not None:  # the whole model cannot run
+                raise
+            raise no_input(run, found, batches, ranks.comm, error) from None
     return {target.name: solutions[name] for name, target in given.items() if name in solutions}
 
 
@@ -154,6 +161,12 @@ class _Walk:
                 with self._there(name, block.module, inner):
                     with self.alike():
                         calls = self._calls(block.module, i, feeds)
+                    if not all(self.ranks.flags(bool(calls[0]))):
+                        raise NoInput(block.names)
+                    if len(set(calls[2])) < len(calls[2]):
+                        self.note(
+                            name, "runs more than once for a batch; solved with the inputs that its own dense weights produce"
+                        )
                     part = _Block(self, name, block.module, own, *calls)
                     if self.enter is not None and names[id(block.module)] in closed:
                         self.enter(names[id(block.module)], block.module, part.examples(), own)
@@ -204,7 +217,7 @@ class _Walk:
         if not inner or self.enter is None or self.residence.device is not None:
             return set(inner) or {""}
         with self.alike():
-            call = min((split_batch(batch)[:2] for batch in self.batches), key=_size)
+            call = min((split_batch(batch)[:2] for batch in self.batches), key=size_of)
             try:
                 found = not_closed(self.model, inner, first_row(call))
             except Exception:  # it takes batches of other sizes
@@ -269,18 +282,18 @@ class _Walk:
         _log.info("solved %s: %s; %s left", name, summary, format_seconds(seconds * left))
         self._summary = f" (last block: {summary})"
 
-    def _calls(self, module: nn.Module, i: int, feeds: tuple[Feed, Feed] | None) -> tuple[list[Call], list[Call] | None]:
-        """The calls of a block, in the model as it is now and in the dense one."""
-        if module is self.model:
-            calls = record(self.model, module, self.batches).calls
-            return calls, calls if self.both else None
-        if feeds is not None:
-            return feeds[0].calls(i), feeds[1].calls(i) if self.both else None
-        calls = record(self.model, module, self.batches).calls
-        if not self.both:
-            return calls, None
+    def _calls(
+        self, module: nn.Module, i: int, feeds: tuple[Feed, Feed] | None
+    ) -> tuple[list[Call], list[Call] | None, list[int]]:
+        """The calls of a block in the model as it is now, those in the dense one, and the number of the batch of each."""
+        if module is not self.model and feeds is not None:
+            calls = feeds[0].calls(i)
+            return calls, feeds[1].calls(i) if self.both else None, list(range(len(calls)))
+        found = record(self.model, module, self.batches)
+        if module is self.model or not self.both:
+            return found.calls, found.calls if self.both else None, found.batches
         with self.changes.out(self.model):
-            return calls, record(self.model, module, self.batches).calls
+            return found.calls, record(self.model, module, self.batches).calls, found.batches
 
 
 @dataclass
@@ -293,6 +306,7 @@ class _Block:
     targets: list[Target]
     calls: list[Call]
     dense_calls: list[Call] | None
+    batches: list[int]  # the number of the batch of each call
     dense: Parts | None = None
 
     def evidence(self) -> Iterator[tuple[list[Target], Evidence]]:
@@ -304,7 +318,7 @@ class _Block:
         self.pruned = Parts(self.module, self.calls, tapes, device)
         if self.dense_calls is not None:
             # Only the difference from the pruned model counts. Products are rounded where it is large against that, on a CPU.
-            rough = (device is None or device.type == "cpu") and _distance(self.calls[0], self.dense_calls[0]) > _ROUGH
+            rough = (device is None or device.type == "cpu") and distance(self.calls[0], self.dense_calls[0]) > _ROUGH
             self.dense = Parts(self.module, self.dense_calls, tapes, device, rough)
         for number, stage in enumerate(stages):
             table = self._collect(number, stage, [own[number] for own in windows], by_name)
@@ -326,9 +340,9 @@ class _Block:
     def examples(self) -> list[Call]:
         """The smallest call, and the largest one of each kind, on the device where the block is."""
         largest: dict[Any, Call] = {}
-        for call in sorted(self.calls, key=_size):
+        for call in sorted(self.calls, key=size_of):
             largest[signature(call)] = call
-        smallest = min(self.calls, key=_size)
+        smallest = min(self.calls, key=size_of)
         chosen = [smallest, *(call for call in largest.values() if call is not smallest)]
         return [moved(call, self.walk.residence.device) for call in chosen]
 
@@ -338,7 +352,7 @@ class _Block:
         tapes: dict[Any, Tape | None] = {}
         for kind in dict.fromkeys(kinds):
             own = [i for i, other in enumerate(kinds) if other == kind]
-            smallest = min(own, key=lambda i: _size(self.calls[i]))
+            smallest = min(own, key=lambda i: size_of(self.calls[i]))
             self.walk.now = False, smallest
             tapes[kind] = record_tape(self.module, self.calls[smallest], self.targets, self.walk.residence.device)
         known = [tape for tape in tapes.values() if tape is not None]
@@ -376,14 +390,14 @@ class _Block:
         return found
 
     def _run(self, moments: Moments, windows: Sequence[Window], leading: Sequence[Target]) -> None:
-        """Runs all batches through a stage, in the dense block and in the pruned one. One run does for two that are equal."""
+        """Runs all calls through a stage, in the dense block and in the pruned one. One run does for two that are equal."""
         dense = self.pruned if self.dense is not None and self.unchanged else self.dense
-        for batch, window in enumerate(windows):
-            moments.next_batch(self.walk.valid[batch])
+        for call, window in enumerate(windows):
+            moments.next_batch(self.walk.valid[self.batches[call]])
             if dense is self.dense and dense is not None:
                 with self.walk.changes.out(self.module):
-                    moments.feed(self._reads(dense, batch, window, leading), dense=True)
-            reads = self._reads(self.pruned, batch, window, leading)
+                    moments.feed(self._reads(dense, call, window, leading), dense=True)
+            reads = self._reads(self.pruned, call, window, leading)
             if dense is self.pruned:
                 moments.feed(reads, dense=True)
             moments.feed(reads)
@@ -395,7 +409,7 @@ class _Block:
         def note(seen: Seen) -> None:
             run = parts.run
             if run is None:
-                found.append(_detached(seen, {}))
+                found.append(detached(seen, {}))
                 return
             with run.aside():
                 run.save()  # the run may end before the next operator
@@ -404,7 +418,7 @@ class _Block:
                 last = run.same and window.reads is not None and len(found) + 1 >= window.reads
                 there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
                 seen = seen._replace(picked=run.picked)
-                found.append(seen._replace(streams=there) if last and parts is self.pruned else _detached(seen, there))
+                found.append(seen._replace(streams=there) if last and parts is self.pruned else detached(seen, there))
             if last:
                 raise Enough
 
@@ -426,24 +440,3 @@ class _Block:
             parts.states[number].reset()
             output = apart(output)  # a block may return memory of its own, which the next call writes to
             yield on_cpu(output) if parts.device is not None else output
-
-
-def _size(call: Call) -> int:
-    """The number of values in the arguments of a call."""
-    return sum(tensor.numel() for tensor in tensors_of(call))
-
-
-def _distance(call: Call, dense: Call) -> float:
-    """The relative distance between the tensors of a call in the pruned model and in the dense one."""
-    away = size = 0.0
-    for one, other in zip(tensors_of(call), tensors_of(dense), strict=False):
-        if one is not other and one.is_floating_point() and one.shape == other.shape:
-            away += float((one.float() - other.float()).square().sum())
-            size += float(other.float().square().sum())
-    return (away / size) ** 0.5 if size > 0 else 0.0
-
-
-def _detached(seen: Seen, streams: Mapping[str, Tensor]) -> Seen:
-    """A read with copies of its tensors, to which the block, or its run in the pruned model, may write."""
-    args, kwargs, x, streams = copied((seen.args, dict(seen.kwargs), seen.x, dict(streams)), {})
-    return seen._replace(args=args, kwargs=kwargs, x=x, streams=streams)
