@@ -49,6 +49,7 @@ class Program:
     @staticmethod
     def parse(text: str) -> Program:
         text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
+        text = text.replace(".shared::cta.", ".shared.")  # two names of one space
         text = re.sub(r"^\s*\.(loc|file|pragma)\b[^\n]*$", "", text, flags=re.M)
         head = re.search(r"\.entry\s+(\w+)\s*\((.*?)\)[^{]*\{", text, flags=re.S)
         assert head is not None
