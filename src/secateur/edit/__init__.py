@@ -55,6 +55,7 @@ from .provenance import (
     record_,
     record_of,
     restore_record_,
+    saved_module,
     set_order_,
     steps_of,
 )
@@ -95,6 +96,7 @@ __all__ = [
     "record_",
     "record_of",
     "restore_record_",
+    "saved_module",
     "set_order_",
     "steps_of",
     # configs
