@@ -171,6 +171,7 @@ def test_arguments_of_other_libraries_get_a_hint(model, call, says):
     [
         ("prune", "no attribute 'prune'. prune_ changes the model in place. plan only computes what it would do."),
         ("compress", "no attribute 'compress'. compress_ changes the model in place."),
+        ("rotate", "no attribute 'rotate'. rotate_ changes the model in place."),
         ("Prunner", "no attribute 'Prunner'. Did you mean 'Pruner'"),
         ("input_first", "no attribute 'input_first'. It is now secateur.layers.input_first."),
         *((name, f"no attribute '{name}'. It is secateur.methods.{name}.") for name in dir(sc.methods) if name.islower()),

@@ -201,8 +201,8 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
             raise ValueError(f"{path} holds a model that was cut; load it before sharding the model, or shard one cut alike")
         if parallel and manifest.cuts and not _fits(model, manifest):
             raise ValueError(
-                f"{path} holds a model that was cut, and {type(given).__name__} keeps buckets and hooks for the tensors as they "
-                "are; load it into the module under it (.module), and wrap the result"
+                f"{path} holds a model that was cut, and {type(given).__name__} keeps buckets and hooks for the tensors as they"
+                " are; load it into the module under it (.module), and wrap the result"
             )
         gates = gated.read_gates(manifest.gates)
         with all_or_nothing(model):
