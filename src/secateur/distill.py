@@ -215,6 +215,8 @@ def distill_(
 def _check(model: nn.Module, teacher: Any, steps: Any, lr: Any, warmup: Any, loss: Any) -> None:
     if not isinstance(teacher, nn.Module) or teacher is model:
         raise ValueError("teacher= is the dense model: pass a copy that was made before pruning (copy.deepcopy(model))")
+    if name := next((type(m).__name__ for m in (model, teacher) if isinstance(m, nn.parallel.DistributedDataParallel)), None):
+        raise ValueError(f"distill_ trains in one process, without {name}; pass the module under it (.module)")
     check_unpacked(model, "distill_ trains its weights")
     check_training_values(steps, lr, warmup)
     if loss is not None and not callable(loss):

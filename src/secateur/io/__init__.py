@@ -150,6 +150,7 @@ def save(
     against = {
         "is packed; save it without packed=True": packed,
         "has compressed layers; decompress_ it first": layers,
+        "has adapters; merge them first (sc.merge_lora_(model))": hasattr(model, "peft_config"),
         "has gates; remove them first (sc.Gates.of(model).undo_())": gates,
     }
     extra, note = hf.files(model, next((why for why, given in against.items() if given), None))
