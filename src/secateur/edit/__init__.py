@@ -8,7 +8,17 @@
 - `guards`: all or nothing, evaluation mode, RNG state, plain kernels, and runs that leave the model as it was.
 """
 
-from .configs import Place, built, built_from, built_model, held_objects, number_at, numbers_of, with_numbers
+from .configs import (
+    Place,
+    built,
+    built_from,
+    built_model,
+    check_no_arguments,
+    held_objects,
+    number_at,
+    numbers_of,
+    with_numbers,
+)
 from .copies import copied
 from .cuts import (
     Attribute,
@@ -106,6 +116,7 @@ __all__ = [
     "built",
     "built_from",
     "built_model",
+    "check_no_arguments",
     "held_objects",
     "number_at",
     "numbers_of",

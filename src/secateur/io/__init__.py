@@ -18,7 +18,6 @@ A saved model is a folder with a safetensors file, which any reader of that form
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -37,6 +36,7 @@ from ..edit import (
     Step,
     all_or_nothing,
     apply_cuts_,
+    check_no_arguments,
     history,
     is_cut,
     owned_tensors,
@@ -183,7 +183,10 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
     """
     if as_ not in (None, "dense"):
         raise ValueError(f"as_={as_!r} must be 'dense' or left out.{nearest(str(as_), ['dense'])}")
-    given = into if isinstance(into, nn.Module) or not callable(into) else _built(into)
+    given: Any = into
+    if not isinstance(into, nn.Module) and callable(into):
+        check_no_arguments(into)
+        given = into()
     model = saved_module(given)
     if not isinstance(given, nn.Module) or not isinstance(model, nn.Module):
         raise TypeError(f"into= must be a model or a function that builds one; this gave a {type(given).__name__}")
@@ -219,22 +222,8 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
     return given
 
 
-def _built(into: Callable[[], nn.Module]) -> nn.Module:
-    """The model that `into` builds. Raises TypeError if it needs arguments."""
-    try:
-        inspect.signature(into).bind()
-    except TypeError as error:
-        name = getattr(into, "__name__", type(into).__name__).replace("<lambda>", "build")
-        raise TypeError(
-            f"into= is a function without arguments that builds the model, such as lambda: {name}(...): {error}"
-        ) from None
-    except ValueError:  # some functions written in C have no signature
-        pass
-    return into()
-
-
 def dense_state_dict(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Returns a dense state dict from a folder that `save` wrote, or from what `safetensors.torch.load_file` returned.
+    """Returns a dense state dict from a folder that `save` wrote, or from the mapping that safetensors' `load_file` returned.
 
     A folder is checked completely, and tied tensors are returned under all their names. The tensor file alone holds each of
     them once.
