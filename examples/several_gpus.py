@@ -1,4 +1,4 @@
-"""FSDP2, AdamW and gradual pruning on any number of processes, with checkpoints that go on with another number of them.
+"""FSDP2, AdamW and gradual pruning on any number of processes. A checkpoint can be continued with another number of them.
 
 torchrun --nproc-per-node=2 examples/several_gpus.py out/checkpoint --until 6
 torchrun --nproc-per-node=4 examples/several_gpus.py out/checkpoint --until 12
@@ -37,7 +37,7 @@ pruner = sc.Pruner(model, sparsity=sc.cubic(0.9, start=2, end=10, every=2), scop
 done = 0  # steps
 weights, moments = get_state_dict(model, optimizer)
 state = {"model": weights, "optimizer": moments, "pruner": pruner, "done": done}
-if arguments.folder.exists():  # go on, on as many processes as there are now
+if arguments.folder.exists():  # continue, on as many processes as there are now
     dcp.load(state, checkpoint_id=arguments.folder)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     done = state["done"]

@@ -429,6 +429,16 @@ def test_a_teacher_with_zeros_of_its_own_may_teach_a_model_made_in_another_way()
     assert distill_(model, teacher, [torch.randint(30, (4, 6)) for _ in range(8)], steps=4).training
 
 
+def test_a_model_in_distributed_data_parallel_is_refused(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    model, dense = pruned()
+    try:
+        with pytest.raises(ValueError, match=r"without DistributedDataParallel; pass the module under it \(\.module\)"):
+            distill_(nn.parallel.DistributedDataParallel(model), dense, batches())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_what_cannot_work_is_refused():
     model, dense = pruned()
     with pytest.raises(ValueError, match="before pruning"):

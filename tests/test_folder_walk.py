@@ -210,6 +210,7 @@ def test_wrong_arguments_are_named(saved, tmp_path):
         (tmp_path / "none", {"into": build}, FileNotFoundError, "none does not exist"),
         (source, {"into": build()}, TypeError, r"into= is a function .* not LlamaForCausalLM"),
         (source, {"into": "llama"}, TypeError, r"into= is a function .* not str"),
+        (source, {"into": torch.nn.Linear}, TypeError, r"into= is a function without arguments .* lambda: Linear\(...\)"),
         (source, {"into": config_of}, TypeError, r"into= must build a torch\.nn\.Module, and returned LlamaConfig"),
         (source, {"into": build, "method": "flow", "data": batch}, TypeError, r"not one dict; pass \[batch\]"),
     ]

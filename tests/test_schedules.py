@@ -191,3 +191,8 @@ def test_swap_may_be_a_function_of_the_step():
         pruner.step()
     assert pruner.sparsity == 0.5
     assert 0 < int((before & ~pruner.masks["weight"]).sum()) <= 100  # of 500; a dropped weight may be drawn again
+
+
+def test_percent_in_a_schedule_gets_the_fraction():
+    with pytest.raises(ValueError, match=r"final must be a fraction from 0 to 1; 90 % is 0\.9"):
+        sc.cubic(90, end=1000)

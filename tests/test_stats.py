@@ -190,10 +190,32 @@ def test_a_batch_of_one_axis_that_does_not_run_gets_a_hint(shape, hinted):
     assert ("The batch axis may be missing" in str(caught.value)) == hinted
 
 
+def test_a_value_error_of_the_model_names_the_keys_of_the_batch():
+    class Picky(Net):
+        def forward(self, **inputs):
+            raise ValueError("You must specify x")
+
+    with pytest.raises(
+        ValueError, match=r"Picky does not run on a batch .*ValueError: You must specify x.* are 'text'"
+    ) as caught:
+        sc.plan(Picky(), sc.wanda, sparsity=0.5, data=[{"text": ["a story"]}])
+    assert "'text' must be tensors" in str(caught.value)
+
+
+def test_arrays_in_a_batch_are_named():
+    with pytest.raises(ValueError, match="'x' must be tensors"):
+        sc.plan(Net(), sc.wanda, sparsity=0.5, data=[{"x": torch.randn(2, 1, 4, 4).numpy()}])
+
+
 @pytest.mark.parametrize("given", [torch.randn(2, 1, 4, 4), {"x": 1}, "data", 5, data])
 def test_data_that_is_no_iterable_of_batches_is_refused(given):
     with pytest.raises(TypeError, match=r"data= is an iterable of batches"):
         sc.plan(Net(), sc.wanda, sparsity=0.5, data=given)
+
+
+def test_text_as_data_is_to_be_tokenized():
+    with pytest.raises(TypeError, match="not one str; tokenize the text"):
+        sc.plan(Net(), sc.wanda, sparsity=0.5, data="a story")
 
 
 def test_a_function_as_data_is_to_be_called():

@@ -165,12 +165,13 @@ def __getattr__(name: str) -> Any:
         return globals()[name]
     hint = f". It is now {_MOVED[name]}." if name in _MOVED else ""
     hint = f". It is {__name__}.methods.{name}." if name in _METHODS else hint
-    if f"{name}_" in __all__:
+    known = [*__all__, *_UNLISTED]
+    if f"{name}_" in known:
         hint = f". {name}_ changes the model in place." + (" plan only computes what it would do." if name == "prune" else "")
     elif not hint and not name.startswith("_"):
         from ._tree import nearest
 
-        hint = f".{nearest(name, __all__)}"
+        hint = f".{nearest(name, known)}"
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 

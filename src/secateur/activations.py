@@ -62,7 +62,7 @@ def gate_(
         at: globs over module names ("*.mlp.down_proj"). A glob matches layers that own a weight matrix or kernel, a plain name
             any module whose first input is a float tensor. By default: all such layers in the model's repeated blocks.
         data: an iterable of batches, as for `prune_`.
-        method: "threshold" zeroes inputs below the magnitude that this share of the calibration data does not reach (TEAL: Liu
+        method: "threshold" zeroes inputs below the magnitude under which this share of the calibration data lies (TEAL: Liu
             et al., 2024). "topk" zeroes all but the largest inputs of each token and needs no data. "static" zeroes always the
             same features, those with the smallest mean magnitude.
         spread: "uniform" gives every layer the same sparsity, "greedy" allocates by measured output error so that `sparsity`

@@ -144,13 +144,13 @@ def distill_(
     exclude: Globs = (),
     keep_dense: bool = False,
 ) -> Distilled:
-    """Trains the weights that are left, in place, so that the model's outputs come closer to those of the dense teacher.
+    """Trains the remaining weights in place, so that the model's outputs come closer to those of the dense teacher.
 
     Every step is one batch, in an order drawn with `seed`: all of `data=`, and for further steps text that the teacher
     writes, if it has the method `generate` of Hugging Face models. Zeros stay zero: those of the masks of `pruner=`, or
     else all that weights have. The mean distance on held-out batches is measured a few times. If it grows much,
-    training goes back to the best weights, and on at half the rate. The model gets the best weights that were found; if
-    none are better than those it had, it comes out unchanged, bit for bit. Large models run in bfloat16 where the processor
+    training returns to the best weights and continues at half the rate. The model gets the best weights that were found; if
+    none are better than those it had, it is unchanged, bit for bit. Large models run in bfloat16 where the processor
     is faster at it; their weights stay in their own precision.
 
     Args:
@@ -159,7 +159,7 @@ def distill_(
         data: batches as for `prune_`; targets are not used.
         steps: how many batches to train on.
         lr: the rate of Adam after `warmup` steps; it then falls to 0 along a cosine. Weights that came out of `admm` or
-            `sparsegpt` are at a minimum, and a high rate throws them out of it.
+            `sparsegpt` are at a minimum, which a high rate leaves.
         warmup: the number of steps over which the rate rises.
         generate: whether the teacher writes text for the steps after the first pass over `data=`, from the first tokens of its
             sequences on. Without it these steps use the same batches again, which fits the model to them too closely.
@@ -221,6 +221,8 @@ def distill_(
 def _check(model: nn.Module, teacher: Any, steps: Any, lr: Any, warmup: Any, loss: Any) -> None:
     if not isinstance(teacher, nn.Module) or teacher is model:
         raise ValueError("teacher= is the dense model: pass a copy that was made before pruning (copy.deepcopy(model))")
+    if name := next((type(m).__name__ for m in (model, teacher) if isinstance(m, nn.parallel.DistributedDataParallel)), None):
+        raise ValueError(f"distill_ trains in one process, without {name}; pass the module under it (.module)")
     check_unpacked(model, "distill_ trains its weights")
     check_training_values(steps, lr, warmup)
     if loss is not None and not callable(loss):

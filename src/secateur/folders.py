@@ -114,7 +114,8 @@ def prune_folder(
     `notes` of the result say that a layer in front of the blocks was solved after them. Without `data`,
     files are read in slabs of rows and written as they are read (for pattern "in", and weights stored as (in, out), one tensor
     at a time). With a method that needs `data`, one block of the model at a time is read, solved and written. All other files
-    of the folder and its subfolders are copied, except for those with weights. The same call after a crash continues the run.
+    of the folder and its subfolders are copied, except for those with weights. After a crash, the same call continues where it
+    stopped.
 
     Args:
         source: a folder of Hugging Face, with `model.safetensors` or with several files and `model.safetensors.index.json`.
@@ -122,9 +123,9 @@ def prune_folder(
         criterion: an expression without data, computed element by element, such as `sc.magnitude` or `sc.random(0)`.
         sparsity, count, pattern, scope, exclude, types, spread: as for `prune_`.
         include: globs over names. Without `into` it is required, because files do not say which tensors are weights.
-        method: as for `prune_`. Methods that need data, such as "sparsegpt" and "flow", need `into` and `data`. Blocks are seen
-            one at a time: models are refused where a block reads what another left in a cache that both get as an argument.
-            Values that blocks leave in attributes are not seen: use `prune_` for such models.
+        method: as for `prune_`. Methods that need data, such as "sparsegpt" and "flow", need `into` and `data`. Only one
+            block is loaded at a time, so a model is refused if a block reads values that another block stored in a cache
+            which both get as an argument. Values that blocks store in attributes are not noticed: use `prune_` for such models.
         data: calibration batches, as for `prune_`. With `group`, those of this process.
         into: a function that builds the model; its weights take no memory. It says which tensors are weights of which layers,
             as `prune_` chooses them, and their order among equal scores.

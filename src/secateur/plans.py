@@ -89,9 +89,9 @@ class Plan(Reported):
     """What pruning does to a model: `masks` (True = kept), new values for the kept weights where the method gives them
     (`weights`), and what was skipped, with the reason. `print` shows a table.
 
-    `solved` says how each layer was solved, for methods that measure their errors, and `notes` what was done differently for a
-    layer or a block, and why. `order` is a new order of channels, in which the masks and weights are, or None. `zeros` counts
-    the kept weights that were zero before, by tensor: the masks keep them, and the table shows them.
+    `solved` holds the errors and times of each layer, for methods that measure them. `notes` lists the layers and blocks that
+    were treated differently, with the reason. `order` is a new order of channels, in which the masks and weights are, or None.
+    `zeros` counts the kept weights that were zero before, by tensor: the masks keep them, and the table shows them.
     """
 
     masks: Masks

@@ -13,6 +13,7 @@ from numbers import Real
 from typing import Any
 
 from ._hints import hints
+from ._text import percent_hint
 
 _SHAPES: dict[str, Callable[[float, float, float], float]] = {
     # (initial, final, x in [0, 1]) -> value
@@ -58,7 +59,7 @@ class Ramp(Schedule):
             raise ValueError(f"{self}: needs 0 <= start <= end and every >= 1")
         for name in ("initial", "final"):
             if not _is_fraction(getattr(self, name)):
-                raise ValueError(f"{self}: {name} must be a fraction from 0 to 1")
+                raise ValueError(f"{self}: {name} must be a fraction from 0 to 1{percent_hint(getattr(self, name))}")
         if self.shape == "exponential" and max(self.initial, self.final) >= 1:
             raise ValueError(f"{self}: an exponential schedule never reaches 1; use cubic or linear")
 

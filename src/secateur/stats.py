@@ -22,7 +22,7 @@ from torch.func import functional_call
 from ._dist import Comm, DataRanks, data_ranks_of, local_as, run_of, together
 from ._layers import Layout, layout_of
 from ._tree import Loose
-from .edit import eager_experts, eval_mode, no_mha_fastpath, why_failed
+from .edit import batch_error, eager_experts, eval_mode, no_mha_fastpath, raised_outside
 from .input_squares import InputSquares, Table
 from .losses import PASS_LOSS, Loss, check_loss, loss_of, may_give_a_loss
 from .padding import check_mask, included
@@ -83,7 +83,8 @@ def check_evidence(needs: frozenset[str], data: object, loss: object, of: str = 
     if data is None:
         raise ValueError(f"{of} needs {_list(needs)}, so pass data= (an iterable of batches)")
     if isinstance(data, Tensor | Mapping | str):
-        raise TypeError(f"data= is an iterable of batches, not one {type(data).__name__}; pass [batch]")
+        wanted = "tokenize the text, and pass [batch]" if isinstance(data, str) else "pass [batch]"
+        raise TypeError(f"data= is an iterable of batches, not one {type(data).__name__}; {wanted}")
     if not isinstance(data, Iterable) and hasattr(data, "__getitem__"):
         raise TypeError(
             f"data= is an iterable of batches, and {type(data).__name__} gives single samples; pass "
@@ -185,22 +186,13 @@ def on_batch(
     kwargs: Mapping[str, Any],
     unchanged: tuple[type[Exception], ...] = (ValueError,),
 ) -> Iterator[None]:
-    """Re-raises ValueError unchanged, and wraps other errors of a run on data with the shapes of the batch."""
+    """Wraps errors of a run on data with the shapes of the batch, except a ValueError of this package."""
     try:
         yield
-    except unchanged:
-        raise
     except Exception as error:
-        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        lists = [repr(key) for key, value in kwargs.items() if isinstance(value, list)]
-        held = f"{', '.join(lists)} must be tensors; tokenizers return them with return_tensors='pt'. " if lists else ""
-        flat = "The batch axis may be missing: the first axis counts samples. " if max(map(len, shapes), default=2) < 2 else ""
-        raise ValueError(
-            f"{type(model).__name__} does not run on a batch of data= (tensors of shape {shapes}): "
-            f"{why_failed(error, model, tensors)}. data= is an iterable of batches. A batch is a tensor, a mapping of keyword "
-            f"arguments, or a pair (inputs, target). {held}{flat}The model is unchanged."
-        ) from error
+        if isinstance(error, unchanged) and not raised_outside(error):
+            raise
+        raise batch_error(error, model, args, kwargs) from error
 
 
 def check_gradients(model: nn.Module) -> None:

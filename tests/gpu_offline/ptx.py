@@ -41,9 +41,8 @@ class Launch:
     ) -> None:
         self.program, self.threads, self.blocks = program, threads, int(np.prod(grid))
         self.total = self.blocks * threads
-        self.tensors = Tensors(tensors)
-        self.waited = early is None
-        self.early = Tensors(early or [])
+        self.tensors = Tensors(tensors, self.total * program.local)
+        self.waited, self.early = early is None, Tensors(early or [])
         self.shared = Shared(self.blocks, program.shared + dynamic, threads)
         self.copies: list[tuple[Array, Array, Array, Array]] = []  # thread, block, address, values
         index = np.arange(self.total)
@@ -85,8 +84,7 @@ class Launch:
             return self.special[operand].astype(type_)
         if operand in self.program.symbols:
             return np.full(self.total, self.program.symbols[operand], type_)
-        held = self.registers.get(operand)
-        if held is None:
+        if (held := self.registers.get(operand)) is None:
             raise Fault(f"register {operand} is read before it is written")
         if kind == "pred" or held.dtype.itemsize == type_.itemsize:
             return held.view(type_)
@@ -178,6 +176,8 @@ class Launch:
             self.put(to, PLAIN[head](*halves).view(np.uint32), mask)
             return
         values = [self.value(each, "b32" if head in ("shl", "shr", "bfe") and i else kind) for i, each in enumerate(sources)]
+        if parts[0] == "local":  # cvta makes an address of an offset in a thread's own memory
+            values[0] = values[0] + self.tensors.first_local(self.total)
         run = PLAIN[head]
         if head == "mov" and isinstance(sources[0], list):
             self.put(to, values[0], mask)

@@ -16,13 +16,19 @@ class Fault(Exception):
 
 
 class Tensors:
-    """The memory of the tensors that a kernel was given."""
+    """The memory of the tensors that a kernel was given, and the local memory of all threads."""
 
-    def __init__(self, tensors: Iterable[Any]) -> None:
+    def __init__(self, tensors: Iterable[Any], local: int = 0) -> None:
+        self.local = np.full(local, 0xDB, np.uint8)
         found = {(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors if t.numel()}
+        found |= {(self.local.ctypes.data, local)} if local else set()
         self.starts = np.array(sorted(start for start, _ in found), np.uint64)
         sizes = [size for _, size in sorted(found)]
         self.bytes = [np.frombuffer((ctypes.c_uint8 * n).from_address(int(a)), np.uint8) for a, n in zip(self.starts, sizes)]
+
+    def first_local(self, threads: int) -> Array:
+        """The address of the local memory of each thread."""
+        return (self.local.ctypes.data + np.arange(threads) * (len(self.local) // threads)).astype(np.uint64)
 
     def find(self, address: Array, width: int, text: str) -> Iterable[tuple[Array, int, Array]]:
         """Yields which accesses are in which tensor, and where. Raises Fault if one is in none."""

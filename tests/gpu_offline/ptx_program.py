@@ -45,10 +45,12 @@ class Program:
     symbols: dict[str, int] = field(default_factory=dict)  # addresses in shared memory
     parameters: list[tuple[str, int]] = field(default_factory=list)
     shared: int = 0
+    local: int = 0  # bytes of each thread
 
     @staticmethod
     def parse(text: str) -> Program:
         text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
+        text = text.replace(".shared::cta.", ".shared.")  # two names of one space
         text = re.sub(r"^\s*\.(loc|file|pragma)\b[^\n]*$", "", text, flags=re.M)
         head = re.search(r"\.entry\s+(\w+)\s*\((.*?)\)[^{]*\{", text, flags=re.S)
         assert head is not None
@@ -94,6 +96,8 @@ class Program:
             scopes[-1][name] = own = f"{name}@{len(self.code)}"
             self.symbols[own] = -(-self.shared // align) * align
             self.shared = self.symbols[own] + size
+        elif found := re.fullmatch(r"\.local\s+\.align\s+\d+\s+\.b8\s+(\w+)\[(\d+)\]", text):
+            self.symbols[found[1]], self.local = 0, -(-int(found[2]) // 16) * 16  # there is one for each kernel
         elif text:
             self._instruction(text, scopes)
 

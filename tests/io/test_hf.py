@@ -94,6 +94,14 @@ def test_numbers_that_the_config_cannot_say_are_noticed(tmp_path):
     model.model.rotary_emb.inv_freq *= 1.5
     said = io.save(model, tmp_path)["from_pretrained"]
     assert "inv_freq" in said
+    assert "layers are removed" not in said  # advice for models that were cut
+
+
+def test_adapters_are_to_be_merged_first(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], r=2))
+    assert io.save(model, tmp_path)["from_pretrained"].endswith("has adapters; merge them first (sc.merge_lora_(model))")
+    assert io.save(sc.merge_lora_(model), tmp_path)["from_pretrained"] is True
 
 
 def test_a_model_of_two_dtypes_is_said_to_need_ours(tmp_path):

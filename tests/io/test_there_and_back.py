@@ -160,6 +160,37 @@ def test_a_compiled_model_is_saved_under_its_own_names_and_filled(tmp_path):
     assert torch.equal(into(X), model(X))
 
 
+@pytest.fixture
+def one_process(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_model_in_distributed_data_parallel_is_saved_under_its_own_names(tmp_path, one_process):
+    parallel = nn.parallel.DistributedDataParallel(build())
+    sc.prune_(parallel, sparsity=0.5)
+    about = io.save(torch.compile(parallel, backend="eager"), tmp_path / "saved")
+    assert about["model"] == "Sequential"
+    assert about["arguments"] == [{"sparsity": 0.5}]
+    assert same(io.load(tmp_path / "saved", build), parallel.module)
+    into = nn.parallel.DistributedDataParallel(build(2))
+    assert io.load(tmp_path / "saved", into) is into
+    assert same(into.module, parallel.module)
+
+    io.save(nn.ModuleDict({"module": parallel.module}), tmp_path / "old")  # the names that the wrapper adds
+    assert same(io.load(tmp_path / "old", nn.parallel.DistributedDataParallel(build(2))).module, parallel.module)
+
+
+def test_a_cut_model_is_not_loaded_into_distributed_data_parallel(tmp_path, one_process):
+    io.save(sc.shrink(build(), X, channels=0.5)[0], tmp_path / "saved")
+    into = nn.parallel.DistributedDataParallel(build())
+    before = [tensor.clone() for tensor in into.state_dict().values()]
+    with pytest.raises(ValueError, match=r"load it into the module under it \(\.module\)"):
+        io.load(tmp_path / "saved", into)
+    assert all(map(torch.equal, before, into.state_dict().values()))
+
+
 def test_a_model_that_makes_its_own_state_dict_reads_it_too(tmp_path):
     class Own(nn.Linear):
         def _save_to_state_dict(self, destination, prefix, keep_vars):

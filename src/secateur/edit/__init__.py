@@ -8,7 +8,17 @@
 - `guards`: all or nothing, evaluation mode, RNG state, plain kernels, and runs that leave the model as it was.
 """
 
-from .configs import Place, built, built_from, built_model, held_objects, number_at, numbers_of, with_numbers
+from .configs import (
+    Place,
+    built,
+    built_from,
+    built_model,
+    check_no_arguments,
+    held_objects,
+    number_at,
+    numbers_of,
+    with_numbers,
+)
 from .copies import copied
 from .cuts import (
     Attribute,
@@ -30,6 +40,7 @@ from .guards import (
     RngGuard,
     Snapshot,
     all_or_nothing,
+    batch_error,
     check_inputs,
     eager_experts,
     eval_mode,
@@ -40,6 +51,7 @@ from .guards import (
     no_mha_fastpath,
     plain_kernels,
     preserve_rng,
+    raised_outside,
     run,
     split_inputs,
     why_failed,
@@ -55,6 +67,7 @@ from .provenance import (
     record_,
     record_of,
     restore_record_,
+    saved_module,
     set_order_,
     steps_of,
 )
@@ -95,6 +108,7 @@ __all__ = [
     "record_",
     "record_of",
     "restore_record_",
+    "saved_module",
     "set_order_",
     "steps_of",
     # configs
@@ -102,6 +116,7 @@ __all__ = [
     "built",
     "built_from",
     "built_model",
+    "check_no_arguments",
     "held_objects",
     "number_at",
     "numbers_of",
@@ -113,6 +128,7 @@ __all__ = [
     "RngGuard",
     "Snapshot",
     "all_or_nothing",
+    "batch_error",
     "check_inputs",
     "eager_experts",
     "eval_mode",
@@ -123,6 +139,7 @@ __all__ = [
     "no_mha_fastpath",
     "plain_kernels",
     "preserve_rng",
+    "raised_outside",
     "run",
     "split_inputs",
     "why_failed",

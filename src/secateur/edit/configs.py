@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,9 +105,23 @@ def built_model(into: Callable[[], Any]) -> nn.Module:
     """The model that `into=` builds, in evaluation mode and without its weights. Raises TypeError if it builds none."""
     if isinstance(into, nn.Module) or not callable(into):
         raise TypeError(f"into= is a function that builds the model, such as lambda: Model(config), not {type(into).__name__}")
+    check_no_arguments(into)
     if not isinstance(model := built(into), nn.Module):
         raise TypeError(f"into= must build a torch.nn.Module, and returned {type(model).__name__}")
     return model.eval()
+
+
+def check_no_arguments(into: Callable[..., Any]) -> None:
+    """Raises TypeError if the function that is to build a model needs arguments."""
+    try:
+        inspect.signature(into).bind()
+    except TypeError as error:
+        name = getattr(into, "__name__", type(into).__name__).replace("<lambda>", "build")
+        raise TypeError(
+            f"into= is a function without arguments that builds the model, such as lambda: {name}(...): {error}"
+        ) from None
+    except ValueError:  # some functions written in C have no signature
+        pass
 
 
 class _EmptyIsMeta(TorchFunctionMode):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -227,6 +228,34 @@ def inputs_error(error: Exception, model: nn.Module, args: tuple[Any, ...], kwar
         f"{why_failed(error, model, tensors)}. Example inputs are a tensor, a tuple of positional arguments, or a mapping of "
         "keyword arguments; a target is not among them. The model is unchanged."
     )
+
+
+def batch_error(error: Exception, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ValueError:
+    """The error for a model that does not run on a batch of data=, with the shapes of the batch."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    others = [repr(name) for name, value in kwargs.items() if _is_array(value)]
+    held = f"{', '.join(others)} must be tensors; tokenizers return them with return_tensors='pt'. " if others else ""
+    flat = "The batch axis may be missing: the first axis counts samples. " if max(map(len, shapes), default=2) < 2 else ""
+    keys = f"The keys of this one are {', '.join(map(repr, kwargs))}. " if kwargs else ""
+    return ValueError(
+        f"{type(model).__name__} does not run on a batch of data= (tensors of shape {shapes}): "
+        f"{why_failed(error, model, tensors)}. data= is an iterable of batches. A batch is a tensor, a mapping of keyword "
+        f"arguments, or a pair (inputs, target). {keys}{held}{flat}The model is unchanged."
+    )
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is numbers, but not in a tensor."""
+    return isinstance(value, list) or (hasattr(value, "__array__") and not isinstance(value, Tensor))
+
+
+def raised_outside(error: Exception) -> bool:
+    """Whether code that is not of this package raised the error, called by the model and not by a hook of this package."""
+    package = __name__.partition(".")[0]
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [name.partition(".")[0] == package for name in frames]
+    return not own[-1] and own == sorted(own, reverse=True)
 
 
 def why_failed(error: Exception, model: nn.Module, tensors: Iterable[Tensor]) -> str:

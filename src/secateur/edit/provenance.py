@@ -32,14 +32,14 @@ def steps_of(model: nn.Module) -> list[Step]:
 
 def record_of(model: nn.Module) -> list[tuple[Step, Arguments]]:
     """The steps of `steps_of`, each with the arguments that a recipe would repeat it with, or the reason why none can."""
-    found = [(bare_name(path), _own(module)) for path, module in model.named_modules() if _STEPS in vars(module)]
+    found = [(bare_name(path), _own(module)) for path, module in saved_module(model).named_modules() if _STEPS in vars(module)]
     made: list[tuple[Step, Arguments]] = []
     for path, steps in sorted(found, key=lambda item: -len(item[0].split(".")) if item[0] else 0):
         for (what, recipe), arguments in steps:
             inside = f"{recipe} (in {path})" if path else recipe
             made.append(((what, inside), f"it changed the module {path!r} alone" if path else arguments))
     known = {recipe for _, steps in found for (_, recipe), _ in steps}
-    others = [cuts.recipe for cuts in history(model) if cuts.recipe and cuts.recipe not in known]
+    others = [cuts.recipe for cuts in history(saved_module(model)) if cuts.recipe and cuts.recipe not in known]
     return [*((("shrink", recipe), UNKNOWN) for recipe in others), *made]
 
 
@@ -81,12 +81,12 @@ def order_of(model: nn.Module, key: str) -> tuple[float, ...] | None:
 
     Copies of the model have it too.
     """
-    return dict(vars(_saved_module(model)).get(_ORDERS, ())).get(key)
+    return dict(vars(saved_module(model)).get(_ORDERS, ())).get(key)
 
 
 def set_order_(model: nn.Module, key: str, seen: Sequence[float] | None) -> None:
     """Remembers in the model that its channels have the order with this key, with numbers; with None, that they do not."""
-    space = vars(_saved_module(model))
+    space = vars(saved_module(model))
     orders = {other: numbers for other, numbers in space.pop(_ORDERS, ()) if other != key}
     if seen is not None:
         orders[key] = tuple(seen)
@@ -94,18 +94,20 @@ def set_order_(model: nn.Module, key: str, seen: Sequence[float] | None) -> None
         space[_ORDERS] = tuple(orders.items())
 
 
-def _saved_module(model: nn.Module) -> nn.Module:
-    """The module that is saved; of a model from torch.compile, the one inside."""
-    return getattr(model, "_orig_mod", model)
+def saved_module(model: nn.Module) -> nn.Module:
+    """The module that is saved: the one inside torch.compile, DistributedDataParallel and DataParallel."""
+    wraps = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    inside = model.module if wraps else getattr(model, "_orig_mod", model)
+    return model if inside is model else saved_module(inside)
 
 
 def _put(model: nn.Module, record: Sequence[tuple[Step, Arguments]]) -> None:
-    space = vars(_saved_module(model))
+    space = vars(saved_module(model))
     space.pop(_STEPS, None)
     if record:
         space[_STEPS] = tuple((*step, arguments) for step, arguments in record)
 
 
 def _own(model: nn.Module) -> list[tuple[Step, Arguments]]:
-    held = vars(_saved_module(model)).get(_STEPS, ())
+    held = vars(saved_module(model)).get(_STEPS, ())
     return [((what, recipe), arguments[0] if arguments else UNKNOWN) for what, recipe, *arguments in held]

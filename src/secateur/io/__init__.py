@@ -18,7 +18,6 @@ A saved model is a folder with a safetensors file, which any reader of that form
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -37,12 +36,14 @@ from ..edit import (
     Step,
     all_or_nothing,
     apply_cuts_,
+    check_no_arguments,
     history,
     is_cut,
     owned_tensors,
     record_of,
     remember_,
     restore_record_,
+    saved_module,
 )
 from ..execute import decompress_
 from ..methods import without_soft_masks
@@ -114,14 +115,15 @@ def save(
     itself), with `model.safetensors.index.json`. Weights of an earlier model in the folder are removed.
 
     A sharded model (FSDP2, tensor parallel) is saved by all processes of its mesh, which all call `save`. Each writes the parts
-    that it holds to the same files, on a disk that all of them reach. The files are those of the gathered model.
+    that it holds to the same files, on a disk that all of them reach. The files are those of the gathered model. Of a model in
+    torch.compile or DistributedDataParallel the module inside is saved, under its own names.
 
     For a Hugging Face model, `config.json` is written with the sizes of the small model. If a config can describe it (all
     layers cut alike), plain `from_pretrained(path)` loads the folder. The entry "from_pretrained" of the result is True then,
     and otherwise a text with the reason. Compare it with `is True`: a text counts as true in `if`. For other models there is
     no such entry.
     """
-    model = getattr(model, "_orig_mod", model)  # the module under torch.compile
+    model = saved_module(model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"save takes a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(plan, Plan | Shrunk | None):
@@ -148,6 +150,7 @@ def save(
     against = {
         "is packed; save it without packed=True": packed,
         "has compressed layers; decompress_ it first": layers,
+        "has adapters; merge them first (sc.merge_lora_(model))": hasattr(model, "peft_config"),
         "has gates; remove them first (sc.Gates.of(model).undo_())": gates,
     }
     extra, note = hf.files(model, next((why for why, given in against.items() if given), None))
@@ -180,20 +183,31 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
     """
     if as_ not in (None, "dense"):
         raise ValueError(f"as_={as_!r} must be 'dense' or left out.{nearest(str(as_), ['dense'])}")
-    given = into if isinstance(into, nn.Module) or not callable(into) else _built(into)
-    model = getattr(given, "_orig_mod", given)  # the module under torch.compile
+    given: Any = into
+    if not isinstance(into, nn.Module) and callable(into):
+        check_no_arguments(into)
+        given = into()
+    model = saved_module(given)
     if not isinstance(given, nn.Module) or not isinstance(model, nn.Module):
         raise TypeError(f"into= must be a model or a function that builds one; this gave a {type(given).__name__}")
     check_kinds(model)
     reshard_(model)
     comm = mesh_comm([*model.parameters(), *model.buffers()])
     with opened(Path(path), comm) as (manifest, file):
+        parallel = isinstance(given, nn.DataParallel | nn.parallel.DistributedDataParallel)
+        if parallel and all(name.startswith("module.") for name in manifest.tensors):
+            model = given  # before 0.1, save kept the names that the wrapper adds
         if not manifest.files:
             manifest.tied = _ties_of(model, manifest)
         if not comm.alone and (manifest.layers or any(stored.format != "dense" for stored in manifest.tensors.values())):
             raise ValueError(f"{path} holds packed tensors, which are not read into shards; load it before sharding the model")
         if not comm.alone and not _fits(model, manifest) and manifest.cuts:
             raise ValueError(f"{path} holds a model that was cut; load it before sharding the model, or shard one cut alike")
+        if parallel and manifest.cuts and not _fits(model, manifest):
+            raise ValueError(
+                f"{path} holds a model that was cut, and {type(given).__name__} keeps buckets and hooks for the tensors as they"
+                " are; load it into the module under it (.module), and wrap the result"
+            )
         gates = gated.read_gates(manifest.gates)
         with all_or_nothing(model):
             if compressed.layers_of(model):
@@ -208,22 +222,8 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
     return given
 
 
-def _built(into: Callable[[], nn.Module]) -> nn.Module:
-    """The model that `into` builds. Raises TypeError if it needs arguments."""
-    try:
-        inspect.signature(into).bind()
-    except TypeError as error:
-        name = getattr(into, "__name__", type(into).__name__).replace("<lambda>", "build")
-        raise TypeError(
-            f"into= is a function without arguments that builds the model, such as lambda: {name}(...): {error}"
-        ) from None
-    except ValueError:  # some functions written in C have no signature
-        pass
-    return into()
-
-
 def dense_state_dict(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Returns a dense state dict from a folder that `save` wrote, or from what `safetensors.torch.load_file` returned.
+    """Returns a dense state dict from a folder that `save` wrote, or from the mapping that safetensors' `load_file` returned.
 
     A folder is checked completely, and tied tensors are returned under all their names. The tensor file alone holds each of
     them once.

@@ -110,7 +110,7 @@ def fitting_config(model: nn.Module) -> tuple[Any, str | None]:
             break
     if not wrong or _unused(model, {key: found.get(key) for key in wrong}):
         return best, None
-    return own, _words(wrong)
+    return own, _words(wrong, cut=bool(history(model)))
 
 
 def _unused(model: nn.Module, numbers: Mapping[Key, Any]) -> bool:
@@ -216,7 +216,7 @@ def _differences(found: Profile, target: Profile) -> list[Key]:
     return [key for key in target.keys() | found.keys() if not same(key)]
 
 
-def _words(wrong: list[Key]) -> str | None:
+def _words(wrong: list[Key], cut: bool) -> str | None:
     if not wrong:
         return None
     order = ("error", "tensor", "buffer", "number", "shape")
@@ -226,10 +226,10 @@ def _words(wrong: list[Key]) -> str | None:
         kind, "has other values"
     )
     than = "from any config" if kind == "error" else "than any config gives it"
-    return (
-        f"{what} {than} ({name}). Mostly a config fits if whole layers are removed (depth=), or as many MLP channels from each "
-        "layer (scope='tensor')"
+    advice = (
+        ". Mostly a config fits if whole layers are removed (depth=), or as many MLP channels from each layer (scope='tensor')"
     )
+    return f"{what} {than} ({name}){advice if cut else ''}"
 
 
 def _built(model: nn.Module, config: Any) -> Profile:

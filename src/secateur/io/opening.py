@@ -107,7 +107,8 @@ def _fitting(folder: Path, stack: ExitStack, comm: Comm) -> tuple[str, Manifest,
         )
     if not names or not sizes:
         missing = "is a file" if folder.is_file() else f"holds no {TENSOR_FILES[0] if names else MANIFEST}"
-        raise FileNotFoundError(f"{folder} {missing}: it is not a folder that sc.save wrote")
+        hint = f"; pass the path of the folder, {str(folder.parent)!r}" if folder.is_file() else ""
+        raise FileNotFoundError(f"{folder} {missing}: it is not a folder that sc.save wrote{hint}")
     wrong: list[BadFile] = []
     for name in names:
         try:

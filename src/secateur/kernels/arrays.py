@@ -27,6 +27,11 @@ PART = 1 << 18  # elements that one thread processes at a time
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def launch_options(warps: int) -> dict[str, int | bool]:
+    """Triton's options for a launch. Its default for fusing products with sums depends on its version, and 3.9 warns of it."""
+    return {"num_warps": warps, "enable_fp_fusion": True}
+
+
 def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """Calls `work` for every item on as many threads as torch uses, and returns the results in order.
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import one_pass, radix
-from .arrays import NaNFound, infinity_bits
+from .arrays import NaNFound, infinity_bits, launch_options
 from .one_pass import Part
 
 _TILE = 1024  # elements that a program of the counting kernel reads at a time
@@ -195,7 +195,7 @@ def fold_magnitudes(weight: Tensor, under: Tensor | None, power: int, height: in
     wide = triton.next_power_of_2(width)
     units = min(max(1024 // wide, 1), triton.next_power_of_2(across))
     arguments = weight, weight if under is None else under, means, rows, cols, across, height, width, under is not None
-    _fold_kernel[(down, triton.cdiv(across, units))](*arguments, power, wide, wide == width, units, num_warps=4)
+    _fold_kernel[(down, triton.cdiv(across, units))](*arguments, power, wide, wide == width, units, **launch_options(4))
 
 
 @triton.jit
@@ -218,7 +218,7 @@ def spread(kept: Tensor, height: int, width: int, mask: Tensor, *, unite: bool) 
     out = mask.view(torch.int8) if mask.dtype == torch.bool else mask
     if mask.numel():
         grid = (rows, triton.cdiv(cols, 2048))
-        _spread_kernel[grid](kept, out, rows, cols, kept.shape[1], height, width, unite, 2048, num_warps=4)
+        _spread_kernel[grid](kept, out, rows, cols, kept.shape[1], height, width, unite, 2048, **launch_options(4))
 
 
 @triton.jit
@@ -233,7 +233,7 @@ def _zero_kernel(bits, mask, n, TILE: tl.constexpr):
 def zero_(bits: Tensor, mask: Tensor) -> None:
     """Sets contiguous integers to 0 wherever the mask is False."""
     if bits.numel():
-        _zero_kernel[(triton.cdiv(bits.numel(), 4096),)](bits, mask, bits.numel(), 4096, num_warps=8)
+        _zero_kernel[(triton.cdiv(bits.numel(), 4096),)](bits, mask, bits.numel(), 4096, **launch_options(8))
 
 
 def _keys(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
@@ -293,7 +293,7 @@ def _write_masks(
         size = part.weight.numel()
         if size:
             arguments = part.weight, part.factor, mask, before, part.start, threshold, pruned, size, part.masked
-            _mask_kernel[(triton.cdiv(size, _MASK_TILE),)](*arguments, _MASK_TILE, block // _MASK_TILE, num_warps=8)
+            _mask_kernel[(triton.cdiv(size, _MASK_TILE),)](*arguments, _MASK_TILE, block // _MASK_TILE, **launch_options(8))
 
 
 def _find_threshold(parts: Sequence[Part], sample: Tensor, drop: int) -> tuple[Tensor, Tensor, int] | None:
@@ -327,7 +327,7 @@ def _count_below(parts: Sequence[Part], values: Tensor, counts: Tensor) -> list[
     for part in parts:
         if part.start < part.end:
             arguments = part.weight, part.factor, values, counts, part.start, part.weight.numel(), part.masked, len(values)
-            _count_kernel[(part.end - part.start,)](*arguments, _TILE, _TURNS, num_warps=4)
+            _count_kernel[(part.end - part.start,)](*arguments, _TILE, _TURNS, **launch_options(4))
     *below, nan = counts.sum(0, dtype=torch.int64).tolist()
     if nan:
         block = int(counts[:, -1].nonzero()[0, 0])
@@ -344,7 +344,7 @@ def _kth_between(parts: Sequence[Part], low: int, high: int, number: int, k: int
         if start == end:
             continue
         grid = (triton.cdiv(weight.numel(), _MASK_TILE),)
-        _gather_kernel[grid](weight, factor, ends, found, cursor, weight.numel(), has, _MASK_TILE, num_warps=8)
+        _gather_kernel[grid](weight, factor, ends, found, cursor, weight.numel(), has, _MASK_TILE, **launch_options(8))
     return int(_keys(found.sort().values[k - 1 : k].cpu().numpy(), dtype)[0])
 
 
@@ -393,11 +393,11 @@ def keep_groups(weight: Tensor, under: Tensor | None, size: int, drop: int, kept
     nan = _flag(weight.device)
     if size == 4 and weight.element_size() == 2 and under is None:
         arguments = weight, kept, nan, groups, drop, infinity_bits(weight.dtype)
-        _quad_kernel[(triton.cdiv(groups, 1024),)](*arguments, 1024, num_warps=4)
+        _quad_kernel[(triton.cdiv(groups, 1024),)](*arguments, 1024, **launch_options(4))
     else:
         tile = 2048 // size
         arguments = weight, weight if under is None else under, kept.view(torch.int8), nan, groups, drop, under is not None
-        _group_kernel[(triton.cdiv(groups, tile),)](*arguments, size, tile, num_warps=8)
+        _group_kernel[(triton.cdiv(groups, tile),)](*arguments, size, tile, **launch_options(8))
     if nan.item():
         nan.zero_()
         raise NaNFound(0)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arrays import NaNFound
+from .arrays import NaNFound, launch_options
 from .radix import ranked
 
 TILE = 512  # elements that a program, a single warp, reads at a time
@@ -277,15 +277,15 @@ class Swept(NamedTuple):
         values = torch.empty(self.number, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32, device=device)
         places = torch.empty(self.number, dtype=torch.int32, device=device)
         ends = counts[1].cumsum(0)
-        _collect_kernel[(blocks,)](self.found, counts, ends, values, places, blocks, SLOTS, 128, num_warps=1)
+        _collect_kernel[(blocks,)](self.found, counts, ends, values, places, blocks, SLOTS, 128, **launch_options(1))
         if self.fullest > SLOTS:
             for part in parts:
                 if part.start < part.end:
                     arguments = part.weight, part.factor, bracket, counts, ends, values, places, part.start, blocks
                     sizes = part.weight.numel(), part.masked, SLOTS, TILE, TURNS
-                    _again_kernel[(part.end - part.start,)](*arguments, *sizes, num_warps=1)
+                    _again_kernel[(part.end - part.start,)](*arguments, *sizes, **launch_options(1))
         kept = ranked(values, None, drop - self.upto)[0].view(torch.int8)
-        _drop_kernel[(blocks,)](kept, places, counts, ends, self.bases, blocks, 128, num_warps=1)
+        _drop_kernel[(blocks,)](kept, places, counts, ends, self.bases, blocks, 128, **launch_options(1))
 
 
 def bracket_of(sample: Tensor, share: float) -> Tensor:
@@ -294,7 +294,9 @@ def bracket_of(sample: Tensor, share: float) -> Tensor:
     spread = 3 * (share * (1 - share) / size) ** 0.5 + 1 / size
     first, middle, last = (math.floor((share + by) * size) for by in (-spread, 0, spread))
     bracket = torch.empty(3, dtype=torch.int32, device=sample.device)
-    _bracket_kernel[(1,)](ordered, bracket, size, first, min(middle, size - 1), last, max(size // _COMMON, 1), num_warps=1)
+    _bracket_kernel[(1,)](
+        ordered, bracket, size, first, min(middle, size - 1), last, max(size // _COMMON, 1), **launch_options(1)
+    )
     return bracket
 
 
@@ -308,7 +310,7 @@ def sweep(parts: Sequence[Part], bracket: Tensor, masks: Sequence[Tensor]) -> Sw
         if part.start < part.end:
             arguments = part.weight, part.factor, mask, bracket, found, counts, bases, part.start, blocks
             sizes = part.weight.numel(), part.masked, SLOTS, 16 // part.weight.element_size(), TILE, TURNS
-            _sweep_kernel[(part.end - part.start,)](*arguments, *sizes, num_warps=1)
+            _sweep_kernel[(part.end - part.start,)](*arguments, *sizes, **launch_options(1))
     told = torch.cat([counts.sum(1), counts[1].amax().view(1), bracket]).tolist()
     above, number, nan, ties, fullest, low, high, tie = told
     if nan:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arrays import NaNFound, infinity_bits
+from .arrays import NaNFound, infinity_bits, launch_options
 
 _BITS = tl.constexpr(8)  # of a digit; the first digit has seven
 _BINS = tl.constexpr(256)
@@ -187,13 +187,15 @@ class Ranking(NamedTuple):
         """Finds the digits of the threshold. `told` is job, drop, blocks, status, and the tensor's number for status."""
         for level in range(self.levels):
             sizes = (under is not None, self.infinity, level, self.levels, self.even, _TILE, self.turns)
-            _level_kernel[(self.programs,)](x, x if under is None else under, *told, self.n, *sizes, num_warps=4)
+            _level_kernel[(self.programs,)](x, x if under is None else under, *told, self.n, *sizes, **launch_options(4))
 
     def choose(self, x: Tensor, under: Tensor | None, out: Tensor, *told: Any, one: int = 0) -> None:
         """Writes the mask to `out` as int8 or, if `one` is given, to the mask `under` as the bits `one` and zero."""
         there = (under is not None, one != 0, one, self.levels, triton.next_power_of_2(self.programs))
         sizes = (self.even, _TILE, self.turns)
-        _choose_kernel[(self.programs,)](x, x if under is None else under, out, *told, self.n, *there, *sizes, num_warps=4)
+        _choose_kernel[(self.programs,)](
+            x, x if under is None else under, out, *told, self.n, *there, *sizes, **launch_options(4)
+        )
 
 
 def keep_largest(weight: Tensor, under: Tensor | None, drop: int) -> Tensor:

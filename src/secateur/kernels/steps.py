@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arrays import BITS, infinity_bits
+from .arrays import BITS, infinity_bits, launch_options
 from .radix import DIFFERS, SLOTS, Ranking, bits_of, place, read, solved
 
 _WORDS = 512  # groups of four that a program reads at a time
@@ -340,7 +340,7 @@ class Steps:
             wide, deep = width if width & (width - 1) == 0 else 0, 8
             _spread_kernel[(triton.cdiv(rows, deep), triton.cdiv(cols, _WIDE))](
                 kept if again else means, bits, self.job[at], self.drop[at:], self.status, code, rows, cols, size.units[1],
-                height, width, one, wide, again, _WIDE, deep, num_warps=4,
+                height, width, one, wide, again, _WIDE, deep, **launch_options(4),
             )  # fmt: skip
 
     def _elements(self, job: Job, ranking: Ranking, one: int, bits: Tensor, told: tuple[Any, ...], again: bool) -> None:
@@ -351,9 +351,9 @@ class Steps:
             return
         n, turns = ranking.n, 2
         grid, sizes = (triton.cdiv(n, _WIDE * turns),), (n % (_WIDE * turns) == 0, _WIDE, turns)
-        _zeros_kernel[grid](*pair, told[0], *told[3:], n, ranking.infinity, one, *sizes, num_warps=4)
+        _zeros_kernel[grid](*pair, told[0], *told[3:], n, ranking.infinity, one, *sizes, **launch_options(4))
         sizes = (ranking.even, _WIDE, ranking.turns)
-        _nonzero_kernel[(ranking.programs,)](*pair, bits, *told[:2], *told[3:], n, one, *sizes, num_warps=4)
+        _nonzero_kernel[(ranking.programs,)](*pair, bits, *told[:2], *told[3:], n, one, *sizes, **launch_options(4))
 
     def _survey(self, job: Job, size: _Sizes, one: int, told: tuple[Any, ...], again: bool) -> None:
         (rows, cols), (height, width), (down, across) = job.weight.shape, job.block, size.units
@@ -362,7 +362,7 @@ class Steps:
         units = min(max((_FLAT if height == 1 else 1024) // wide, 1), triton.next_power_of_2(across))
         _survey_kernel[(down, triton.cdiv(across, units))](
             job.weight, job.mask, self.means, told[0], told[1], self.status, told[-1], rows, cols, across, height, width,
-            again, job.power, one, wide, wide == width, 1 / (height * width) if whole else 0, units, num_warps=4,
+            again, job.power, one, wide, wide == width, 1 / (height * width) if whole else 0, units, **launch_options(4),
         )  # fmt: skip
 
     def _fours(self, job: Job, size: _Sizes, one: int, told: tuple[Any, ...], again: bool) -> None:
@@ -371,8 +371,8 @@ class Steps:
         half, infinity = job.weight.dtype == torch.float16, infinity_bits(job.weight.dtype)
         _fours_kernel[(size.changed,)](
             words, own, self.means if job.ranked else self.kept, self.kept, self.changed, *common,
-            job.lose, job.ranked, again, half, one, infinity, _WORDS, num_warps=4,
+            job.lose, job.ranked, again, half, one, infinity, _WORDS, **launch_options(4),
         )  # fmt: skip
         _fours_write_kernel[(triton.cdiv(size.changed, _TURNS),)](
-            own, self.kept, self.changed, *common, job.ranked, again, one, _WORDS, _TURNS, num_warps=4
+            own, self.kept, self.changed, *common, job.ranked, again, one, _WORDS, _TURNS, **launch_options(4)
         )

@@ -1,4 +1,4 @@
-"""Methods: how the weights of a layer answer a budget, as values for `method=` of `prune_`, `plan` and `Pruner`.
+"""Values for `method=` of `prune_`, `plan` and `Pruner`: they compute the masks of a layer, and new values of its weights.
 
 `rank()` is the default. `topk()`, `sparsegpt()` and `admm()` also change the weights that stay, so that the outputs of a layer
 change little; `own()` and `flow()` are the outputs that `topk` and `admm` aim at. `drop_and_grow(grow, swap)` is for training.

@@ -70,10 +70,10 @@ def report(
     """Compares a model before and after pruning, and returns the report, which is also written to `path` (.html or .json).
 
     `results`: what `shrink`, `prune_`, `compress_`, `gate_` and `bench` returned, in the order of the calls. `before` and
-    `after`: the model as it was and as it is. What the results hold need not be passed: a `Shrunk` knows both, a plan alone is
-    applied to a copy of `before`, and compressed layers and gates are undone on copies to measure the steps one by one. A
-    step that cannot be undone has no measurements of its own; keep copies and pass them as `stages`, a mapping of names to
-    models from first to last, to have all of them. No model that is passed is changed.
+    `after`: the model as it was and as it is. Models that the results hold need not be passed: a `Shrunk` holds both, a plan
+    alone is applied to a copy of `before`, and compressed layers and gates are undone on copies to measure the steps one by
+    one. A step that cannot be undone has no measurements of its own; keep copies and pass them as `stages`, a mapping of names
+    to models from first to last, to have all of them. No model that is passed is changed.
 
     `example_inputs`: as for `shrink`, for FLOPs and times; `other_inputs` maps words such as "16 images" to further inputs
     that are timed. `evaluate(model)` returns the `metric`: a number, or (value, low, high). An accuracy may be a share

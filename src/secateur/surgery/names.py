@@ -67,7 +67,7 @@ def _why_excluded(group: Group, globs: tuple[str, ...]) -> str:
     if not named or not others:
         return "excluded" if named else ""
     glob = members[named[0]][0]
-    return f"excluded: exclude={glob!r} keeps the size of {named[0]}, and {_several(others)} have the same units"
+    return f"excluded: exclude={glob!r} keeps the size of {named[0]}, which has the same units as {_several(others)}"
 
 
 def _several(names: list[str], most: int = 3) -> str:

@@ -80,8 +80,8 @@ def shrink(
     """Returns a smaller copy of the model, and the plan of the cut. The model is unchanged.
 
     Units (channels, attention heads, experts) are removed from all tensors that carry them. One of `channels`, `params`,
-    `flops`, `latency` is the fraction that remains, met within 2 %. Where whole units cannot do that, the model gets smaller
-    than asked, by as little as possible, and the plan says what was reached.
+    `flops`, `latency` is the fraction that remains, met within 2 %. If whole units cannot meet it, the model becomes
+    slightly smaller than requested, and the plan reports the fraction that was reached.
 
     Args:
         model: any module that runs on the example inputs.

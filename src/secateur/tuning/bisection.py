@@ -145,9 +145,9 @@ def search(
     (mildest, strongest) the search stays within these. Several numbers move together, in proportion.
 
     The strongest setting is tried first, then the middle of the range that is left, until it is smaller than `tolerance` of
-    the whole: about eight attempts. This takes for granted that more pruning does not improve the metric. `data`,
+    the whole: about eight attempts. This assumes that more pruning does not improve the metric. `data`,
     `example_inputs` and `loss` go to `Recipe.run`. `better`: "higher" for accuracy (the default), "lower" for perplexity or a
-    loss. `journal`: a file to which every attempt is written; a search that was killed goes on from it.
+    loss. `journal`: a file to which every attempt is written; a search that was stopped continues from it.
 
     Raises ValueError if even the mildest attempt drops too much, if `drop` is as large as the metric itself, or if `better` is
     left out and the strongest setting raises the metric.

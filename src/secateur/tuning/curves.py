@@ -223,9 +223,9 @@ def sensitivity(
     `by`: "tensor" (every weight alone), "block" (the repeated blocks of the model), or a mapping of labels to globs. With
     `example_inputs`, units are removed by `shrink` instead of weights set to zero, and the groups are those of `shrink`.
     `around`: a sparsity that all other groups have meanwhile (by default they are whole), near the total that is wanted;
-    it must be one of `levels`. `better`: "higher" for accuracy, "lower" for perplexity or a loss; by default the one by which
-    the highest level, over all groups, makes the metric worse. `journal`: a file to which every measurement is written; a run
-    that was killed goes on from it. The other arguments are those of `prune_`.
+    it must be one of `levels`. `better`: "higher" for accuracy, "lower" for perplexity or a loss; by default, "higher" if
+    the metric is lower at the highest level, over all groups, and "lower" otherwise. `journal`: a file to which every
+    measurement is written; a run that was stopped continues from it. The other arguments are those of `prune_`.
 
     `result.recommend(sparsity=0.6)` is a budget by name: `prune_(model, spread=result.recommend(sparsity=0.6))`.
     """
