@@ -57,6 +57,16 @@ def test_results_show_their_table_in_an_interactive_session(change):
     assert repr(result) == str(result)
 
 
+def test_a_result_that_is_taken_for_the_model_says_that_it_is_not():
+    plan = sc.prune_(nn.Linear(4, 4), sparsity=0.5)
+    for name in ("generate", "eval", "state_dict"):
+        with pytest.raises(AttributeError, match=r"'Plan' .* is a result and not the model"):
+            getattr(plan, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'mask'$"):
+        _ = plan.mask
+    assert copy.deepcopy(plan).masks.keys() == pickle.loads(pickle.dumps(plan)).masks.keys() == plan.masks.keys()
+
+
 def test_measurements_show_their_table_in_an_interactive_session():
     small, cut = sc.shrink(net(), X, channels=0.5)
     timed = sc.bench({"before": net(), "after": small}, X, seconds=0.01)

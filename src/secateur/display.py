@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -111,6 +111,18 @@ class Reported:
         """Returns the report of this result, and writes it to `path` (.html or .json). The options are those of `sc.report`,
         which also takes several results."""
         return import_module("secateur.reports").report(self, path=path, **options)
+
+    if not TYPE_CHECKING:  # a type checker reports attributes that are not there itself
+
+        def __getattr__(self, name: str) -> Any:
+            kind = type(self).__name__
+            of_model = not name.startswith("_") and (hasattr(torch.nn.Module, name) or name in _OF_PRETRAINED)
+            hint = ": it is a result and not the model. Functions whose names end in _ change the model itself"
+            text = f"{kind!r} object has no attribute {name!r}{hint if of_model else ''}"
+            raise AttributeError(text, name=name, obj=self)
+
+
+_OF_PRETRAINED = frozenset({"config", "generate", "save_pretrained", "push_to_hub"})
 
 
 # --- the clock ------------------------------------------------------------------------------------------------------
