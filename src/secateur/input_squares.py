@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from ._arguments import first_row
-from ._layers import Layout, bare_layer, features_axis, is_product
+from ._layers import DEFAULT_TYPES, Layout, bare_layer, features_axis, is_product
 from .targeting import Target
 
 Table = dict[str, dict[str, Tensor]]
@@ -77,17 +78,7 @@ class InputSquares:
         entry["input_norm"][groups] += squares
 
 
-_LINEAR = {
-    kind.forward
-    for kind in (
-        nn.Conv1d,
-        nn.Conv2d,
-        nn.Conv3d,
-        nn.ConvTranspose1d,
-        nn.ConvTranspose2d,
-        nn.ConvTranspose3d,
-    )
-}
+_LINEAR = {kind.forward for kind in DEFAULT_TYPES if isinstance(kind, type) and issubclass(kind, _ConvNd)}
 _TOLERANCE = 1e-2  # relative; layers may round their products
 
 
