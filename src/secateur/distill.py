@@ -163,8 +163,8 @@ def distill_(
         warmup: the number of steps over which the rate rises.
         generate: whether the teacher writes text for the steps after the first pass over `data=`, from the first tokens of its
             sequences on. Without it these steps use the same batches again, which fits the model to them too closely.
-        holdout: the fraction of the batches that is held out, at least one; or batches to use for that. Pruning has used the
-            batches of a fraction already, so the teacher also writes as many new ones, which are held out too.
+        holdout: the fraction of the batches that is held out, at least one; or other batches to hold out. Pruning has usually
+            been fitted to `data`, so with a fraction the teacher writes as many new batches, which are held out as well.
         loss: a function of the two models' outputs. By default it is the Kullback-Leibler divergence of their logits.
         pruner: takes the masks of a `Pruner`.
         include, exclude: globs over the parameters to train. By default all are trained except embeddings and a head of the

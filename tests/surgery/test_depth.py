@@ -80,7 +80,7 @@ def test_obs_removes_the_blocks_that_cost_the_loss_least(criterion, kept):
     data = [torch.randn(2, 7, 3) for _ in range(3)]
     small, plan = shrink(model, data[0], criterion, depth=2 / 3, data=data)
     assert list(plan.cuts.drop.values()) == [[i for i in range(3) if i not in kept]]
-    assert ("the growth of the loss" in str(plan)) == (criterion == "obs")
+    assert ("the increase of the loss" in str(plan)) == (criterion == "obs")
     if criterion == "obs":
         now, before = (torch.cat([m(x).detach() for x in data]).log_softmax(-1) for m in (small, model))
         growth = float((before.exp() * (before - now)).sum(-1).mean())

@@ -196,7 +196,7 @@ def load(path: str | os.PathLike[str], into: nn.Module | Callable[[], nn.Module]
     with opened(Path(path), comm) as (manifest, file):
         parallel = isinstance(given, nn.DataParallel | nn.parallel.DistributedDataParallel)
         if parallel and all(name.startswith("module.") for name in manifest.tensors):
-            model = given  # before 0.1, save kept the names that the wrapper adds
+            model = given  # earlier versions kept the names that the wrapper adds
         if not manifest.files:
             manifest.tied = _ties_of(model, manifest)
         if not comm.alone and (manifest.layers or any(stored.format != "dense" for stored in manifest.tensors.values())):

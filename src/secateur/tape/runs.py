@@ -78,8 +78,8 @@ class Tape:
     def best_start(self, first: int) -> int:
         """The operator from which to go on to operator `first`: the one at which least memory is needed.
 
-        Only operators that take little time are executed again for that, such as the norm in front of a layer: what it reads
-        is needed after the layer, too, as the residual stream is, and then its output need not be kept beside it.
+        Only operators that take little time are executed again for that, such as the norm in front of a layer. Its input, the
+        residual stream, is needed after the layer as well, so that its output need not be kept beside it.
         """
         best, least = first, self._needed(first)
         for at in range(first - 1, -1, -1):
@@ -396,10 +396,10 @@ def _takes_little_time(func: Any) -> bool:
     if writes(func) or torch.Tag.nondeterministic_seeded in tags:
         return False
     reduces = getattr(torch.Tag, "reduction", None) in tags
-    return reduces or torch.Tag.pointwise in tags or bool(getattr(func, "is_view", False)) or str(func) in _NORMS
+    return reduces or torch.Tag.pointwise in tags or bool(getattr(func, "is_view", False)) or str(func) in _QUICK
 
 
-_NORMS = {
+_QUICK = {  # operators without such a tag, in the oldest torch at least
     "aten.native_layer_norm.default",
     "aten._fused_rms_norm.default",
     "aten._to_copy.default",

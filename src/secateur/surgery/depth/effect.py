@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...edit import Inputs
 from ...logits import divergence, logits_of
-from ...stats import valid_positions
+from ...padding import included
 from ..compare import tensors_of
 
 _PART = 1 << 20  # outputs are compared so many elements at a time
@@ -43,10 +43,10 @@ def _squares(now: Tensor, before: Tensor) -> tuple[float, float]:
 
 
 def _loss(batch: Inputs, now: list[Tensor], before: list[Tensor]) -> float:
-    """By how much the cross-entropy grows for labels that the whole model draws: their Kullback-Leibler divergence."""
-    total, count, _ = divergence(now[0], before[0], valid_positions(batch[1] or batch[0]), gradient=False)
+    """The increase of the cross-entropy for labels drawn from the whole model: the Kullback-Leibler divergence of the two."""
+    total, count, _ = divergence(now[0], before[0], included(batch[1]), gradient=False)
     return total / max(count, 1)
 
 
 OUTPUT = Effect("the change of the output", tensors_of, _relative)
-LOSS = Effect("the growth of the loss", lambda output: [logits_of(output)], _loss)
+LOSS = Effect("the increase of the loss", lambda output: [logits_of(output)], _loss)

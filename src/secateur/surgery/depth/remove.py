@@ -59,8 +59,8 @@ def remove_blocks(
 ) -> RemovedBlocks:
     """Remove blocks so that this fraction of them remains. The model is unchanged.
 
-    What is measured on `batches`, else on the example inputs, is the change of the output. With `by_loss` it is the growth of
-    the loss, for models that return logits. Removal is exact where the model without a block computes what it computes with the
+    The change of the output is measured on `batches`, else on the example inputs. With `by_loss` it is the increase of the
+    loss, for models that return logits. Removal is exact where the model without a block computes what it computes with the
     block skipped; `exact_only` keeps the other blocks.
     """
     effect = LOSS if by_loss else OUTPUT
