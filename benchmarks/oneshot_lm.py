@@ -60,21 +60,45 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-def attend(
-    layer: gate_stories.Attention, x: Tensor, cos: Tensor, sin: Tensor, before: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The output of an attention layer for tokens that follow others, and all keys and values."""
+class Cache:
+    """The keys and values of one layer for all tokens so far, in tensors with room for `length` of them."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.held = length, dict[str, Tensor]()
+
+    def put(self, name: str, at: int, new: Tensor) -> Tensor:
+        """Writes the values of tokens from `at` on, and returns those of all."""
+        end = at + new.shape[2]
+        held = self.held.setdefault(name, new.new_empty(*new.shape[:2], self.length, new.shape[3]))
+        held[:, :, at:end] = new
+        return held[:, :, :end]
+
+
+def attend(layer: gate_stories.Attention, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, at: int) -> Tensor:
+    """The output of an attention layer for the tokens from `at` on."""
     q, k, v = (y.unflatten(-1, (-1, layer.each)).transpose(1, 2) for y in (layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)))
     q, k = (y * cos + torch.cat((-y.chunk(2, -1)[1], y.chunk(2, -1)[0]), -1) * sin for y in (q, k))
-    q, k = q.to(v.dtype), k.to(v.dtype)
-    if before is not None:
-        k, v = torch.cat([before[0], k], 2), torch.cat([before[1], v], 2)
-    if before is None:
+    q = q.to(v.dtype)
+    k, v = cache.put("k", at, k.to(v.dtype)), cache.put("v", at, v)
+    if at == 0:
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
     else:  # one token, for which torch's attention takes seven times as long on a CPU; query heads that share keys are rows
         rows = q.reshape(len(q), k.shape[1], -1, layer.each)
         mixed = ((rows @ k.mT * layer.each**-0.5).softmax(-1).to(v.dtype) @ v).reshape(q.shape)
-    return layer.o_proj(mixed.transpose(1, 2).flatten(2)), (k, v)
+    return layer.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+PART = 200  # classes whose probabilities are added up first
+
+
+def draw(p: Tensor) -> Tensor:
+    """One class for each row of probabilities, drawn in two steps, which takes less time than one sum over all classes."""
+    p = F.pad(p, (0, -p.shape[1] % PART)).unflatten(1, (-1, PART))
+    sums = p.sum(2).cumsum(1)
+    at = torch.searchsorted(sums, torch.rand_like(sums[:, :1]) * sums[:, -1:], right=True).clamp_max(sums.shape[1] - 1)
+    inside = p[torch.arange(len(p), device=p.device)[:, None], at].squeeze(1).cumsum(1)
+    place = torch.searchsorted(inside, torch.rand_like(sums[:, :1]) * inside[:, -1:], right=True).clamp_max(PART - 1)
+    return at * PART + place
 
 
 class Decoder(gate_stories.Llama):
@@ -89,19 +113,16 @@ class Decoder(gate_stories.Llama):
         text, at, length = input_ids, 0, input_ids.shape[1] + max_new_tokens
         speeds = self.theta ** (-torch.arange(0, self.each, 2, device=text.device) / self.each)
         angles = torch.outer(torch.arange(length, device=text.device), speeds).repeat(1, 2)
-        held: list[tuple[Tensor, Tensor]] = []
+        caches = [Cache(length) for _ in self.layers]
         while True:
             x = self.embed_tokens(text[:, at:])
             turned = angles[at : text.shape[1]].cos(), angles[at : text.shape[1]].sin()
-            for i, block in enumerate(self.layers):
-                mixed, kept = attend(block.self_attn, block.input_layernorm(x), *turned, held[i] if at else None)
-                held[i : i + 1] = [kept]
-                x = x + mixed
+            for block, cache in zip(self.layers, caches, strict=True):
+                x = x + attend(block.self_attn, block.input_layernorm(x), *turned, cache, at)
                 x = x + block.mlp(block.post_attention_layernorm(x))
             at = text.shape[1]
-            below = F.linear(self.norm(x[:, -1]), self.embed_tokens.weight).float().softmax(-1).cumsum(-1)
-            drawn = torch.searchsorted(below, torch.rand_like(below[:, :1]) * below[:, -1:], right=True)
-            text = torch.cat([text, drawn.clamp_max(below.shape[1] - 1)], 1)
+            logits = F.linear(self.norm(x[:, -1]), self.embed_tokens.weight)
+            text = torch.cat([text, draw(logits.softmax(-1, dtype=torch.float32))], 1)
             if text.shape[1] == length:
                 return text
 

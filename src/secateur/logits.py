@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .input_squares import is_float
 
-_ELEMENTS = {"cpu": 1 << 18}  # logits are worked on in parts of about this size, which fits into the cache of a CPU
+_ELEMENTS = {"cpu": 1 << 16}  # logits are worked on in parts of about this size: a few of them fit into the cache of a CPU
 
 
 def logits_of(output: Any) -> Tensor:
@@ -41,23 +41,22 @@ def divergence(logits: Tensor, wanted: Tensor, valid: Tensor | None, *, gradient
     if logits.shape != wanted.shape:
         raise ValueError(f"the model gives logits of shape {tuple(logits.shape)} and the teacher {tuple(wanted.shape)}")
     own, other = logits.reshape(-1, logits.shape[-1]), wanted.reshape(-1, wanted.shape[-1])
-    there = None
+    there, wide = None, torch.promote_types(own.dtype, torch.float32)
     if valid is not None and valid.shape == logits.shape[:-1]:
         there = valid.flatten().to(own.device)
     count = len(own) if there is None else int(there.sum())
     slope = torch.empty_like(own) if gradient else None
     total = 0.0
     for part in parts_of(own):
-        x, y = own[part].float(), other[part].float()
-        q, p = x.softmax(-1), y.softmax(-1)
-        # log p - log q = y - x + a number for each row, which the largest elements give: a logarithm of all would take longer
-        shift = (x.amax(-1) - q.amax(-1).log()) - (y.amax(-1) - p.amax(-1).log())
-        apart = (y - x).masked_fill_(p == 0, 0)  # classes that the teacher excludes count nothing
-        each = torch.linalg.vecdot(p, apart) + shift
+        log_p, log_q = (torch.log_softmax(values[part], -1, dtype=wide) for values in (other, own))
+        p, apart = log_p.exp(), log_p.sub_(log_q)
+        each = torch.linalg.vecdot(p, apart)
+        if not bool(each.isfinite().all()):
+            each = torch.linalg.vecdot(p, apart.masked_fill_(p == 0, 0))  # classes that the teacher excludes count nothing
         if there is not None:
             each = torch.where(there[part], each, 0)
         total += float(each.double().sum())
         if slope is not None:
-            difference = q.sub_(p).div_(max(count, 1))
-            slope[part] = difference if there is None else difference * there[part, None]
+            difference = log_q.exp_().sub_(p).div_(max(count, 1))
+            slope[part] = difference if there is None else difference.masked_fill_(~there[part, None], 0)
     return total, count, None if slope is None else slope.view_as(logits)
