@@ -145,7 +145,7 @@ ODD = {
     "argument of a pruner": lambda rank, model: sc.Pruner(model, sparsity=0.5 + rank),
     "glob": lambda rank, model: sc.prune_(model, sparsity=0.5, include=["0", "7"][rank]),
     "share by name": lambda rank, model: sc.prune_(model, sparsity=0.5, spread={"0.weight": 0.9 - 0.1 * rank}),
-    "step": lambda rank, model: one_step_ahead(rank, model),
+    "step": lambda rank, model: one_step_ahead(rank, model).step(),
     "criterion": lambda rank, model: sc.prune_(model, sc.weight.map([abs, failing][rank]), sparsity=0.5, include="2"),
     "data": lambda rank, model: sc.prune_(model, sc.wanda, sparsity=0.5, data=odd_batches(rank)),
     "batch": lambda rank, model: sc.prune_(
@@ -163,11 +163,10 @@ def failing(_: object) -> torch.Tensor:
     raise ArithmeticError("this one fails")
 
 
-def one_step_ahead(rank: int, model: nn.Module) -> None:
+def one_step_ahead(rank: int, model: nn.Module) -> sc.Pruner:
     pruner = sc.Pruner(model, sc.random(0), sparsity=sc.constant(0.5))
-    for _ in range(rank):
-        pruner._step += 1
-    pruner.step()
+    pruner._step += rank
+    return pruner
 
 
 def overwritten(rank: int, model: nn.Module) -> sc.Pruner:
