@@ -86,6 +86,23 @@ def with_partial_sums(model: nn.Module) -> nn.Module:
     return model
 
 
+def sharded_later(rank: int, attached: bool) -> str:
+    model = build()
+    pruner = sc.Pruner(model, sc.taylor, sparsity=0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if attached:
+        pruner.attach(optimizer)
+    spread(model, "fsdp")
+    model(torch.ones(2, 8, device=DEVICE)).sum().backward()
+    return refusal(optimizer.step if attached else lambda: pruner.attach(optimizer), RuntimeError)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_pruner_of_a_model_that_is_sharded_afterwards_is_refused(pair, attached):
+    for text in pair.both(sharded_later, attached):
+        assert "was sharded after the pruner was made" in text
+
+
 SHARDED = {
     "partial sums": ("not added up yet", "", lambda model: sc.prune_(with_partial_sums(model), sparsity=0.5)),
     "partial sums, saved": ("not added up yet", "", lambda model: sc.save(with_partial_sums(model), "out")),
