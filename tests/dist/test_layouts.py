@@ -318,3 +318,15 @@ def disagreeing(rank: int, what: str) -> str:
 def test_processes_that_do_not_do_the_same_all_raise(pair, what):
     for text in pair.both(disagreeing, what):
         assert "do not do the same" in text
+
+
+def too_many_outputs(rank: int) -> str:
+    with pytest.raises(ValueError, match="floor=") as found:
+        sc.plan(spread(build(), "fsdp"), pattern="out", scope="global", sparsity=0.7, floor=0.3)
+    return str(found.value)
+
+
+def test_outputs_that_a_floor_does_not_allow_are_refused_as_by_one_process(pair):
+    with pytest.raises(ValueError, match="allows 77 of the 112 units") as expected:
+        sc.plan(build(), pattern="out", scope="global", sparsity=0.7, floor=0.3)
+    assert set(pair.both(too_many_outputs)) == {str(expected.value)}
