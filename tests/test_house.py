@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -197,3 +198,16 @@ def test_contributing_names_only_functions_and_classes_that_exist():
 
 def test_sparsegpt_shows_that_a_method_fits_into_150_lines():
     assert len((SRC / "methods" / "sparsegpt.py").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_every_folder_of_tests_is_collected_and_checked(pytestconfig):
+    """By default pytest and ruff leave out folders named `dist`, `build` or `venv`."""
+    tests = Path(__file__).parent
+    folders = {path.parent for path in tests.rglob("test_*.py")}
+    left_out = pytestconfig.getini("norecursedirs")
+    assert not [
+        folder for folder in folders for part in folder.relative_to(tests).parts if any(fnmatch(part, o) for o in left_out)
+    ]
+    ruff = [Path(sys.executable).with_name("ruff"), "check", "--show-files", tests]
+    shown = subprocess.run(ruff, cwd=tests.parent, capture_output=True, text=True, check=True).stdout
+    assert {Path(line).parent for line in shown.split()} >= folders

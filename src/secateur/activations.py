@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ._dist import same_batches
 from ._hints import hints
 from ._layers import features_axis, input_size
 from ._text import percent_hint
@@ -355,7 +356,7 @@ def _calibrated(
     with torch.no_grad(), as_it_was(model):
         handles = [model.get_submodule(name).register_forward_pre_hook(seen[name], with_kwargs=True) for name in gates]
         try:
-            for batch in track(data, "calibrate gates"):
+            for batch in same_batches(model, track(data, "calibrate gates"), "gates"):
                 if not batches:
                     warn_of_unused_input(model, batch)
                 args, kwargs, _ = split_batch(batch)

@@ -16,6 +16,7 @@ from . import kernels
 from ._dist import (
     Group,
     Meeting,
+    check_alike,
     check_copies,
     comm_of,
     counts,
@@ -180,6 +181,7 @@ class Plan(Reported):
         for name, mask in self.masks.items():
             if found[name].shape != mask.shape:
                 raise ValueError(f"{name!r} is {tuple(found[name].shape)} in the model and {tuple(mask.shape)} in the plan")
+            check_alike(name, found[name], mask)
         return {name: local(found[name]).detach() for name in self.masks}
 
     def __post_init__(self, _kept: Sequence[int] | None) -> None:

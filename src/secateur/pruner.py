@@ -155,6 +155,7 @@ class Pruner:
         call `detach` with it, and attach the new one: the schedule continues.
         """
         self._check_running("attach()")
+        self._check_sizes()
         optimizers = tuple(innermost(optimizer) for optimizer in optimizers)
         self._followed.check_new(optimizers, self.tensor_ids())
         warn_of_others(self, optimizers, {id(target.tensor): target.name for target in self._targets})
@@ -231,6 +232,8 @@ class Pruner:
 
     def _check_sizes(self) -> None:
         for target in self._targets:
+            if sharded(target.tensor) and not self._sharded:
+                raise RuntimeError(f"{target.name!r} was sharded after the pruner was made; make a new pruner after sharding")
             if target.tensor.shape != self._masks[target.name].shape:
                 raise RuntimeError(
                     f"{target.name!r} is {tuple(target.tensor.shape)} and its mask {tuple(self._masks[target.name].shape)}: "

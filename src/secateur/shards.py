@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -267,21 +267,13 @@ def _large_pools(
         own = facts if scope == "global" else facts_of({name: scores[name] for name in names}, pattern, Comm())
         drop, weighted = budget_of(names, own, pattern, sparsity, count)
         pools.append(Pool([parts[name] for name in names], drop, own.units, weighted))
+    limits = []
     if floor:
-        caps = {name: _most_units(name, _share(one).layout, pattern, floor) for name, one in scores.items()}
+        several = scope == "global" and facts.tensors > 1
+        every = parts_of(scores) if several else parts  # one process ranks protected elements by the scores themselves
         for names, pool in zip(groups, pools, strict=True):
-            several = scope == "global" and facts.tensors > 1
-            most = sum(row[0] for row in (comm if several else Comm()).over_stages([sum(caps[name] for name in names)]))
-            if pool.drop > most and (several or count is not None):
-                raise ValueError(
-                    f"floor={floor:g} allows {most} of the {pool.total} units in {', '.join(map(repr, names[:3]))} to "
-                    f"be pruned, but {pool.drop:g} were requested; lower floor=, or prune less"
-                )
-            pool.drop = min(pool.drop, most)
-            if several:
-                safe = _safe(pool.parts, [caps[name] for name in names], facts, comm.within)
-                every = parts_of(scores)  # one process ranks protected elements by the scores themselves
-                pool.parts = [replace(every[name], safe=kept) for name, kept in zip(names, safe, strict=True)]
+            own = {name: (scores[name], every[name]) for name in names}
+            limits.append(_limit(pool, own, pattern, floor, facts, comm, several, several or count is not None))
     # The criterion is the same on all processes, so they all sample or none does.
     plain = len(pools) == 1 and pattern.elementwise and previous is None and not floor and facts.bits < 64
     plain = plain and all(plain_magnitudes(one) is not None for one in ranked.values())
@@ -289,11 +281,52 @@ def _large_pools(
     if (plain and find_cut(pools[0], facts.bits, comm, **sizes)) or find_cuts(pools, facts.bits, comm, **sizes):
         _check_nan(scores, previous, comm)
         raise nan_in("a unit")
+    for names, pool, (most, most_elements) in zip(groups, pools, limits, strict=False):
+        if pool.weighted and pool.before + pool.equal * (not pool.last_stays) > most_elements:
+            gone = sum(int((~keep(pool, part, facts.bits)).sum()) for part in pool.parts if part.counted)
+            raise _too_many(names, floor, most, pool.total, comm.sum(gone)[0])
     masks = {}
     for names, pool in zip(groups, pools, strict=True):
         for name, part in zip(names, pool.parts, strict=True):
             masks[name] = _mask(name, scores[name], pattern, pool, part, facts.bits, previous)
     return masks
+
+
+def _limit(
+    pool: Pool,
+    tensors: Mapping[str, tuple[Scores, Part]],
+    pattern: Pattern,
+    floor: float,
+    facts: Facts,
+    comm: Comm,
+    several: bool,
+    strict: bool,
+) -> tuple[int, int]:
+    """Protects the units that `floor` keeps. Returns how many units of the pool may be pruned, and their elements.
+
+    `several`: whether other tensors can lose more instead. Where units differ in size, only the cut tells how many go.
+    """
+    layouts = {name: _share(scores).layout for name, (scores, _) in tensors.items()}
+    caps = [_most_units(name, layout, pattern, floor) for name, layout in layouts.items()]
+    sizes = [max(pattern.size_counts(layout), default=1) for layout in layouts.values()]
+    row = [sum(caps), sum(cap * size for cap, size in zip(caps, sizes, strict=True))]
+    most, elements = (sum(column) for column in zip(*(comm if several else Comm()).over_stages(row), strict=True))
+    if not pool.weighted:
+        if pool.drop > most and strict:
+            raise _too_many(tensors, floor, most, pool.total, int(pool.drop))
+        pool.drop = min(pool.drop, most)
+    if several:
+        safe = _safe(pool.parts, caps, facts, comm.within)
+        parts = zip(tensors.values(), safe, strict=True)
+        pool.parts = [replace(part, safe=kept) for (_, part), kept in parts]
+    return most, elements
+
+
+def _too_many(names: Iterable[str], floor: float, most: int, total: int, asked: int) -> ValueError:
+    return ValueError(
+        f"floor={floor:g} allows {most} of the {total} units in {', '.join(map(repr, list(names)[:3]))} to be pruned, "
+        f"but {asked} were requested; lower floor=, or prune less"
+    )
 
 
 def _most_units(name: str, layout: Layout, pattern: Pattern, floor: float) -> int:

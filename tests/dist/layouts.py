@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,9 +20,9 @@ LAYOUTS = ("fsdp", "hsdp", "fsdp on axis 1", "tp", "fsdp + tp", "ddp")
 def build(kind: str = "even") -> nn.Module:
     """`even`: sizes that four processes divide. `uneven`: sizes that they do not, and a single row. `large`: worth a sample."""
     torch.manual_seed(3)
-    sizes = {"uneven": (9, 17, 13, 1), "large": (1024, 768, 512, 16)}.get(kind.split(",")[0], (32, 64, 32, 16))
+    sizes = {"uneven": (9, 17, 13, 1), "large": (1024, 768, 512, 16)}.get(kind.partition(",")[0], (32, 64, 32, 16))
     scale = 2000 if "large" in kind else 24
-    model = nn.Sequential(*(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:])))
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
     with torch.no_grad():
         for parameter in model.parameters():
             if "ties" in kind:

@@ -146,7 +146,7 @@ def test_saved_on_a_mesh_of_two_axes_and_gone_on_with_one_process(four, tmp_path
 
 
 def from_one_state(rank: int, state: dict) -> tuple:
-    model, optimizer, pruner = start("fsdp", "taylor")
+    _, _, pruner = start("fsdp", "taylor")
     whole = build("even")
     train(whole, optimizer_of(whole), range(3))
     pruner.load_state_dict(state)

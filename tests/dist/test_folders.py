@@ -37,7 +37,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def pruned(rank: int, source: str, target: str, stop: bool) -> tuple[dict, list[str]]:
-    """The counts, and the files that this process wrote. `stop`: the journals stay, as if the run had been killed at its end."""
+    """The counts, and the files that this process wrote. `stop`: the journals stay, as of a run that was killed at its end."""
     wrote, write_file, remove = [], folders._write_file, io.Journal.remove
 
     def note(job, cuts, file, out):

@@ -40,6 +40,7 @@ OPERATIONS = {
     "by name": {"sparsity": 0.5, "spread": {"0.weight": 0.9}},
     "owl": {"sparsity": 0.7, "spread": sc.owl()},
     "floor": {"sparsity": 0.8, "scope": "global", "floor": 0.15},
+    "floor of outputs": {"sparsity": 0.75, "pattern": "out", "scope": "global", "floor": 0.2},
     "lamp": {"criterion": sc.lamp, "sparsity": 0.6, "scope": "global"},
     "random": {"criterion": sc.random(5), "sparsity": 0.5, "scope": "global"},
     "square": {"criterion": sc.weight**2, "sparsity": 0.5, "scope": "global"},
@@ -103,7 +104,7 @@ def test_every_dtype(four, layout, dtype):
     compare(four.both(in_layout, kind, layout, SOME), plans(build(kind), SOME))
 
 
-UNEVEN = [name for name in OPERATIONS if name not in ("16x16", "floor")]
+UNEVEN = [name for name in OPERATIONS if name not in ("16x16", "floor", "floor of outputs")]
 
 
 def in_uneven_shards(rank: int, kind: str, axis: int) -> dict[str, dict]:
@@ -317,3 +318,15 @@ def disagreeing(rank: int, what: str) -> str:
 def test_processes_that_do_not_do_the_same_all_raise(pair, what):
     for text in pair.both(disagreeing, what):
         assert "do not do the same" in text
+
+
+def too_many_outputs(rank: int) -> str:
+    with pytest.raises(ValueError, match="floor=") as found:
+        sc.plan(spread(build(), "fsdp"), pattern="out", scope="global", sparsity=0.7, floor=0.3)
+    return str(found.value)
+
+
+def test_outputs_that_a_floor_does_not_allow_are_refused_as_by_one_process(pair):
+    with pytest.raises(ValueError, match="allows 77 of the 112 units") as expected:
+        sc.plan(build(), pattern="out", scope="global", sparsity=0.7, floor=0.3)
+    assert set(pair.both(too_many_outputs)) == {str(expected.value)}

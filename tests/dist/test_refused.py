@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import spread
+from layouts import shard_by_hand, spread, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -86,6 +86,23 @@ def with_partial_sums(model: nn.Module) -> nn.Module:
     return model
 
 
+def sharded_later(rank: int, attached: bool) -> str:
+    model = build()
+    pruner = sc.Pruner(model, sc.taylor, sparsity=0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if attached:
+        pruner.attach(optimizer)
+    spread(model, "fsdp")
+    model(torch.ones(2, 8, device=DEVICE)).sum().backward()
+    return refusal(optimizer.step if attached else lambda: pruner.attach(optimizer), RuntimeError)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_pruner_of_a_model_that_is_sharded_afterwards_is_refused(pair, attached):
+    for text in pair.both(sharded_later, attached):
+        assert "was sharded after the pruner was made" in text
+
+
 SHARDED = {
     "partial sums": ("not added up yet", "", lambda model: sc.prune_(with_partial_sums(model), sparsity=0.5)),
     "partial sums, saved": ("not added up yet", "", lambda model: sc.save(with_partial_sums(model), "out")),
@@ -94,6 +111,13 @@ SHARDED = {
     "compress_": ("compress the whole model", "fsdp", lambda model: sc.compress_(model, torch.zeros(2, 8, device=DEVICE))),
     "compress_, tp": ("compress the whole model", "tp", lambda model: sc.compress_(model, torch.zeros(2, 8, device=DEVICE))),
     "ste": ("before the model is sharded", "fsdp", lambda model: sc.Pruner(model, sparsity=0.5, ste=True)),
+    "sensitivity": ("before sharding", "fsdp", lambda model: sc.sensitivity(model, lambda _: 0.0)),
+    "search": (
+        "before sharding",
+        "fsdp",
+        lambda model: sc.search(model, lambda _: 0.0, [{"prune": {"sparsity": 0.5}}]),
+    ),
+    "bench": ("before sharding", "tp", lambda model: sc.bench(model, torch.zeros(2, 8, device=DEVICE))),
     "sparsegpt": (
         "before sharding",
         "fsdp",
@@ -127,6 +151,26 @@ def test_shards_of_other_dtypes_are_refused(pair):
         assert "do not do the same" in text
 
 
+def in_another_sharding(rank: int, source: str, target: str) -> tuple[str, bool]:
+    def built(layout: str) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)).to(DEVICE)
+        return shard_by_hand(model, int(layout)) if layout else model
+
+    plan, model = sc.plan(built(source), sparsity=0.5), built(target)
+    text = refusal(lambda: plan.apply_(model), ValueError)
+    return text, all(bool((whole(p) != 0).all()) for p in model.parameters())
+
+
+@several("a shard is the whole")
+@pytest.mark.parametrize(("source", "target"), [("0", "1"), ("0", ""), ("", "1")])
+def test_a_plan_of_a_model_in_another_sharding_is_refused(pair, source, target):
+    """The parts of a square matrix along both axes have as many elements, and the mask of one would fit the other."""
+    for text, untouched in pair.both(in_another_sharding, source, target):
+        assert "sharded in one way in the model and in another in the plan" in text
+        assert untouched
+
+
 # --- one process raises, or does something else ---------------------------------------------------------------------
 
 
@@ -145,7 +189,7 @@ ODD = {
     "argument of a pruner": lambda rank, model: sc.Pruner(model, sparsity=0.5 + rank),
     "glob": lambda rank, model: sc.prune_(model, sparsity=0.5, include=["0", "7"][rank]),
     "share by name": lambda rank, model: sc.prune_(model, sparsity=0.5, spread={"0.weight": 0.9 - 0.1 * rank}),
-    "step": lambda rank, model: one_step_ahead(rank, model),
+    "step": lambda rank, model: one_step_ahead(rank, model).step(),
     "criterion": lambda rank, model: sc.prune_(model, sc.weight.map([abs, failing][rank]), sparsity=0.5, include="2"),
     "data": lambda rank, model: sc.prune_(model, sc.wanda, sparsity=0.5, data=odd_batches(rank)),
     "batch": lambda rank, model: sc.prune_(
@@ -163,11 +207,10 @@ def failing(_: object) -> torch.Tensor:
     raise ArithmeticError("this one fails")
 
 
-def one_step_ahead(rank: int, model: nn.Module) -> None:
+def one_step_ahead(rank: int, model: nn.Module) -> sc.Pruner:
     pruner = sc.Pruner(model, sc.random(0), sparsity=sc.constant(0.5))
-    for _ in range(rank):
-        pruner._step += 1
-    pruner.step()
+    pruner._step += rank
+    return pruner
 
 
 def overwritten(rank: int, model: nn.Module) -> sc.Pruner:
@@ -255,6 +298,32 @@ def test_masks_from_data_that_differ_between_replicas_are_refused(pair, how):
         assert "made different masks" in text
         assert "'module.0.weight'" in text
         assert untouched
+
+
+def gated(rank: int, layout: str, numbers: list[int], alike: bool) -> tuple[str, dict]:
+    model = spread(build(), layout)
+    data = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i if alike else i + rank)) for i in range(numbers[rank])]
+    data = [batch.to(DEVICE) for batch in data]
+    if alike:
+        gates = sc.gate_(model, at="*", data=data)
+        return "", {name: gate.threshold for name, gate in gates.gates.items()}
+    return refusal(lambda: sc.gate_(model, at="*", data=data), ValueError), {}
+
+
+@several("the data of two differ")
+@pytest.mark.parametrize("numbers", [[2, 2], [2, 1]], ids=["other batches", "fewer batches"])
+@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
+def test_gates_of_data_that_differ_between_the_processes_are_refused(pair, layout, numbers):
+    for text, _ in pair.both(gated, layout, numbers, False):
+        assert "not the same on all processes" in text
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
+def test_the_same_data_gives_the_same_gates(pair, layout):
+    data = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(2)]
+    alone = sc.gate_(build(), at="*", data=data)
+    for _, found in pair.both(gated, layout, [2, 2], True):
+        assert list(found.values()) == [gate.threshold for gate in alone.gates.values()]
 
 
 def sharded_over_its_group(rank: int) -> str:

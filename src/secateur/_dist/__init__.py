@@ -11,7 +11,7 @@ sharding, one tensor at a time.
 
 from __future__ import annotations
 
-from .data import DataRanks, data_ranks_of
+from .data import DataRanks, data_ranks_of, same_batches
 from .groups import (
     Comm,
     Group,
@@ -28,12 +28,12 @@ from .groups import (
     replicas_of,
     together,
 )
-from .guards import class_of, refuse_flat, refuse_stage, reshard_, run_of
-from .shares import Box, Share, as_rows, by_rows, held, like, local, local_as, sharded, share_of, stripes
+from .guards import class_of, refuse_flat, refuse_sharded, refuse_stage, reshard_, run_of
+from .shares import Box, Share, as_rows, by_rows, check_alike, held, like, local, local_as, sharded, share_of, stripes
 
 __all__ = [
-    "Box", "Comm", "DataRanks", "Group", "Meeting", "Share", "add_counts", "as_rows", "by_rows", "check_copies", "class_of",
-    "comm_of", "count_local", "counts", "data_ranks_of", "digest", "exchange", "held", "like", "local", "local_as", "mesh_comm",
-    "model_comm", "refuse_flat", "refuse_stage", "replicas_of", "reshard_", "run_of", "share_of", "sharded", "stripes",
-    "together",
+    "Box", "Comm", "DataRanks", "Group", "Meeting", "Share", "add_counts", "as_rows", "by_rows", "check_alike", "check_copies",
+    "class_of", "comm_of", "count_local", "counts", "data_ranks_of", "digest", "exchange", "held", "like", "local", "local_as",
+    "mesh_comm", "model_comm", "refuse_flat", "refuse_sharded", "refuse_stage", "replicas_of", "reshard_", "run_of",
+    "same_batches", "share_of", "sharded", "stripes", "together",
 ]  # fmt: skip

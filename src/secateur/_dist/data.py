@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .groups import Comm, group_of_ranks, replicas_of, together
+from .._arguments import tensors_of
+from .groups import Comm, digest, group_of_ranks, model_comm, replicas_of, together
 from .shares import sharded
 
 _BUCKET = 1 << 24  # bytes that are added up at once
@@ -78,6 +79,33 @@ class DataRanks:
                 given_first = self._from_first(filler, have)
                 filler = given_first if filler is none else filler
             yield (filler, False) if batch is none else (batch, True)
+
+
+def same_batches(model: nn.Module, data: Iterable[Any], what: str) -> Iterator[Any]:
+    """The batches of `data`. Raises ValueError on all processes of the model unless all of them have the same."""
+    comm = model_comm(model)
+    comm = replicas_of(model) if comm.alone else comm
+    if comm.alone:
+        yield from data
+        return
+    given, none, number = iter(data), object(), 0
+    while True:
+        number += 1
+        with together(comm, "get its next batch of data=") as meeting:
+            batch = next(given, none)
+            meeting.text = "no batch" if batch is none else str([digest(_bytes(tensor)) for tensor in tensors_of(batch)])
+        if not meeting.same:
+            raise ValueError(
+                f"batch {number} of data= is not the same on all processes that share this model, so that each would make its "
+                f"own {what}; pass all batches on every process"
+            )
+        if batch is none:
+            return
+        yield batch
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def data_ranks_of(model: nn.Module, tensors: dict[str, Tensor], what: str) -> DataRanks:

@@ -9,6 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from .shares import sharded
+
 
 def reshard_(model: nn.Module) -> None:
     """Has FSDP2 drop the gathered copies that a forward pass without a backward pass leaves in a model.
@@ -45,6 +47,14 @@ def refuse_flat(model: nn.Module) -> None:
         raise NotImplementedError(
             f"{name!r} is a placeholder of DeepSpeed ZeRO-3, which holds slices of flat vectors. Shard the model with "
             "torch.distributed.fsdp.fully_shard (FSDP2) instead, or prune before deepspeed.initialize."
+        )
+
+
+def refuse_sharded(model: nn.Module, call: str) -> None:
+    """Raises for a sharded model: each process would run it as often as its own clock or function says, and wait for others."""
+    if name := next((name for name, parameter in model.named_parameters() if sharded(parameter)), None):
+        raise NotImplementedError(
+            f"parameter {name!r} is sharded over processes; {call} a whole model in one process, so do it before sharding"
         )
 
 

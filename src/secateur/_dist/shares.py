@@ -76,6 +76,20 @@ def _as_sharded(part: Tensor, mesh: Any, placements: Sequence[Any], shape: Size,
     return DTensor(part, spec, requires_grad=False)  # `from_local` would move it to the device of the mesh
 
 
+def check_alike(name: str, tensor: Tensor, mask: Tensor) -> None:
+    """Raises ValueError unless each process holds the same part of a tensor and of its mask."""
+    if _places(tensor) != _places(mask):
+        raise ValueError(f"{name!r} is sharded in one way in the model and in another in the plan; make a plan from this model")
+
+
+def _places(tensor: Tensor) -> Any:
+    """Where the parts of a sharded tensor lie; None if every process has all of it."""
+    if not _is_dtensor(tensor) or all(place.is_replicate() for place in tensor.placements):  # type: ignore[attr-defined]
+        return None
+    ranks = ranks_of(tensor.device_mesh)  # type: ignore[attr-defined]
+    return (ranks.tolist(), tuple(tensor.placements)) if ranks.numel() > 1 else None  # type: ignore[attr-defined]
+
+
 class Box(NamedTuple):
     """A part of a matrix: a range of rows and a range of columns."""
 

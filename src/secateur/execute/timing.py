@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._dist import refuse_sharded
 from .._hints import hints
 from ..display import Reported, Timing, after, interleaved, thread_time, time_left, wall_time
 from ..edit import eval_mode, inputs_error, split_inputs
@@ -170,6 +171,7 @@ def bench(
     if not isinstance(seconds, Real) or isinstance(seconds, bool) or not 0 <= seconds < math.inf:
         raise ValueError(f"seconds={seconds!r} must be a number of seconds, 0 or more: the measuring time for each model")
     group = nn.ModuleList(models.values())
+    refuse_sharded(group, "bench times")
     inputs = copy.copy(example_inputs)
     with for_inference(group, threads), Progress("bench") as progress:
         progress(", ".join(models))

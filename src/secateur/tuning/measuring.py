@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._dist import refuse_sharded
 from ..edit import eval_mode, preserve_rng
 
 Evaluate = Callable[[nn.Module], Any]
@@ -65,7 +66,8 @@ def loss_of(value: float, dense: float, better: str) -> float:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A digest of the names, shapes and values of a model's state."""
+    """A digest of the names, shapes and values of a model's state, which has to be whole."""
+    refuse_sharded(model, "sensitivity and search measure")
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, Tensor):
