@@ -513,7 +513,7 @@ MISTAKES = {
     "no data for a method": (
         ["prune", "cli_nets:net", "--sparsity", "0.5", "--method", "flow", "-o", "x"],
         1,
-        "admm(steps=14, refit=10, target=flow(0.5, 0.75), reorder=True) needs inputs, so pass --data",
+        "admm(steps=8, target=flow(0.5, 0.75), reorder=True) needs inputs, so pass --data",
     ),
     "an unknown name": (
         ["prune", "cli_nets:net", "--sparsity", "0.5", "--include", "gone", "-o", "x"],

@@ -301,7 +301,7 @@ class Moments:
     def _positions(
         self, target: Target, shape: tuple[int, ...], number: int, picked: tuple[int, Tensor] | None, places: Tensor | None
     ) -> Tensor | None:
-        """The numbers of the inputs that count, where a layer has one for each position; None where it does not."""
+        """The numbers of the inputs that count, where a layer has one for each position; None where it does not, or all do."""
         assert self.valid is not None
         valid = None
         if places is not None and picked is not None and picked[0] == self.valid.numel():
@@ -313,7 +313,8 @@ class Moments:
         if valid is None or valid.numel() != number:
             self.unplaced.add(target.name)
             return None
-        return valid.flatten().nonzero()[:, 0]
+        rows = valid.flatten().nonzero()[:, 0]
+        return None if len(rows) == number else rows
 
     def _dense_read(self, target: Target, groups: slice) -> _Before | None:
         """The read of the dense model that belongs to this one: the next one, or that of the same expert."""

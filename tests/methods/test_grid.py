@@ -115,7 +115,7 @@ def test_the_text_of_a_method_names_the_grid_and_reads_back():
         method = as_method(text)
         assert as_method(str(method)) == method
         assert method.values in str(method)
-    flow = sc.methods.admm(steps=14, refit=10, target=sc.methods.flow(0.5, 0.75), reorder=True)
+    flow = sc.methods.admm(steps=8, target=sc.methods.flow(0.5, 0.75), reorder=True)
     assert as_method("flow") == as_method("flow()") == flow
 
 

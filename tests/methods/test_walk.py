@@ -9,6 +9,7 @@ from torch import nn
 
 import secateur as sc
 from secateur.methods import Solution, solve_all
+from secateur.methods.calls import first_samples
 from secateur.methods.stages import find_stages
 from secateur.methods.walk import _Block
 from secateur.moments import Moments, layer_inputs
@@ -564,6 +565,35 @@ def test_rounding_of_the_dense_run_does_not_reach_models_that_are_pruned_a_littl
         sc.prune_(pruned, method="flow", sparsity=0.01, data=data)
         errors.append(float((pruned(data[0]) - model(data[0])).norm()))
     assert errors[1] <= 1.05 * errors[0]
+
+
+def test_the_dense_run_of_the_first_block_is_rounded_once_its_inputs_are_far_from_those_of_the_pruned_one(monkeypatch):
+    model, rounded, reads = zoo.llama().eval(), [], _Block._reads
+
+    def seen(self, parts, *rest):
+        rounded.extend([(self.name, parts.rough)] if parts is self.dense else [])
+        return reads(self, parts, *rest)
+
+    monkeypatch.setattr(_Block, "_reads", seen)
+    sc.prune_(model, method="flow", sparsity=0.8, include="model.layers.*", data=zoo.TEXT)
+    first = [rough for name, rough in rounded if name == "model.layers.0"]
+    assert first == sorted(first)
+    assert not first[0]
+    assert first[-1]
+
+
+class Scaled(nn.Linear):
+    def forward(self, x, scale, rows=None):
+        return super().forward(x if rows is None else x.view(rows, 8)) * scale.sum()
+
+
+def test_channels_are_tried_on_two_samples_and_on_the_whole_call_where_a_block_refuses_those():
+    x, scale = torch.randn(6, 8), torch.ones(3, 1)
+    args, kwargs = first_samples(Scaled(8, 8), ((x,), {"scale": scale}))
+    assert torch.equal(args[0], x[:2])
+    assert kwargs["scale"] is scale
+    args, _ = first_samples(Scaled(8, 8), ((x,), {"scale": scale, "rows": 6}))
+    assert args[0] is x
 
 
 class Held:

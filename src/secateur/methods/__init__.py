@@ -44,7 +44,7 @@ __all__ = [
 
 def _flow(values: str | None = None, group: int | None = None, reorder: bool = True) -> Method:
     """`method="flow"`. The target of this name is an argument of `admm`."""
-    return admm(steps=14, refit=10, target=flow(0.5, 0.75), values=values, group=group, reorder=reorder)
+    return admm(steps=8, target=flow(0.5, 0.75), values=values, group=group, reorder=reorder)
 
 
 _CALLS = {"rank": rank, "topk": topk, "sparsegpt": sparsegpt, "admm": admm, "loss": ByTheLoss, "flow": _flow}  # of a text

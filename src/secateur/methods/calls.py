@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from .._arguments import copied, tensors_of
+from .._arguments import copied, replaced, tensors_of
+from ..edit import run
 from ..moments import Seen
 from ..tape import Call
 
@@ -30,3 +31,15 @@ def detached(seen: Seen, streams: Mapping[str, Tensor]) -> Seen:
     """A read with copies of its tensors, to which the block, or its run in the pruned model, may write."""
     args, kwargs, x, streams = copied((seen.args, dict(seen.kwargs), seen.x, dict(streams)), {})
     return seen._replace(args=args, kwargs=kwargs, x=x, streams=streams)
+
+
+def first_samples(module: nn.Module, call: Call) -> Call:
+    """The call with the first two rows of each tensor that has as many rows as the first one; the call itself if that fails."""
+    tensors = tensors_of(call)
+    rows = [i for i, tensor in enumerate(tensors) if tensor.shape[:1] == tensors[0].shape[:1] and tensor.ndim]
+    first = replaced(call, {i: tensors[i][:2] for i in rows}, [0])
+    try:
+        run(module, *copied(first, {}))
+    except Exception:  # it takes batches of other sizes
+        return call
+    return first

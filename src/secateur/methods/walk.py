@@ -33,7 +33,7 @@ from ..tape import Call, Enough, Parts, Tape
 from ..tape import record as record_tape
 from ..targeting import Target
 from .batches import usable
-from .calls import detached, distance, size_of
+from .calls import detached, distance, first_samples, size_of
 from .changes import Changes, checked
 from .residence import Residence, on_cpu, without_blocks
 from .seam import Solution
@@ -317,9 +317,8 @@ class _Block:
         device = self.walk.residence.device
         self.pruned = Parts(self.module, self.calls, tapes, device)
         if self.dense_calls is not None:
-            # Only the difference from the pruned model counts. Products are rounded where it is large against that, on a CPU.
-            rough = (device is None or device.type == "cpu") and distance(self.calls[0], self.dense_calls[0]) > _ROUGH
-            self.dense = Parts(self.module, self.dense_calls, tapes, device, rough)
+            self.dense = Parts(self.module, self.dense_calls, tapes, device)
+            self._round(self.calls[0], self.dense_calls[0])
         for number, stage in enumerate(stages):
             table = self._collect(number, stage, [own[number] for own in windows], by_name)
             yield [by_name[name] for name in stage.names], table
@@ -338,13 +337,11 @@ class _Block:
         return not self.walk.changes.differ(self.module) and self._alike
 
     def examples(self) -> list[Call]:
-        """The smallest call, and the largest one of each kind, on the device where the block is."""
-        largest: dict[Any, Call] = {}
-        for call in sorted(self.calls, key=size_of):
-            largest[signature(call)] = call
-        smallest = min(self.calls, key=size_of)
-        chosen = [smallest, *(call for call in largest.values() if call is not smallest)]
-        return [moved(call, self.walk.residence.device) for call in chosen]
+        """The first samples of the smallest call, and of the largest one of each kind, on the device where the block is."""
+        calls = sorted(self.calls, key=size_of)
+        largest = {signature(call): call for call in calls}
+        chosen = [calls[0], *(call for call in largest.values() if call is not calls[0])]
+        return [first_samples(self.module, moved(call, self.walk.residence.device)) for call in chosen]
 
     def _plan(self) -> tuple[list[Stage], list[list[Window]], list[Tape | None]]:
         """The stages of the block, and for each call the window of every stage and the tape."""
@@ -389,18 +386,26 @@ class _Block:
                 found[name]["residual"] = table[name]["residual"]
         return found
 
+    def _round(self, value: Any, dense: Any) -> None:
+        """Lets a CPU round products of the dense block where only a difference counts that is large against their error."""
+        if self.dense is not None and self.walk.residence.device in (None, torch.device("cpu")) and not self.dense.rough:
+            self.dense.rough = distance(value, dense) > _ROUGH
+
     def _run(self, moments: Moments, windows: Sequence[Window], leading: Sequence[Target]) -> None:
         """Runs all calls through a stage, in the dense block and in the pruned one. One run does for two that are equal."""
-        dense = self.pruned if self.dense is not None and self.unchanged else self.dense
+        alike = self.dense is not None and self.unchanged
         for call, window in enumerate(windows):
             moments.next_batch(self.walk.valid[self.batches[call]])
-            if dense is self.dense and dense is not None:
+            dense: list[Seen] = []
+            if self.dense is not None and not alike:
                 with self.walk.changes.out(self.module):
-                    moments.feed(self._reads(dense, call, window, leading), dense=True)
+                    dense = self._reads(self.dense, call, window, leading)
             reads = self._reads(self.pruned, call, window, leading)
-            if dense is self.pruned:
-                moments.feed(reads, dense=True)
+            if self.dense is not None:
+                moments.feed(reads if alike else dense, dense=True)
             moments.feed(reads)
+            if dense and not call:
+                self._round([one[3:] for one in reads], [one[3:] for one in dense])
 
     def _reads(self, parts: Parts, number: int, window: Window, leading: Sequence[Target]) -> list[Seen]:
         """Runs one call up to the last read of a stage, and returns its reads. The next run goes on from its start."""
@@ -418,7 +423,8 @@ class _Block:
                 last = run.same and window.reads is not None and len(found) + 1 >= window.reads
                 there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
                 seen = seen._replace(picked=run.picked)
-                found.append(seen._replace(streams=there) if last and parts is self.pruned else detached(seen, there))
+                stays = last and (parts is self.pruned or run.has((seen.args, dict(seen.kwargs), seen.x)))
+                found.append(seen._replace(streams=there) if stays else detached(seen, there))
             if last:
                 raise Enough
 

@@ -185,6 +185,10 @@ class Run(TorchDispatchMode):
         storage = None if made is None else self._held.get(made.memory)
         return None if made is None or storage is None else _on(storage, made)
 
+    def has(self, tree: Any) -> bool:
+        """Whether all tensors of a tree belong to this run: other runs of the module do not write to them."""
+        return all(is_plain(tensor) and tensor.untyped_storage()._cdata in self.numbers for tensor in tensors_of(tree))
+
     def arguments(self) -> Call:
         """The arguments of the call. Tensors that are not needed any more are replaced by others of the same shape."""
         state = self.state
