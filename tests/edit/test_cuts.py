@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import secateur as sc
-from secateur.edit import Attribute, Cuts, all_or_nothing, apply_cuts_
+from secateur.edit import Attribute, Cuts, all_or_nothing, apply_cuts_, cuts, select_indices
 
 
 class Inner(nn.Module):
@@ -96,3 +96,17 @@ def test_shrinking_in_place_leaves_the_config_of_the_caller_alone():
     assert given.to_dict() == before
     assert model.config.hidden_size < 16
     assert model(ids).logits.shape == (1, 8, 32)
+
+
+@pytest.mark.parametrize("elements", [1, 100, 1 << 18])
+@pytest.mark.parametrize("dims", [{0}, {1}, {0, 1}, {1, 3}, {0, 1, 2}])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_indices_are_selected_a_few_rows_at_a_time(elements, dims, layout, monkeypatch):
+    monkeypatch.setattr(cuts, "slab_elements", lambda _: elements)
+    tensor = torch.arange(7.0 * 6 * 5 * 4).view(7, 6, 5, 4).contiguous(memory_format=layout)
+    kept = {d: [0, 2, 3] for d in dims}
+    expected = tensor[torch.meshgrid(*(torch.tensor(kept.get(d, range(n))) for d, n in enumerate(tensor.shape)), indexing="ij")]
+    found = select_indices(tensor, kept)
+    assert torch.equal(found, expected)
+    assert found.is_contiguous(memory_format=layout)
+    assert torch.equal(select_indices(tensor.requires_grad_(), kept), expected)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from .._layers import right_sizes
 from .._tree import nearest
+from ..kernels import slab_elements
 from .configs import own_objects_
 from .tensors import owned_tensors, put_
 
@@ -101,29 +101,38 @@ def apply_cuts_(model: nn.Module, cuts: Cuts, values: Mapping[str, Tensor] | Non
 
 
 def select_indices(tensor: Tensor, kept: Indices, known: dict[Any, Tensor] | None = None) -> Tensor:
-    """Selects indices of each of these dims, the dim that loses most first.
+    """Selects indices of each of these dims. `known` caches the index tensors of lists that many dims share.
 
-    `known` caches index tensors of lists that many dims share, and the memory of intermediate results: allocating new pages
-    for each of them would take longer than the copying.
+    Where several dims lose indices, a few rows are taken at a time: what lies between two selections stays in the caches.
     """
     known = {} if known is None else known
+    index = {d: _index(indices, tensor.device, known) for d, indices in sorted(kept.items())}
     last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
-    order = sorted(kept.items(), key=lambda item: len(item[1]) / tensor.shape[item[0]])
-    for n, (d, indices) in enumerate(order):
-        key = (id(indices), tensor.device)
-        if key not in known:
-            known[key] = torch.tensor(indices, device=tensor.device)
-        between = None if n + 1 == len(order) or tensor.requires_grad else _between(tensor, d, len(indices), known)
-        tensor = torch.index_select(tensor, d, known[key], out=between)
+    if len(index) > 1 and not tensor.requires_grad:
+        tensor = _selected_by_rows(tensor, index)
+    else:
+        for d, at in index.items():
+            tensor = tensor.index_select(d, at)
     return tensor.contiguous(memory_format=torch.channels_last) if last else tensor
 
 
-def _between(tensor: Tensor, dim: int, size: int, known: dict[Any, Tensor]) -> Tensor:
-    """Memory for the result of a selection that is not the last one."""
-    shape, key = [*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]], (dim, tensor.dtype, tensor.device)
-    if key not in known or known[key].numel() < math.prod(shape):
-        known[key] = tensor.new_empty(math.prod(shape))
-    return known[key][: math.prod(shape)].view(shape)
+def _index(indices: list[int], device: torch.device, known: dict[Any, Tensor]) -> Tensor:
+    key = (id(indices), device)
+    if key not in known:
+        known[key] = torch.tensor(indices, device=device)
+    return known[key]
+
+
+def _selected_by_rows(tensor: Tensor, index: Mapping[int, Tensor]) -> Tensor:
+    made = tensor.new_empty([len(index[d]) if d in index else size for d, size in enumerate(tensor.shape)])
+    step = max(slab_elements(tensor.device) * len(tensor) // max(tensor.numel(), 1), 1)
+    pieces = (tensor.index_select(0, some) for some in index[0].split(step)) if 0 in index else tensor.split(step)
+    *between, final = (d for d in index if d)
+    for piece, part in zip(pieces, made.split(step)):
+        for d in between:
+            piece = piece.index_select(d, index[d])
+        torch.index_select(piece, final, index[final], out=part)
+    return made
 
 
 def check_fits(model: nn.Module, cuts: Cuts) -> dict[str, Tensor]:

@@ -22,8 +22,15 @@ class Blank:
 
     def __init__(self) -> None:
         self.blocks: dict[Any, Tensor] = {}
+        self.made: dict[Any, Tensor] = {}
 
     def __call__(self, like: Tensor, *shape: int) -> Tensor:
+        key = (shape, like.dtype, like.device)
+        if key not in self.made:
+            self.made[key] = self._made(like, shape)
+        return self.made[key].detach()  # a new tensor each time
+
+    def _made(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
         size, key = math.prod(shape), (like.dtype, like.device)
         if key not in self.blocks or self.blocks[key].numel() < size:
             if like.is_cpu:  # unlike torch.zeros, NumPy takes no pages until they are read
@@ -102,10 +109,11 @@ def _convolution(
 def _batch_norm(
     blank: Blank, x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *_: Any
 ) -> tuple[Tensor, ...] | None:
-    channels = [t for t in (weight, bias, mean, var) if t is not None]
-    _fits(x.is_contiguous() and (training or mean is not None) and all(len(t) == x.shape[1] for t in channels))
-    kept = x.shape[1] if training else 0
-    return blank(x, *x.shape), x.new_zeros(kept), x.new_zeros(kept)
+    _fits(x.is_contiguous() and (training or mean is not None))
+    channels = x.shape[1]
+    _fits(all(t is None or t.shape[0] == channels for t in (weight, bias, mean, var)))
+    kept = channels if training else 0
+    return blank(x, *x.shape), blank(x, kept), blank(x, kept)
 
 
 @_shapes("max_pool2d_with_indices")

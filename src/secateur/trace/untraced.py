@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..axes import Atom, Cat, Expr, Prod, atoms, closed, freeze, norm, unify
-from .tracer import Ref, RunRecord
+from .tracer import RunRecord
 
 UNUSED = "not used in the traced run"
 
@@ -17,7 +17,7 @@ UNUSED = "not used in the traced run"
 def adopt_unused(model: nn.Module, record: RunRecord) -> None:
     """Gives tensors of unused modules the axes of a used sibling in the same container. Freezes the other unused tensors."""
     numbers = {name: number for number, name in record.names.items()}
-    used = {record.names[n] for n in _inputs(record) if n in record.names}
+    used = {record.names[n] for step in record.steps for n in step.inputs if n in record.names}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             _adopt_children(f"{path}." if path else "", module, record, numbers, used)
@@ -25,17 +25,6 @@ def adopt_unused(model: nn.Module, record: RunRecord) -> None:
         if name not in used:
             for e in record.axes[number]:
                 freeze(e, UNUSED)
-
-
-def _inputs(record: RunRecord) -> set[int]:
-    """Returns the numbers of the tensors that some operator was given."""
-    found: set[int] = set()
-    for step in record.steps:
-        for value in (*step.args, *step.kwargs.values()):
-            for item in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(item, Ref):
-                    found.add(item.number)
-    return found
 
 
 def _adopt_children(prefix: str, container: nn.Module, record: RunRecord, numbers: dict[str, int], used: set[str]) -> None:

@@ -78,8 +78,9 @@ def _pixels(state: State, step: Step, x: int, w: int, at: Tensor) -> Tensor | st
         if value.shape[d] > 1 and value.stride(d) and not same(value.index_select(1, at), d):
             return f"what its removed units give depends on position, from {state.removed(x).since or where(step)} on"
     constants = value[(0, slice(None), *[0] * (value.dim() - 2))][at]
+    at, constants = at[constants != 0], constants[constants != 0]
     given = step.arguments
-    if not bool(constants.any()):
+    if not len(at):
         return torch.zeros(state.sizes(step.outs[0])[1], dtype=torch.float64)
     if given["groups"] > 1 or given["transposed"]:
         channels = torch.zeros(1, state.sizes(x)[1], dtype=torch.float64).index_copy_(1, at, constants[None])
