@@ -130,7 +130,7 @@ def _sampled(logits: Tensor, valid: Tensor | None, draw: torch.Generator, number
     signs = torch.randint(2, (classes + _PLACES,), generator=draw).mul_(2).sub_(1).to(flat.device, wide).unfold(0, classes, 1)
     places = torch.randint(_PLACES, (len(flat), _DRAWS), generator=draw).to(flat.device)
     vectors = [torch.empty_like(flat) for _ in range(_DRAWS)]
-    there = None
+    there, finite = None, torch.ones((), dtype=torch.bool, device=flat.device)
     if valid is not None and valid.shape == logits.shape[:-1]:
         there = valid.flatten().to(flat.device)
     for part in parts_of(flat):
@@ -139,9 +139,10 @@ def _sampled(logits: Tensor, valid: Tensor | None, draw: torch.Generator, number
         for vector, place in zip(vectors, places[part].mT, strict=True):
             r = signs[place].mul_(root)
             total = r.sum(-1, keepdim=True)
-            if not bool(total.isfinite().all()):
-                raise ValueError(f"the logits of batch {number} of data= are NaN; look at that batch and at the weights")
-            vector[part] = torch.addcmul(r, p, total, value=-1)
+            finite &= total.isfinite().all()
+            vector[part] = r.addcmul_(p, total, value=-1)
+    if not finite:
+        raise ValueError(f"the logits of batch {number} of data= are NaN; look at that batch and at the weights")
     return [vector.view(logits.shape) for vector in vectors]
 
 
