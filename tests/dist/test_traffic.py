@@ -55,17 +55,18 @@ def traffic():
 
 
 class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that an operator returns."""
+    """The bytes of the largest tensor that an operator returns, and the elements of the largest one that is no buffer of bytes."""
 
     def __init__(self):
         super().__init__()
-        self.bytes = 0
+        self.bytes = self.elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for one in result if isinstance(result, tuple | list) else (result,):
             if type(one) is torch.Tensor:  # of a DTensor, the part that lies here
                 self.bytes = max(self.bytes, one.numel() * one.element_size())
+                self.elements = max(self.elements, 0 if one.dtype == torch.uint8 else one.numel())
         return result
 
 
@@ -130,6 +131,53 @@ def test_nothing_larger_than_a_shard_is_made(pair, arguments, axis, times):
     """Of the whole call, also where an axis is moved; then at most twice a shard."""
     for _, biggest, shard in pair.both(counted, 1024, arguments, axis):
         assert biggest <= times * shard
+
+
+def sharded(side: int, count: int) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(count))).to(DEVICE)
+    return fully_shard(model)
+
+
+@contextmanager
+def no_gather():
+    real, DTensor.full_tensor = DTensor.full_tensor, refuse
+    try:
+        yield
+    finally:
+        DTensor.full_tensor = real
+
+
+def pruned_in_training(rank: int, side: int) -> tuple[int, int]:
+    model = sharded(side, 2)
+    with no_gather(), Largest() as largest:
+        pruner = sc.Pruner(model, sparsity=sc.cubic(0.5, end=4), scope="global")
+        for _ in range(3):
+            pruner.step()
+        state = pruner.state_dict()
+        pruner.load_state_dict(state)
+        pruner.verify()
+    return largest.bytes, side * side * 4 // dist.get_world_size()
+
+
+@several("its shard is the whole tensor")
+def test_a_pruner_and_its_state_hold_nothing_larger_than_a_shard(pair):
+    for biggest, shard in pair.both(pruned_in_training, 1024):
+        assert biggest <= shard
+
+
+def ranked_by_owner(rank: int, side: int) -> tuple[int, int]:
+    """The elements of the largest tensor, and those of a shard; the scores themselves are in float64."""
+    model = sharded(side, 1)
+    with no_gather(), Largest() as largest:
+        sc.plan(model, sc.lamp, sparsity=0.5, scope="global")
+    return largest.elements, side * side // dist.get_world_size()
+
+
+@several("its shard is the whole tensor")
+def test_a_criterion_of_whole_tensors_gathers_them_on_one_process_alone(pair):
+    found = pair.both(ranked_by_owner, 1024)
+    assert sorted(biggest / shard for biggest, shard in found) == [1, 2]
 
 
 def moved(rank: int) -> list:
