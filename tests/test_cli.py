@@ -491,6 +491,12 @@ MISTAKES = {
         2,
         "Did you mean 'wanda'",
     ),
+    "option of another library": (
+        ["shrink", "cli_nets:net", "--pruning-ratio", "0.5", "-o", "x"],
+        2,
+        "--channels, --params, --flops or --latency is the fraction that remains",
+    ),
+    "data of another library": (["prune", "cli_nets:net", "--calib-data", "x"], 2, "; --data takes module:function"),
     "typo of an argument": (["prune", "cli_nets:net", "--set", "flor=0.1", "-o", "x"], 2, "Did you mean 'floor'"),
     "no budget": (["prune", "cli_nets:net", "-o", "x"], 2, "say how much to prune"),
     "no output": (["prune", "cli_nets:net", "--sparsity", "0.5"], 2, "--output"),

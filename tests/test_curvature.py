@@ -282,6 +282,17 @@ def test_layers_that_run_without_gradients_are_named():
     assert plan.metrics()["pruned"] == 8
 
 
+def test_embeddings_that_require_gradients_change_nothing():
+    """As under gradient checkpointing of transformers, which adds this hook to the embeddings."""
+    model, data = llama(), [torch.randint(31, (2, 8))]
+    targets = found(model, exclude="lm_head")
+    expected = curvature(model, targets, data)
+    model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output.requires_grad_(True))
+    made = curvature(model, targets, data)
+    assert made.G.keys() == expected.G.keys()
+    assert all(torch.equal(made.G[name], expected.G[name]) for name in expected.G)
+
+
 def test_half_precision_models_have_factors_in_single_precision():
     model = llama().to(torch.bfloat16)
     made = curvature(model, found(model, exclude="lm_head"), [torch.randint(31, (2, 8))])

@@ -462,3 +462,18 @@ def test_what_cannot_work_is_refused():
         distill_(model, nn.Sequential(nn.Linear(8, 5)), batches())
     with pytest.raises(ValueError, match="none requires a gradient"):
         distill_(model.requires_grad_(False), dense, batches())
+
+
+def test_batches_that_the_teacher_writes_together_are_counted_when_they_are_done(monkeypatch):
+    dense = llama()
+    data = [{"input_ids": torch.randint(0, 31, (4, 6))} for _ in range(3)]
+    reported, written = [], dense.generate
+    monkeypatch.setattr(Progress, "__call__", lambda self, what: reported.append((self._row.task, what)))
+
+    def generate(**arguments):
+        assert not any(task == "distill, writing text" for task, _ in reported)
+        return written(**arguments)
+
+    monkeypatch.setattr(dense, "generate", generate)
+    distill_(copy.deepcopy(dense), dense, data, steps=4)
+    assert [what for task, what in reported if task == "distill, writing text"][:2] == ["batch 1", "batch 2"]

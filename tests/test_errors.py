@@ -645,3 +645,14 @@ def test_tokens_on_the_meta_device_are_refused(how):
 def test_a_cut_notes_data_that_it_did_not_use(model, how, used):
     _, plan = sc.shrink(model, X, channels=0.5, data=[X], **how)
     assert ("nothing read it" in str(plan)) is not used
+
+
+def test_a_loader_as_example_inputs_is_told_to_give_one_batch(model):
+    loader = torch.utils.data.DataLoader([{"x": row, "y": row} for row in X], batch_size=2)
+    with pytest.raises(ValueError, match=r"\(8,\)\] and 16 more\).*pass one batch: next\(iter\(loader\)\)"):
+        sc.shrink(model, loader, channels=0.5)
+
+
+def test_a_criterion_without_a_similar_name_lists_all_names(model):
+    with pytest.raises(ValueError, match=r"'l1' is neither evidence nor a criterion\. Criteria are magnitude, .*wanda"):
+        sc.prune_(model, "l1", sparsity=0.5)

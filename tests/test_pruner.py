@@ -177,6 +177,15 @@ def test_an_optimizer_of_another_model_does_not_attach():
     one_step(model, OPTIMIZERS["sgd"](model.parameters()))
 
 
+def test_an_optimizer_that_was_made_before_decompress_does_not_attach():
+    model, x = net(), torch.randn(1, 6)
+    sc.prune_(model, sparsity=0.9)
+    sc.compress_(model, x, objective="size")
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"made before sc\.shrink or sc\.decompress_ holds the old tensors: make a new one"):
+        sc.Pruner.hold(sc.decompress_(model)).attach(early)
+
+
 def test_masks_taken_earlier_do_not_change_later():
     pruner = sc.Pruner(net(), sparsity=sc.one_shot(0.5, at=1))
     before = pruner.masks

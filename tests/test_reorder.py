@@ -280,3 +280,10 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="entries, and the order has"):
         done.apply_(other)
     assert all(torch.equal(tensor, state[name]) for name, tensor in other.state_dict().items())
+
+
+def test_weights_that_read_the_inputs_of_a_block_are_left_alone_for_that_reason():
+    model, ids = llama()
+    plan = sc.plan(model, method="flow", pattern="2:4", data=[ids])
+    reason = plan.order.skipped["model.layers.0.self_attn.q_proj.weight"]
+    assert reason == "it reads the inputs of the block or of the model, which keep their order"

@@ -18,7 +18,7 @@ _AMOUNT = [
     ("count", "sparsity= is the fraction to prune, count= the number of units"),
     ("levels", "levels= are the sparsities to measure"),
     ("vary", "search finds the number; vary={'prune.sparsity': (0.3, 0.9)} limits its range"),
-    ("sparsity", "sparsity= is the fraction"),
+    ("sparsity", "sparsity= is the fraction that becomes zero"),
 ]
 _EXCLUDE = [("exclude", "exclude= takes the names, or globs, of layers that stay whole")]
 _INCLUDE = [

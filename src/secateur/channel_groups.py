@@ -23,7 +23,7 @@ from .axes import Atom, Cat, Expr, Fam, Group, Prod, atoms, norm
 from .channel_order import best_order, kept_score
 from .edit import Inputs, all_or_nothing, owned_tensors, put_, run, tensors_inside
 from .targeting import Target
-from .trace import Trace, main_outputs, trace
+from .trace import GIVEN, Trace, main_outputs, trace
 
 Place = tuple[str, int]  # a tensor and a dim of it
 _ROUNDING = 0.03  # of the change that a wrong order makes; what is above is no rounding, even in half precision
@@ -245,6 +245,8 @@ def _why_not(traced: Trace, target: Target, group: Group | None, m: int) -> str 
         return "its neighbouring weights are those of one kernel, not of different inputs"
     if group is None:
         return "its inputs are not the units of one layer"
+    if group.frozen == GIVEN:
+        return "it reads the inputs of the block or of the model, which keep their order"
     if group.frozen:
         return f"its inputs cannot be moved: {group.frozen}"
     if len({member.tensor for member in group.members if member.role == "consume"}) > 1:

@@ -321,7 +321,8 @@ def _read(node: ast.expr, functions: Mapping[str, Callable[..., Tensor]]) -> Any
         case ast.Name(id=name) if name in functions:
             return criterion(functions[name])
         case ast.Name(id=name):
-            raise ValueError(f"{name!r} is neither evidence nor a criterion.{nearest(name, [*NAMED, *EVIDENCE, *functions])}")
+            hint = nearest(name, [*NAMED, *EVIDENCE, *functions]) or f" Criteria are {', '.join(NAMED)}."
+            raise ValueError(f"{name!r} is neither evidence nor a criterion.{hint}")
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             value = _read(inner, functions)
             return -value

@@ -179,6 +179,7 @@ class _Sums:
         self.draws = 1
         self.valid: Tensor | None = None
         self.anchors: list[Tensor] = []
+        self._anchor_all = False
         self._forward = False
         self._reads: dict[Any, _Read] = {}  # of one batch
         self._H: dict[tuple[Part, ...], Tensor] = {}  # one sum for weights that always read the same inputs
@@ -190,7 +191,7 @@ class _Sums:
     @contextlib.contextmanager
     def forward(self, valid: Tensor | None) -> Iterator[None]:
         """Around the forward pass of one batch. Checkpointed layers run again in the backward pass, and are not counted."""
-        self.valid, self.anchors, self._forward = valid, [], True
+        self.valid, self.anchors, self._anchor_all, self._forward = valid, [], False, True
         try:
             yield
         finally:
@@ -228,7 +229,9 @@ class _Sums:
             self._tokens[target.name] = self._tokens.get(target.name, 0) + number
         if self.kind == "none" or not torch.is_grad_enabled():  # the model may choose tokens or experts without gradients
             return output
-        if not output.requires_grad:  # nothing before it does: the backward pass ends here
+        # Where something else requires a gradient, as embeddings under gradient checkpointing do, each output gets an anchor.
+        self._anchor_all = self._anchor_all or (output.requires_grad and not self.anchors)
+        if self._anchor_all or not output.requires_grad:  # nothing before it does: the backward pass ends here
             anchor = output.new_zeros((), requires_grad=True)
             self.anchors.append(anchor)
             output = output + anchor

@@ -18,7 +18,7 @@ from .arguments import plain_arguments
 from .display import Reported, Table
 from .edit import IN_TRAINING, forget_, preserve_rng, record_
 from .masks import Masks
-from .progress import Progress, track
+from .progress import Progress
 from .pruner import Pruner
 from .stats import as_it_was, check_evidence, check_values, split_batch
 from .targeting import Globs, all_match, globs_of, under
@@ -296,7 +296,11 @@ def _written(
     teacher: nn.Module, training: list[Any], held: list[Any], more: list[Any], unseen: list[Any]
 ) -> tuple[list[Any], list[Any]]:
     """The batches to train on and those held out, each with new ones: the teacher goes on from `more` and from `unseen`."""
-    new = list(write(teacher, track([*more, *unseen], "distill, writing text")))
+    new = []
+    with Progress("distill, writing text", len(more) + len(unseen)) as progress:
+        for batch in write(teacher, [*more, *unseen]):  # several batches are written together
+            new.append(batch)
+            progress(f"batch {len(new)}")
     return [*training, *new[: len(more)]], [*held, *new[len(more) :]]
 
 

@@ -54,7 +54,8 @@ class Followed:
                 raise ValueError(f"this {_kind(optimizer)} is attached already")
             if not trains(optimizer, tensors):
                 raise ValueError(
-                    f"{_kind(optimizer)} updates none of the pruned tensors; attach the one that trains them. Tensors that are "
+                    f"{_kind(optimizer)} updates none of the pruned tensors; attach the one that trains them. An optimizer "
+                    "that was made before sc.shrink or sc.decompress_ holds the old tensors: make a new one. Tensors that are "
                     "frozen, as under adapters of PEFT, keep their zeros without a pruner: prune them once with sc.prune_."
                 )
         shared = {id(p) for optimizer in optimizers for p in _parameters(optimizer)} & set(tensors)

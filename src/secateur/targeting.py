@@ -17,6 +17,8 @@ from ._layers import DEFAULT_TYPES, Kind, Layout, adapter_parameters, is_experts
 from ._tree import Loose, Prunable, Slot, as_module, bare_name, nearest_glob, packed_layers, slots
 from .scores import RANKED
 
+_META = "on the meta device: it has no values yet"
+
 Globs = str | Iterable[str] | None
 
 
@@ -108,7 +110,8 @@ def targets(
             skipped |= dict.fromkeys((slot.name, *slot.also), reason)
     if not found:
         why = "; ".join(sorted(set(skipped.values())))
-        raise ValueError(f"no tensor of {kind} is left to prune ({why}); widen include=, types= or exclude=")
+        advice = "load its weights first" if set(skipped.values()) == {_META} else "widen include=, types= or exclude="
+        raise ValueError(f"no tensor of {kind} is left to prune ({why}); {advice}")
     return found, skipped
 
 
@@ -199,7 +202,7 @@ def _reason(slot: Slot, include: Sequence[str], exclude: Sequence[str], kinds: t
     if tensor.numel() > 1 and any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         return "its elements share memory (expanded): give it memory of its own first"
     if tensor.is_meta and not meta:
-        return "on the meta device: it has no values yet"
+        return _META
     if include and not under(slot, include):
         return "not included"
     if isinstance(slot.module, Loose):

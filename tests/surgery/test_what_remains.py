@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from secateur.surgery import shrink
+from secateur.surgery import reconstruction, shrink
 from secateur.surgery.search import met
 from secateur.surgery.sizes import SizeModel, measure_latency
 from secateur.trace.run import trace
@@ -212,3 +212,37 @@ def test_the_spread_is_the_uncertainty_of_the_latency(clock):
     assert met(0.53, 0.5, spread=0.04)
     assert not met(0.53, 0.5, spread=0.01)
     assert not met(0.56, 0.5, spread=0.2)
+
+
+class Attention(nn.Module):
+    """Attention of four heads. The view of its result makes the width heads times channels per head."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.qkv, self.proj, self.heads = nn.Linear(width, 3 * width), nn.Linear(width, width), 4
+
+    def forward(self, x):
+        batch, tokens, width = x.shape
+        q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.proj(mixed.transpose(1, 2).reshape(batch, tokens, width))
+
+
+class Tokens(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.embed, self.attention, self.head = nn.Linear(3, width), Attention(width), nn.Linear(width, 10)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        x = self.embed(x)
+        x = x + self.attention(x)
+        return self.head(x + self.mlp(x))
+
+
+def test_where_a_head_removes_a_quarter_of_the_width_other_units_meet_the_target():
+    torch.manual_seed(0)
+    batches = [torch.randn(8, 17, 3) for _ in range(4)]
+    _, plan = shrink(Tokens().eval(), batches[0], reconstruction, flops=0.5, data=batches)
+    assert plan.metrics()["flops"] == pytest.approx(0.5, rel=0.02)
+    assert plan.note == ""

@@ -36,7 +36,8 @@ class Commands(click.Group):
         except click.ClickException as error:
             help_of = getattr(getattr(error, "ctx", None), "command_path", "secateur")
             words = sys.argv[1:] if args is None else args
-            message = f"{error.format_message().removesuffix('.')} (see {help_of} --help)"
+            text = running.unknown_option(error) if isinstance(error, click.NoSuchOption) else error.format_message()
+            message = f"{text.removesuffix('.')} (see {help_of} --help)"
             running.end(message, "--json" in words, error.exit_code)
         sys.exit(code if isinstance(code, int) else 0)
 

@@ -71,6 +71,19 @@ def with_options(text: str, options: Mapping[str, str], *, values: bool = True) 
     return "".join(parts)
 
 
+_VALUES = {"data": "data= takes module:function, a folder of images or a text file"}  # where a shell takes other values
+
+
+def unknown_option(error: click.NoSuchOption) -> str:
+    """The message for an option that a command does not have. It names our option for one of another library."""
+    from .._hints import FOREIGN
+
+    options = {str(p.name): max(p.opts, key=len) for p in error.ctx.command.params} if error.ctx else {}
+    hints = FOREIGN.get(error.option_name.lstrip("-").replace("-", "_"), ())
+    hint = next((_VALUES.get(ours, text) for ours, text in hints if ours in options), None)
+    return error.format_message() if hint is None else with_options(f"No such option {error.option_name}; {hint}", options)
+
+
 def end(message: str, as_json: bool, code: int) -> None:
     """Ends the program with one line on standard error, and with `--json` an object on standard output."""
     if as_json:

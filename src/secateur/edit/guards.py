@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from .tensors import StandIns, owned_tensors, put_, tensors_inside
 
@@ -223,10 +224,12 @@ def inputs_error(error: Exception, model: nn.Module, args: tuple[Any, ...], kwar
     """The error for a model that does not run on example inputs, with their shapes."""
     tensors = tensors_inside((args, kwargs))
     shapes = [tuple(tensor.shape) for tensor in tensors]
+    more = f" and {len(shapes) - 8} more" if len(shapes) > 8 else ""
+    loader = " Of a loader, pass one batch: next(iter(loader))." if any(isinstance(one, DataLoader) for one in args) else ""
     return ValueError(
-        f"{type(model).__name__} does not run on the example inputs (tensors of shape {shapes}): "
+        f"{type(model).__name__} does not run on the example inputs (tensors of shape {shapes[:8]}{more}): "
         f"{why_failed(error, model, tensors)}. Example inputs are a tensor, a tuple of positional arguments, or a mapping of "
-        "keyword arguments; a target is not among them. The model is unchanged."
+        f"keyword arguments; a target is not among them.{loader} The model is unchanged."
     )
 
 

@@ -215,6 +215,12 @@ class CountSearch:
                 if self._possible({g: counts[g] for g in team}):
                     self.at(counts)
 
+    def hold_jump(self, sides: Sequence[ChosenCounts]) -> None:
+        """Hold groups that only change together, such as heads and the width, at their lower counts, and bisect the others."""
+        if len(sides) == 2:
+            less, more = (side.counts for side in sides)
+            self.bisect(16, {g: n for g, n in less.items() if n != more[g]})
+
     def _hold_groups(self, sides: Sequence[ChosenCounts]) -> None:
         size = self.ranking.multiple_of
         for choice, team, step in product(sides, self.ranking.teams[:_HELD], (size, -size)):
@@ -232,7 +238,10 @@ def search_counts(ranking: Ranking, measure: Measure, target: float, what: str) 
     with Progress(f"search for {what}={target:g}") as progress:
         search = CountSearch(ranking, measure, target, progress)
         search.bisect(9 if measured else 40)
+        sides = search.sides
         search.settle() if measured else search.polish()
+        if not measured and not search.fits(search.best):
+            search.hold_jump(sides)
     best = search.best
     if best is None:
         raise ValueError(_why_missed(search, what))
