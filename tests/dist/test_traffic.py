@@ -55,7 +55,7 @@ def traffic():
 
 
 class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that an operator returns, and the elements of the largest one that is no buffer of bytes."""
+    """The bytes of the largest tensor that an operator returns, and the elements of the largest that is no buffer of bytes."""
 
     def __init__(self):
         super().__init__()
